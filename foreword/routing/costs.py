@@ -20,6 +20,7 @@ from typing import Final
 
 from foreword.routing.directory import NUM_TIERS, CacheTier, Reach
 
+_NO_LOADS: Final = (0,) * (NUM_TIERS - 1)
 _MAX_SAMPLES: Final = 48
 _REFIT_EVERY: Final = 16
 _MIN_SAMPLES: Final = 6
@@ -70,7 +71,7 @@ class ReplicaCosts:
 
     def compute(self, tokens: float, before: float) -> float:
         """Seconds to compute `tokens` prompt tokens that follow `before` cached ones."""
-        return self.compute_pairs(tokens, pairs(tokens, before))
+        return self.prefill * tokens + self.attention * pairs(tokens, before)
 
     def compute_pairs(self, tokens: float, pairs: float) -> float:
         """Seconds to compute `tokens` prompt tokens with `pairs` query-key pairs."""
@@ -90,10 +91,10 @@ class ReplicaCosts:
         """
         full = min(reach[-1], tokens // block_size)
         if reach[0] >= full:
-            return full, (full, *(0,) * (NUM_TIERS - 1)), 0.0
+            return full, (full, *_NO_LOADS), 0.0
         parts, seconds, gain = [min(reach[0], full)], 0.0, 0.0
         best_gain = 0.0
-        best: tuple[int, tuple[int, ...], float] = (parts[0], (*parts, *(0,) * (NUM_TIERS - 1)), 0.0)
+        best: tuple[int, tuple[int, ...], float] = (parts[0], (*parts, *_NO_LOADS), 0.0)
         for tier in range(1, NUM_TIERS):
             more = min(reach[tier], full) - min(reach[tier - 1], full)
             parts.append(more)

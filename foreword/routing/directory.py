@@ -18,7 +18,7 @@ each point where the set of holders changes. It may overlook a gap in the middle
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -114,11 +114,19 @@ class Directory:
         depth = first = self._depth_after(parent, slot)
         width = slot.to_bytes(2, "little")
         bit = 1 << tier
+        added = width + bytes((bit,)) + self._epoch.to_bytes(2, "little")
+        full, buckets = self._ways * _SIZE, self._buckets
         for key in keys:
-            bucket = self._bucket(key)
+            number = self._bucket_index(key)
+            bucket = buckets[number]
+            if bucket is None:
+                bucket = buckets[number] = bytearray()
             at = _find(bucket, key[:_TAG] + width)
             if at < 0:
-                self._insert(bucket, key, slot, bit, min(depth, _MAX_DEPTH))
+                if len(bucket) >= full:
+                    self._evict(bucket)
+                bucket += key[:_TAG] + added + min(depth, _MAX_DEPTH).to_bytes(2, "little")
+                self._counts[slot] += 1
             else:
                 tiers = bucket[at + _NEEDLE]
                 if counted and tier == CacheTier.DEVICE and tiers & bit:
@@ -307,13 +315,6 @@ class Directory:
     def _bucket_index(self, key: bytes) -> int:
         return int.from_bytes(key[_TAG : _TAG + 4], "little") % len(self._buckets)
 
-    def _bucket(self, key: bytes) -> bytearray:
-        number = self._bucket_index(key)
-        bucket = self._buckets[number]
-        if bucket is None:
-            bucket = self._buckets[number] = bytearray()
-        return bucket
-
     def _depth_after(self, parent: bytes | None, slot: int) -> int:
         if parent is None:
             return 0
@@ -322,12 +323,6 @@ class Directory:
         if bucket is None or at < 0:
             return 0
         return 1 + (bucket[at + 10] | bucket[at + 11] << 8)
-
-    def _insert(self, bucket: bytearray, key: bytes, slot: int, tiers: int, depth: int) -> None:
-        if len(bucket) >= self._ways * _SIZE:
-            self._evict(bucket)
-        bucket += _RECORD.pack(key[:_TAG], slot, tiers, self._epoch, depth)
-        self._counts[slot] += 1
 
     def _evict(self, bucket: bytearray) -> None:
         """Evict records from a full bucket."""
@@ -356,15 +351,16 @@ class Directory:
             self._epoch = (self._epoch + 1) % _NUM_EPOCHS
 
 
-def leading(count: int, holds: Callable[[int], bool]) -> int:
+def leading(keys: Sequence[bytes], held: Container[bytes]) -> int:
     """Number of leading blocks that are held, where holding a block implies holding all blocks before it."""
+    count = len(keys)
     low, step = 0, 1  # Invariant: all blocks before `low` are held.
-    while low < count and holds(min(low + step, count) - 1):
+    while low < count and keys[min(low + step, count) - 1] in held:
         low, step = min(low + step, count), step * 2
     high = min(low + step, count) - 1  # Invariant: block `high` is not held, unless all are.
     while low < high:
         middle = (low + high) // 2
-        if holds(middle):
+        if keys[middle] in held:
             low = middle + 1
         else:
             high = middle

@@ -94,8 +94,7 @@ class EstimatedBlocks:
 
     def known(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that were sent to the replica and are probably still cached."""
-        held = self._keys
-        return leading(len(keys), lambda i: keys[i] in held)
+        return leading(keys, self._keys)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that are probably cached: the known ones plus the output of a prompt that ended there."""
@@ -140,10 +139,7 @@ class InFlightPrefixes:
                 del users[key]
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        users = self._users
-        if not keys or keys[0] not in users:
-            return 0
-        return leading(len(keys), lambda i: keys[i] in users)
+        return leading(keys, self._users) if self._users else 0
 
     def __len__(self) -> int:
         return len(self._users)

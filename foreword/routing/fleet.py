@@ -237,12 +237,13 @@ class Fleet:
         """The present state of the replicas that may be the best for this request: a bounded number (`shortlist`)."""
         lookups: dict[int, Holdings] = {}
         held: dict[str, int] = {}
+        own = int(CacheTier.DISK)
         for size in {query.block_size, *query.other_keys}:
             keys = query.keys_at(size)
             lookups[size] = self.directory.lookup(keys)
             found = self._shortlist.sent_to(keys)
-            found.update((name, reach[CacheTier.DISK]) for name, reach in lookups[size].replicas.items())
-            held.update((name, blocks * size) for name, blocks in found.items() if blocks)
+            found.update([(name, reach[own]) for name, reach in lookups[size].replicas.items()])
+            held.update([(name, blocks * size) for name, blocks in found.items() if blocks])
         return self._candidates(query, now, avoid, self._shortlist.choose(held, home, frozenset(avoid)), lookups)
 
     def _candidates(
@@ -256,17 +257,19 @@ class Fleet:
         """The state of the chosen replicas, each with its weight in the fleet. `lookups`: those done, by block size."""
         replicas = [self.replicas[name] for name in chosen]
         avoid = frozenset(avoid)
-        typical = self._typical_costs(now) if any(one.is_stale(now) for one in replicas) else None
+        stale = [one.is_stale(now) for one in replicas]
+        typical = self._typical_costs(now) if any(stale) else None
+        resident = _resident(query)
         found: list[Candidate] = []
-        for replica in replicas:
+        for replica, is_stale, weight in zip(replicas, stale, chosen.values(), strict=True):
             size = replica.block_size or query.block_size
             keys = query.keys_at(size)
             if size not in lookups:
                 lookups[size] = self.directory.lookup(keys)
             reach = _at_least(lookups[size].of(replica.name), replica.leading_without_events(keys))
-            costs = typical if typical is not None and replica.is_stale(now) else replica.cost_model.costs
+            costs = typical if typical is not None and is_stale else replica.cost_model.costs
             avoided = replica.name in avoid
-            found.append(_candidate(replica, query, reach, size, costs, now, avoided, chosen[replica.name]))
+            found.append(_candidate(replica, resident, reach, size, costs, now, avoided, weight))
         return found
 
     def _typical_costs(self, now: float) -> ReplicaCosts | None:
@@ -427,7 +430,7 @@ class Fleet:
 
 def _candidate(
     replica: ReplicaState,
-    query: PlacementQuery,
+    resident: int,
     reach: Reach,
     block_size: int,
     costs: ReplicaCosts,
@@ -447,7 +450,7 @@ def _candidate(
         work.tokens,
         queued,
         len(load.running) + replica.reported_running,
-        load.memory_wait(_resident(query), replica.capacity_tokens),
+        load.memory_wait(resident, replica.capacity_tokens),
         block_size,
         excluded,
         work.pairs,

@@ -68,10 +68,13 @@ class ReplicaLoad:
         """Prompt work that is not done yet. The head of the queue has been computing since it became the head."""
         if not self.waiting:
             return NO_WORK
-        head = next(iter(self.waiting)).work
-        done = min(max(now - self._head_since, 0.0) / head.seconds(costs), 1.0)
-        tokens = self._waiting_tokens - done * head.tokens
-        return PrefillWork(tokens, max(self._waiting_pairs - done * head.pairs, 0.0))
+        head = next(iter(self.waiting))
+        head_pairs = pairs(head.computed, head.tokens - head.computed)
+        seconds = head.computed * costs.prefill + head_pairs * costs.attention
+        done = min(max(now - self._head_since, 0.0) / seconds, 1.0)
+        return PrefillWork(
+            self._waiting_tokens - done * head.computed, max(self._waiting_pairs - done * head_pairs, 0.0)
+        )
 
     def recent_tokens(self, now: float) -> float:
         """Prompt tokens sent recently, exponentially decayed with a time constant of three minutes."""

@@ -253,33 +253,36 @@ class CostPolicy:
         self._popularity = PrefixPopularity()
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
-        estimates = tuple(estimate_cost(query, candidate) for candidate in candidates)
-        usable = {
-            one.replica: (one, found) for one, found in zip(estimates, candidates, strict=True) if not one.excluded
-        }
+        estimates = tuple([estimate_cost(query, candidate) for candidate in candidates])
+        usable = [(one, found) for one, found in zip(estimates, candidates, strict=True) if not one.excluded]
         if not usable:
             return Decision(None, estimates, "none", home=home)
-        cheapest = min((one for one, _ in usable.values()), key=lambda one: one.total)
-        if home in usable:
-            at_home = usable[home][0]
-            limit = self.affinity.limit(cheapest.total, cheapest.prefill - at_home.prefill)
-            if at_home.total <= max(limit, self._tie_limit(cheapest.total)):
+        totals = {one.replica: one.total for one, _ in usable}
+        cheapest = min(totals, key=totals.__getitem__)
+        limit = self._tie_limit(totals[cheapest])
+        if home in totals:
+            prefill = {one.replica: one.prefill for one, _ in usable}
+            stays = self.affinity.limit(totals[cheapest], prefill[cheapest] - prefill[home])
+            if totals[home] <= max(stays, limit):
                 return Decision(home, estimates, "session", home=home)
         # Later requests of a session say nothing about how common their prefix is.
-        tied = self._tied(query, [*usable.values()], count=home is None)
-        chosen = rendezvous(hash_key(query, candidates), least_loaded(tied))
-        moved = home in usable and chosen != home
-        dearer = usable[chosen][0].total > self._tie_limit(cheapest.total)
+        tied = least_loaded(self._tied(query, usable, totals, count=home is None))
+        chosen = tied[0] if len(tied) == 1 else rendezvous(hash_key(query, candidates), tied)
+        moved = home in totals and chosen != home
+        dearer = totals[chosen] > limit
         reason = "only" if len(usable) == 1 else "moved" if moved else "spread" if dearer else "cheapest"
         return Decision(chosen, estimates, reason, home=home)
 
-    def _tied(self, query: PlacementQuery, usable: Sequence[_Usable], *, count: bool) -> list[_Usable]:
-        """The candidates whose estimates count as equal to the lowest."""
-        longest = max(one.reused for one, _ in usable)
-        spreads = (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens
-        totals = [one.total - (missing_seconds(one, found, longest) if spreads else 0.0) for one, found in usable]
-        limit = self._tie_limit(min(totals))
-        return [pair for pair, total in zip(usable, totals, strict=True) if total <= limit]
+    def _tied(
+        self, query: PlacementQuery, usable: Sequence[_Usable], totals: Mapping[str, float], *, count: bool
+    ) -> list[_Usable]:
+        """The candidates whose estimates count as equal to the lowest. `totals`: of the estimates, by replica."""
+        longest = max([one.reused for one, _ in usable])
+        compared = [*totals.values()]
+        if (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens:
+            compared = [totals[one.replica] - missing_seconds(one, found, longest) for one, found in usable]
+        limit = self._tie_limit(min(compared))
+        return [pair for pair, total in zip(usable, compared, strict=True) if total <= limit]
 
     def _is_underreplicated(self, query: PlacementQuery, usable: Sequence[_Usable], tokens: int) -> bool:
         """Whether a larger share of prompts than of candidates has the first `tokens` tokens."""
@@ -316,18 +319,21 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
     blocks, parts, load = costs.best_load(candidate.reach, size, query.tokens)
     # The last token is computed even if the whole prompt is cached.
     computed = max(query.tokens - blocks * size, 1)
+    reused = query.tokens - computed
     queue = candidate.queued_tokens * costs.prefill + candidate.queued_pairs * costs.attention
-    return CostEstimate(
+    memory, running = candidate.memory_wait, candidate.running
+    return CostEstimate(  # by position: several times as fast as by name, and this is most of the time of a decision
         candidate.name,
-        queue=queue,
-        memory=max(candidate.memory_wait - queue, 0.0),
-        load=load,
-        compute=costs.compute(computed, query.tokens - computed),
-        decode=costs.interference(candidate.queued_tokens + computed, candidate.running),
-        first=costs.first,
-        reused=query.tokens - computed,
-        computed=computed,
-        from_tiers=tuple([part * size for part in parts]),
+        queue,
+        max(memory - queue, 0.0) if memory else 0.0,
+        load,
+        costs.compute(computed, reused),
+        costs.interference(candidate.queued_tokens + computed, running) if running else 0.0,
+        costs.first,
+        0.0,
+        reused,
+        computed,
+        tuple([part * size for part in parts]),
     )
 
 

@@ -55,7 +55,7 @@ class _Order:
     __slots__ = ("_entries", "_values")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Load, str]] = []
+        self._entries: list[tuple[float, float, str]] = []
         self._values: dict[str, Load] = {}
 
     def __len__(self) -> int:
@@ -65,22 +65,18 @@ class _Order:
         if self._values.get(name) != value:
             self.discard(name)
             self._values[name] = value
-            insort(self._entries, (value, name))
+            insort(self._entries, (*value, name))
 
     def discard(self, name: str) -> None:
         value = self._values.pop(name, None)
         if value is not None:
-            del self._entries[bisect_left(self._entries, (value, name))]
+            del self._entries[bisect_left(self._entries, (*value, name))]
 
     def first(self, count: int, avoid: Collection[str], least: float = -math.inf) -> list[str]:
         """The first `count` names that are not to be avoided, of those with a value of at least `least`."""
-        found: list[str] = []
-        for i in range(bisect_left(self._entries, ((least, -math.inf), "")), len(self._entries)):
-            if len(found) == count:
-                break
-            if (name := self._entries[i][1]) not in avoid:
-                found.append(name)
-        return found
+        start = bisect_left(self._entries, (least, -math.inf, ""))
+        enough = self._entries[start : start + count + len(avoid)]
+        return [name for _, _, name in enough if name not in avoid][:count]
 
 
 class SentPrefixes:
@@ -181,11 +177,11 @@ class Shortlist:
 
     def _best_holders(self, held: Mapping[str, int], avoid: Collection[str]) -> dict[str, float]:
         loads = self._loads
-        able = [name for name in held if name in loads and name not in avoid]
+        able = [(-tokens, loads[name], name) for name, tokens in held.items() if name in loads and name not in avoid]
         if len(able) <= _HOLDERS:
-            return dict.fromkeys(able, 1.0)
-        longest = max(map(held.__getitem__, able))
-        most = sorted(able, key=lambda name: (-held[name], loads[name], name))[:_HOLDERS]
-        half = [name for name in able if 2 * held[name] >= longest]
-        found = dict.fromkeys([*most, *sorted(half, key=lambda name: (loads[name], name))[:_HOLDERS]])
+            return dict.fromkeys([name for _, _, name in able], 1.0)
+        able.sort()
+        half = sorted([(load, name) for tokens, load, name in able if 2 * tokens <= able[0][0]])
+        best = [name for _, _, name in able[:_HOLDERS]] + [name for _, name in half[:_HOLDERS]]
+        found = dict.fromkeys(best)
         return dict.fromkeys(found, max(len(half) / len(found), 1.0))
