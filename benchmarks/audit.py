@@ -184,7 +184,7 @@ class Remote:
             self._pair.clear()
 
     def close(self) -> None:
-        self._pair.__exit__()
+        self._pair.close()
 
 
 def count_alarms(folder: Path, arguments: argparse.Namespace) -> None:

@@ -42,6 +42,9 @@ class InstancePair:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.second.close()
         self.first.close()
 

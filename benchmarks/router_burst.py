@@ -160,7 +160,7 @@ def report_bursts(given: argparse.Namespace, found: Mapping[str, Sequence[Burst]
 
 
 def long_context(model: Path, folder: Path, tokens: int) -> Path:
-    """The same model, said to take prompts of so many tokens: it computes alike, whatever its text is worth there."""
+    """A copy of the model whose configuration allows prompts of this length. It costs the same; its answers mean nothing."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     if config.get("max_position_embeddings", tokens) >= tokens:
         return model

@@ -224,7 +224,7 @@ class Reference:
 
 
 def difference(answer: Answer, right: Answer) -> str:
-    """What of an answer is not that of the reference; empty if all is, as far as the answer came."""
+    """What differs from the reference in the part of the answer that came; empty if nothing does."""
     complete = not answer.error and not answer.left
     if complete and (answer.done != 1 or len(answer.names) != 1):
         return f"{answer.done} ends and the ids {answer.names}"
