@@ -52,6 +52,7 @@ class Envoy:
 
     Args:
         patient: without short time limits, which on a busy machine would make Envoy do without the picker.
+        pings: seconds between those to the picker, if patient.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Envoy:
         *,
         opens: bool = True,
         patient: bool = False,
+        pings: float = 2,
     ) -> None:
         self.mode, self.port = mode, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -70,6 +72,7 @@ class Envoy:
         if patient:
             text = text.replace("connect_timeout: 0.25s", "connect_timeout: 60s")
             text = text.replace("message_timeout: 0.5s", "message_timeout: 60s")
+            text = text.replace("interval: 2s, timeout: 3s", f"interval: {pings}s, timeout: 60s")
         path = folder / f"envoy-{self.port}.yaml"
         path.write_text(text)
         program = envoy_program()

@@ -147,6 +147,24 @@ def test_a_client_that_leaves_frees_its_place(fleet: Fleet, gateway: Envoy) -> N
         until(lambda: fleet.in_flight() == 0)
 
 
+@pytest.mark.parametrize("mode", ["two filters", "one filter"])
+def test_silence_breaks_no_stream(mode: str, fleet: Fleet, tmp_path: Path) -> None:
+    """While a server computes a long prompt, the picker hears only the gateway's pings: the request is not lost to either."""
+
+    def completed() -> float:
+        return fleet.picker.metric("foreword:router_requests_total", outcome="ok")
+
+    envoy = Envoy(tmp_path, fleet.port, fleet.urls, mode, pings=0.05)
+    served = completed()
+    try:
+        with slow(*fleet.servers, step=0.8):
+            found = complete(envoy.url, words("silence", 10), max_tokens=2)
+        assert found.status_code == 200, found.text
+        until(lambda: completed() == served + 1)
+    finally:
+        envoy.kill()
+
+
 def test_a_picker_that_knows_no_replica_yet(fleet: Fleet, tmp_path: Path) -> None:
     """After its start, until a replica has answered it, the gateway chooses; it does not refuse requests."""
     port = free_port()

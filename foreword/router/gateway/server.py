@@ -31,7 +31,9 @@ _OPTIONS: Final = (
     # A gateway that disappeared without a word: its streams end, and with them their requests' load.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A gateway may ping as often as it likes. gRPC would close the connection, and with it all streams, at the third ping
+    # between which it sent nothing: while servers compute long prompts.
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 
