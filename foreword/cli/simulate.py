@@ -44,6 +44,20 @@ Changes = Annotated[
         "'5m add 2 GROUP'. Can be repeated.",
     ),
 ]
+Tenants = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--tenant",
+        help="Tenant that sends a share of the sessions: 'team-a share=3 priority=5'. Lower priorities are more urgent, as in "
+        "vLLM. Can be repeated.",
+    ),
+]
+TenantQuotas = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--quota", help="Limits of a tenant, as for a router: 'team-a requests=60 tokens=100000 concurrent=8'."
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help=f"KV memory on each replica's device, {_SIZE}; {_LIST}.")]
 Memory = Annotated[str, typer.Option("--memory", help="Host memory tier of each replica, in the same format.")]
 Disk = Annotated[str, typer.Option("--disk", help="Disk tier of each replica, in the same format.")]
@@ -108,6 +122,8 @@ def simulate(
     replicas: Replicas = None,
     group: Groups = None,
     change: Changes = None,
+    tenant: Tenants = None,
+    quota: TenantQuotas = None,
     policy: Policies = "cost",
     device: Device = "1000000",
     memory: Memory = "0",
@@ -139,11 +155,13 @@ def simulate(
     from foreword.sim.changes import parse_change
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
+    from foreword.sim.tenants import parse_tenant, with_tenants
     from foreword.sim.trace import block_size_of, multiplied, read_trace
 
     trace = multiplied(read_trace(traces, speed=speed), copies)[:limit]
     if not trace:
         raise ConfigError("--limit leaves no requests")
+    trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())
     per_token = kv_bytes or profile.kv_bytes_per_token
     axes = {
@@ -164,6 +182,7 @@ def simulate(
         base,
         groups=tuple(parse_group(text, per_token) for text in group or ()),
         changes=tuple(map(parse_change, change or ())),
+        quotas=tuple(quota or ()),
     )
     cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile)
     if not cases:
@@ -294,13 +313,14 @@ def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | 
 def _write_results(
     results: Sequence[SimulationResult], about: str, out: Path | None, svg: Path | None, as_json: bool
 ) -> None:
-    from foreword.sim.report import as_file, drawings, page, phases, summarize, table
+    from foreword.sim.report import as_file, drawings, page, phases, summarize, table, tenants
 
     if as_json:
         found = [
             {
                 **dataclasses.asdict(summarize(one)),
                 "phases": [dataclasses.asdict(phase) for phase in phases(one)],
+                "tenants": [dataclasses.asdict(tenant) for tenant in tenants(one)],
                 "spec": dataclasses.asdict(one.spec),
                 "wall_seconds": one.wall,
             }

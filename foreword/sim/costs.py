@@ -98,6 +98,7 @@ class FleetSpec:
         learns: the router starts with general costs and learns; otherwise it starts with the true costs.
         groups: replicas that differ from the others.
         changes: failures, restarts, and replicas that are added or removed during the trace.
+        quotas: limits of tenants, as of a router (`--quota`); requests beyond them are rejected.
     """
 
     replicas: int = 8
@@ -114,6 +115,7 @@ class FleetSpec:
     learns: bool = True
     groups: tuple[ReplicaGroup, ...] = ()
     changes: tuple[FleetChange, ...] = ()
+    quotas: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (

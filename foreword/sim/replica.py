@@ -121,6 +121,7 @@ class SimulatedReplica:
         *,
         on_published: Callable[[BlockTable, int, int], None],
         on_removed: Callable[[list[bytes]], None],
+        on_finished: Callable[[SequenceTokens], None] | None = None,
     ) -> None:
         self.totals = totals
         self.step: Step | None = None
@@ -132,6 +133,7 @@ class SimulatedReplica:
         self._costs = costs
         self._fleet = fleet
         self._stores = stores
+        self._on_finished = on_finished
         self._cache = PrefixCache(
             spec.device_tokens // spec.block_size,
             spec.block_size,
@@ -151,13 +153,24 @@ class SimulatedReplica:
     def add(self, now: float, request: SequenceTokens, keys: Sequence[bytes]) -> None:
         """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
         tokens: Any = request
-        table = self._cache.open(())
+        traced = request.outcome.request
+        table = self._cache.open((), salt=traced.tenant.encode())
         table.chain.tokens, table.chain.keys = tokens, list(keys)
-        max_total = request.outcome.request.prompt_tokens + request.outcome.request.output_tokens
+        max_total = traced.prompt_tokens + traced.output_tokens
         self._scheduler.add(SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total))
+        self._move_forward(traced.priority)
         if self.step is not None and self._repeats:
             self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
             self.ends_at = self._started + self._duration(self._repeats)
+
+    def _move_forward(self, priority: int) -> None:
+        """Move the last waiting request before all that are less urgent."""
+        waiting = self._scheduler.waiting
+        place = len(waiting) - 1
+        while place and _tokens(waiting[place - 1]).outcome.request.priority > priority:
+            place -= 1
+        if place < len(waiting) - 1:
+            waiting.insert(place, waiting.pop())
 
     @property
     def is_idle(self) -> bool:
@@ -307,6 +320,8 @@ class SimulatedReplica:
             self._fleet.finished(str(tokens.number), now)  # the router learns nothing from its usage
         else:
             self._fleet.finished(str(tokens.number), now, cached_tokens=cached, output_tokens=output)
+        if self._on_finished is not None:
+            self._on_finished(tokens)
 
 
 def _is_continued(sequence: SequenceState) -> bool:

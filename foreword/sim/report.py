@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -142,6 +143,45 @@ def phases(result: SimulationResult) -> list[Phase]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class TenantSummary:
+    """The requests of one tenant with one priority.
+
+    Attributes:
+        rejected: requests beyond the tenant's quota. They are not part of the other numbers.
+        mean, p50, p90: time to first token in seconds; 0 if all requests were rejected.
+        hit_share: see `Summary`.
+    """
+
+    tenant: str
+    priority: int
+    requests: int
+    rejected: int
+    hit_share: float
+    mean: float
+    p50: float
+    p90: float
+
+
+def tenants(result: SimulationResult) -> list[TenantSummary]:
+    """The tenants and priorities of a simulation; none if all requests have no tenant and one priority."""
+    served: defaultdict[tuple[str, int], list[RequestOutcome]] = defaultdict(list)
+    for one in result.outcomes:
+        served[one.request.tenant, one.request.priority].append(one)
+    rejected = Counter((one.tenant, one.priority) for one in result.rejected)
+    groups = sorted(served.keys() | rejected.keys())
+    if not rejected and len(groups) == 1 and not groups[0][0]:
+        return []
+    found = []
+    for group in groups:
+        many = served[group]
+        times = sorted(one.ttft + result.costs.request for one in many) or [0.0]
+        cached, prompts = sum(one.cached_tokens for one in many), sum(one.request.prompt_tokens for one in many)
+        latencies = sum(times) / len(times), quantile(times, 0.5), quantile(times, 0.9)
+        found.append(TenantSummary(*group, len(many), rejected[group], cached / max(prompts, 1), *latencies))
+    return found
+
+
 def quantile(ordered: Sequence[float], share: float) -> float:
     """The smallest value of an ordered, non-empty sequence that at least this share of the values does not exceed."""
     return ordered[min(max(-int(-share * len(ordered) // 1) - 1, 0), len(ordered) - 1)]
@@ -165,6 +205,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
     ("busiest", lambda one: f"{one.busiest:.2f}x"),
     ("replica-h/1k", lambda one: f"{one.replica_hours:.3f}"),
 )
+_TENANT_HEAD: Final = ("simulation", "tenant", "priority", "served", "rejected", "hit", "TTFT mean", "p50", "p90")
 _PHASE_HEAD: Final = ("simulation", "phase", "requests", "hit", "TTFT mean", "p90", "failovers", "recomputed")
 
 
@@ -186,10 +227,21 @@ def phase_rows(results: Iterable[SimulationResult]) -> tuple[Sequence[str], list
     return _PHASE_HEAD, found
 
 
+def tenant_rows(results: Iterable[SimulationResult]) -> tuple[Sequence[str], list[list[str]]]:
+    """Header and rows of the table of tenants and priorities; no rows if there are none."""
+    found = []
+    for result in results:
+        for one in tenants(result):
+            times = [f"{value:.3f} s" for value in (one.mean, one.p50, one.p90)]
+            counts = [str(one.priority), str(one.requests), str(one.rejected)]
+            found.append([result.name, one.tenant or "-", *counts, f"{one.hit_share:.1%}", *times])
+    return _TENANT_HEAD, found
+
+
 def table(results: Sequence[SimulationResult]) -> str:
-    """All simulations as a Markdown table, and one of their phases if a fleet changed."""
-    head, found = phase_rows(results)
-    return markdown_table(*rows(results)) + (f"\n\n{markdown_table(head, found)}" if found else "")
+    """All simulations as a Markdown table, one of their phases if a fleet changed, and one of tenants if there are any."""
+    more = [markdown_table(head, found) for head, found in (phase_rows(results), tenant_rows(results)) if found]
+    return "\n\n".join([markdown_table(*rows(results)), *more])
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -211,7 +263,7 @@ def page(results: Sequence[SimulationResult], title: str = "Simulation", about: 
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{html.escape(title)}</h1><p class='facts'>{html.escape(facts)}</p>"
-        f"{_html_table(*rows(results))}{_html_table(*phase_rows(results))}{''.join(curves.values())}</html>"
+        f"{_html_table(*rows(results))}{_html_table(*phase_rows(results))}{_html_table(*tenant_rows(results))}{''.join(curves.values())}</html>"
     )
 
 

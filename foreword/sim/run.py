@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, RateLimited
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
@@ -30,7 +31,8 @@ class SimulationResult:
 
     Attributes:
         name: distinguishes it from other simulations.
-        outcomes: in the order of the trace.
+        outcomes: in the order of the trace, without rejected requests.
+        rejected: requests that exceeded their tenant's quota.
         replicas: totals by replica, also of those that failed or were removed.
         moved: requests whose session or conversation was on another replica before.
         seconds: virtual time from the first arrival to the last token; `wall` is the real time that the simulation took.
@@ -45,6 +47,7 @@ class SimulationResult:
     moved: int
     seconds: float
     wall: float
+    rejected: Sequence[TraceRequest] = ()
 
 
 def simulate(
@@ -91,7 +94,10 @@ class _Simulation:
         self.specs = {name: spec.of(name) for name in ("", *(group.name for group in spec.groups))}
         self.costs_of = {"": costs} | {group.name: group.costs or costs for group in spec.groups}
         self.smallest_device = min(self.specs[group].device_tokens for group in self.groups.values())
-        self.root = Scope(MODEL, spec.block_size, b"").root()
+        self.roots: dict[str, bytes] = {}
+        self.quotas = Quotas.parse(spec.quotas)
+        self.admitted: dict[int, Admitted] = {}
+        self.rejected: set[int] = set()
         self.now = 0.0
         self.order = itertools.count()
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -189,6 +195,7 @@ class _Simulation:
             self.totals[name],
             on_published=published,
             on_removed=lambda keys: removed(CacheTier.DEVICE, keys),
+            on_finished=self._release if self.spec.quotas else None,
         )
         return replica
 
@@ -215,7 +222,8 @@ class _Simulation:
                 then()
         self._check_ends()
         wall = time.perf_counter() - started
-        seconds, policy = max(outcome.finished for outcome in self.outcomes), self.fleet.policy.name
+        outcomes = [one for number, one in enumerate(self.outcomes) if number not in self.rejected]
+        seconds, policy = max(outcome.finished for outcome in outcomes), self.fleet.policy.name
         for replica, started_at in self.started_at.items():
             self.totals[replica].up += max(seconds - started_at, 0.0)
         return SimulationResult(
@@ -223,11 +231,12 @@ class _Simulation:
             policy,
             self.spec,
             self.costs,
-            self.outcomes,
+            outcomes,
             self.totals,
             self.fleet.sessions_moved,
             seconds,
             wall,
+            [self.trace[number] for number in sorted(self.rejected)],
         )
 
     def _at(self, when: float, then: Callable[[], None]) -> None:
@@ -240,14 +249,35 @@ class _Simulation:
                 f"request {number} of the trace has {tokens} tokens: more than a device with {self.smallest_device} tokens "
                 "can hold"
             )
-        self._place(SequenceTokens(number, self.outcomes[number]))
+        if self._admit(number, request):
+            self._place(SequenceTokens(number, self.outcomes[number]))
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
+
+    def _admit(self, number: int, request: TraceRequest) -> bool:
+        if self.spec.quotas:
+            try:
+                self.admitted[number] = self.quotas.admit(request.tenant, self.now)
+            except RateLimited:
+                self.rejected.add(number)
+                return False
+        return True
+
+    def _release(self, request: SequenceTokens) -> None:
+        admitted = self.admitted.pop(request.number)
+        self.quotas.charge(admitted, len(request), self.now)
+        self.quotas.finish(admitted)
+
+    def _root(self, tenant: str) -> bytes:
+        root = self.roots.get(tenant)
+        if root is None:
+            root = self.roots[tenant] = Scope(MODEL, self.spec.block_size, tenant.encode()).root()
+        return root
 
     def _place(self, request: SequenceTokens) -> None:
         """Send a request to a replica; if it was continued, with its output so far. It waits if there is none."""
         size, outcome = self.spec.block_size, request.outcome
-        keys = chain_keys(self.root, request[:], size)
+        keys = chain_keys(self._root(outcome.request.tenant), request[:], size)
         query = PlacementQuery(keys, len(request), size, outcome.request.session)
         decision = self.fleet.place(query, self.now)
         if decision.replica is None:
@@ -292,6 +322,6 @@ class _Simulation:
             raise ConfigError(
                 f"{len(self.unplaced)} requests were not finished: all replicas had failed or were removed"
             )
-        unfinished = sum(outcome.finished < 0 for outcome in self.outcomes)
+        unfinished = sum(outcome.finished < 0 for outcome in self.outcomes) - len(self.rejected)
         if unfinished:
             raise ConfigError(f"{unfinished} requests never ended: too little memory for what runs at once")

@@ -2,9 +2,11 @@
 
 - **Blocks**, the format of Mooncake and of recordings (`--record`): `timestamp` in milliseconds, `input_length`,
   `output_length`, and `hash_ids` with one number per block of `block_size` tokens (default 512). Equal numbers mean equal
-  prefixes up to and including that block. Blocks of the output may follow those of the prompt. `session` is optional.
+  prefixes up to and including that block. Blocks of the output may follow those of the prompt.
 - **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Four bytes of text count as one
   token.
+
+`session`, `tenant` and `priority` (a whole number) are optional.
 
 Mooncake's traces do not contain the blocks of outputs. If a later prompt starts with all full blocks of an earlier one and is
 at least as long as that prompt and its output, it counts as the next turn of the conversation, and the output is what follows
@@ -48,6 +50,8 @@ class TraceRequest:
             output.
         prompt_tokens, output_tokens: lengths, at least 1.
         session: name of the session, if the trace contains it.
+        tenant: its name; tenants share no blocks. Empty if there are none.
+        priority: lower numbers are more urgent, as in vLLM.
     """
 
     arrival: float
@@ -56,6 +60,8 @@ class TraceRequest:
     prompt_tokens: int
     output_tokens: int
     session: str | None = None
+    tenant: str = ""
+    priority: int = 0
 
     def prompt(self) -> array[int]:
         """Tokens of the prompt. Prompts share the same prefixes as the real ones."""
@@ -193,6 +199,7 @@ def _parse_blocks(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRe
         length,
         output,
         None if session is None else str(session),
+        *_sender(fields),
     )
 
 
@@ -208,7 +215,15 @@ def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
         length,
         max(len(tokens) - length, 1),
         None if session is None else str(session),
+        *_sender(fields),
     )
+
+
+def _sender(fields: Mapping[str, Any]) -> tuple[str, int]:
+    tenant, priority = fields.get("tenant", ""), fields.get("priority", 0)
+    if not isinstance(tenant, str) or not isinstance(priority, int):
+        raise ValueError("tenant must be a text and priority a whole number")
+    return tenant, priority
 
 
 def _text_tokens(text: str) -> array[int]:
