@@ -271,7 +271,8 @@ class Migrations:
             self._fail(migration, error)
         else:
             reason, text = str(source.reason), source.message
-            kind = CannotMigrate if source.reason in _REFUSALS else TransferUnavailable
+            final = migration.ended or source.reason in _REFUSALS
+            kind = CannotMigrate if final else TransferUnavailable
             self._fail(migration, kind(f"{migration.to} did not take the request ({reason}): {text}", reason=reason))
 
     def _end_taken(self, migration: OutgoingMigration, send: KVSend) -> None:

@@ -47,6 +47,7 @@ class KvEventLog:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._folded = -1  # number of the last message in the snapshot
+        self._snapshot = (-1, b"")  # as it was last sent
         self._places: defaultdict[_Place, dict[bytes, _Block]] = defaultdict(dict)
         self._blocks = 0
 
@@ -63,7 +64,9 @@ class KvEventLog:
     def since(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Number and payload of all messages from `start` on, or of the snapshot and all messages after it."""
         if start <= self._folded:
-            yield self._folded, encode_batch(time.time(), self._snapshot())
+            if self._snapshot[0] != self._folded:
+                self._snapshot = self._folded, encode_batch(time.time(), self._folded_blocks())
+            yield self._snapshot
         for number, payload in self._kept:
             if number >= start:
                 yield number, payload
@@ -81,7 +84,7 @@ class KvEventLog:
                 self._blocks += 1
             parent = key
 
-    def _snapshot(self) -> list[BlockStored]:
+    def _folded_blocks(self) -> list[BlockStored]:
         """All blocks, parents first, in runs of consecutive ones."""
         events: list[BlockStored] = []
         for place, blocks in self._places.items():

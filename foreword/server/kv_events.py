@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _WAITING: Final = 100_000
 _POLL_SECONDS: Final = 0.05
+# A replay can be 64 MB and a snapshot. Subscribers that ask again and again must not delay the events.
+_REPLAYS: Final = 8
+_REPLAY_PAUSE_SECONDS: Final = 1.0
 # Blocks whose tokens are kept for the events of tiers: about 400 bytes per block of 16 tokens.
 _KNOWN_BLOCKS: Final = 1 << 14
 # Changes of tiers that are not published yet; further ones are dropped.
@@ -112,7 +115,10 @@ class KvEvents:
         self._block_size = block_size
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
+        self._log = KvEventLog()
         self._pub.set_hwm(_WAITING)
+        self._router.sndhwm = self._log.messages + 2  # what is above this limit is dropped: a whole replay fits
+        self._replays_from = 0.0
         try:
             first = _bind(self._pub, endpoint)
             second = _bind(self._router, replay or _next_port(endpoint))
@@ -126,7 +132,6 @@ class KvEvents:
         self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
-        self._log = KvEventLog()
         self.source = EventSource(first, second, self._log.messages)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -235,8 +240,8 @@ class KvEvents:
     def _run(self) -> None:
         number = 0
         while True:
-            while self._router.poll(0):
-                self._replay(self._router.recv_multipart())
+            if time.monotonic() >= self._replays_from:
+                self._answer_requests()
             events: list[object] | None = []
             with contextlib.suppress(queue.Empty):
                 events = self._messages.get(timeout=_POLL_SECONDS)
@@ -256,6 +261,14 @@ class KvEvents:
     def _publish(self, number: int, payload: bytes) -> None:
         self._pub.send_multipart((b"", encode_number(number), payload))
         self._log.append(number, payload)
+
+    def _answer_requests(self) -> None:
+        """Answer some of the requests for replays; the others wait in their sockets' queues."""
+        for _ in range(_REPLAYS):
+            if not self._router.poll(0):
+                return
+            self._replay(self._router.recv_multipart())
+            self._replays_from = time.monotonic() + _REPLAY_PAUSE_SECONDS
 
     def _replay(self, frames: list[bytes]) -> None:
         start = decode_number(frames[2]) if len(frames) == 3 else None

@@ -368,6 +368,30 @@ def test_what_cannot_move(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+def test_a_request_that_ends_first(nodes: tuple[Node, Node]) -> None:
+    """A request that ends before the destination has taken it cannot migrate, and nothing is left of it there."""
+    here, there = nodes
+
+    async def main() -> None:
+        there.valve.shut()
+        busy = asyncio.create_task(ask(there.engine, prompt(5, 2), GREEDY))
+        await until(lambda: there.valve.waiting > 0)
+        follower = Follower(here, prompt(60, 3), GREEDY)
+        with at_a_walk(here):
+            await follower.read(5)
+            moving = asyncio.create_task(here.engine.migrate(follower.name, there.address))
+            await asyncio.sleep(0)
+            await follower.stream.aclose()
+        there.valve.open()
+        with pytest.raises(CannotMigrate, match="ended"):
+            await moving
+        await busy
+        for each in nodes:
+            await each.whole()
+
+    asyncio.run(main())
+
+
 def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """If the destination dies while KV is sent, the request continues at the source."""
     here = nodes[0]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.events import BlocksRemoved
 from foreword.routing.directory import Directory
 from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.kv_event_wire import BlockRemoved, BlockStored, decode_batch, encode_batch
+from foreword.routing.kv_event_wire import (
+    REPLAY_END,
+    BlockRemoved,
+    BlockStored,
+    decode_batch,
+    decode_number,
+    encode_batch,
+    encode_number,
+)
 from foreword.server.kv_event_log import KvEventLog
+from foreword.server.kv_events import KvEvents
 
 BLOCK = 4
 PLACES = ((None, None, None), ("CPU", "LOCAL", "memory"), ("STORAGE", "REMOTE", "redis"))
@@ -90,3 +103,63 @@ def test_the_snapshot_is_bounded() -> None:
     directory = Directory(10_000)
     read(log, KvEventFeed(directory, "r", b"m", BLOCK))
     assert directory.lookup(keys).of("r")[0] == 10
+
+
+def test_one_snapshot_serves_several_subscribers() -> None:
+    """The snapshot is made again only after another message became part of it."""
+    log = KvEventLog(messages=1)
+
+    def snapshot(*numbers: int) -> bytes:
+        for number in numbers:
+            log.append(number, encode_batch(0.0, [BlockRemoved([b"k"], None)]))
+        return next(log.since(0))[1]
+
+    first = snapshot(0, 1)
+    assert snapshot() is first
+    assert snapshot(2) is not first
+
+
+@pytest.fixture
+def asking() -> Iterator[tuple[KvEvents, zmq.Socket[bytes]]]:
+    """A publisher of 4000 messages, and a socket that asks for replays."""
+    publisher = KvEvents(BLOCK, "tcp://127.0.0.1:0")
+    for _ in range(4000):
+        publisher.notify(BlocksRemoved((bytes(32),) * 100))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger, socket.rcvhwm = 0, 10
+        socket.connect(publisher.source.replay_endpoint)
+        yield publisher, socket
+    publisher.close()
+
+
+def replayed(socket: zmq.Socket[bytes], start: int) -> list[int]:
+    """Numbers of the messages of one replay, read when most of it has been sent."""
+    socket.send_multipart([b"", encode_number(start)])
+    time.sleep(0.3)
+    found: list[int] = []
+    while (frames := socket.recv_multipart())[-2] != REPLAY_END:
+        found.append(decode_number(frames[-2]) or 0)
+    return found
+
+
+def test_a_replay_is_complete(asking: tuple[KvEvents, zmq.Socket[bytes]]) -> None:
+    """A slow subscriber gets all kept messages, however many they are."""
+    while not replayed(asking[1], 3999):
+        pass
+    assert replayed(asking[1], 0) == list(range(4000))
+
+
+def test_requests_for_replays_do_not_stop_the_events(asking: tuple[KvEvents, zmq.Socket[bytes]]) -> None:
+    """While a subscriber asks again and again, new events are published before all of its requests are answered."""
+    publisher, asker = asking
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.connect(publisher.source.endpoint)
+        socket.subscribe(b"")
+        for _ in range(400):
+            asker.send_multipart([b"", encode_number(4000)])
+        while not socket.poll(50):
+            publisher.notify(BlocksRemoved((b"k",)))
+        answers = 0
+        while asker.poll(200):
+            answers += asker.recv_multipart()[-2] == REPLAY_END
+    assert 0 < answers < 400
