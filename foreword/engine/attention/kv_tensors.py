@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout
+from foreword.engine import huge_pages
 
 
 def pinned(numbers: Sequence[Any] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -33,12 +34,18 @@ class PagedLayer:
         self, layout: LayerLayout, dtype: torch.dtype, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         heads = (num_blocks, block_size, layout.kv_heads)
-        self.k_blocks = torch.empty(*heads, layout.key_dim, dtype=dtype, device=device)
-        self.v_blocks = torch.empty(*heads, layout.value_dim, dtype=dtype, device=device)
+        self.k_blocks = _empty(*heads, layout.key_dim, dtype=dtype, device=device)
+        self.v_blocks = _empty(*heads, layout.value_dim, dtype=dtype, device=device)
         self.k = self.k_blocks.flatten(0, 1)
         self.v = self.v_blocks.flatten(0, 1)
         self.k_heads = self.k.transpose(0, 1).unsqueeze(0)
         self.v_heads = self.v.transpose(0, 1).unsqueeze(0)
+
+
+def _empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return huge_pages.zeros(*shape, dtype=dtype)
+    return torch.empty(*shape, dtype=dtype, device=device)
 
 
 def block_distances(layers: Iterable[PagedLayer], found: Sequence[int], computed: Sequence[int]) -> Tensor:

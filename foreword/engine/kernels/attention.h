@@ -107,6 +107,37 @@ struct Tile {
     }
 };
 
+// Prefetches some cache lines of keys or values, those of one token after the other's, `STEP` with each call. A processor
+// has room for few at a time, so the calls are spread over the computation.
+template <int STEP>
+struct LinesAhead {
+    const char *const *token, *const *end;
+    int64_t offset, bytes, place = 0;
+
+    bool done() const { return token == end; }
+
+    INLINE_MEMBER void operator()() {
+        if (done()) return;
+#pragma GCC unroll 2
+        for (int line = 0; line < STEP; line++) __builtin_prefetch(*token + offset + place + 64 * line, 0, 2);
+        place += 64 * STEP;
+        if (place < bytes) return;
+        place = 0;
+        token++;
+    }
+};
+
+// What is prefetched for the next block while one head is computed: a share of the keys in `gather`, of the values later.
+struct BlockAhead {
+    LinesAhead<1> keys;
+    LinesAhead<2> values;
+
+    void finish() {
+        while (!keys.done()) keys();
+        while (!values.done()) values();
+    }
+};
+
 // Where the keys and values of KEYS tokens begin: of their first head.
 template <class T>
 struct KeyBlock {
@@ -133,15 +164,26 @@ struct KeyBlock {
             }
         }
     }
+
+    // The share of heads `[first, last)` that is prefetched while head `head` of the block before is computed: whole tokens.
+    BlockAhead ahead(const AttentionLayer& layer, int64_t first, int64_t head, int64_t last) const {
+        const int64_t begin = KEYS * (head - first) / (last - first), end = KEYS * (head + 1 - first) / (last - first);
+        const int64_t key = layer.key_dim * sizeof(Element), value = layer.value_dim * sizeof(Element);
+        const char *const *k = (const char* const*)keys, *const *v = (const char* const*)values;
+        return {{k + begin, k + end, first * key, (last - first) * key},
+                {v + begin, v + end, first * value, (last - first) * value}};
+    }
 };
 
 // LANES keys' words `[word, word + LANES)`, or as many as there are, transposed. A key's words begin at `offset`.
 template <bool WHOLE, class E>
-INLINE void transpose_keys(const E* const* keys, int64_t offset, int64_t word, int64_t words, int32_t* to) {
+INLINE void transpose_keys(const E* const* keys, int64_t offset, int64_t word, int64_t words, int32_t* to,
+                           LinesAhead<1>& ahead) {
     Words block[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const int32_t* from = (const int32_t*)(keys[i] + offset) + word;
+        ahead();
         block[i] = Words{};
         if (WHOLE)
             block[i] = load<Words>(from);
@@ -154,28 +196,18 @@ INLINE void transpose_keys(const E* const* keys, int64_t offset, int64_t word, i
         if (WHOLE || word + i < words) store(to + (word + i) * KEYS, block[i]);
 }
 
-INLINE void prefetch(const char* from, int64_t bytes) {
-    for (const char* end = from + bytes; from < end; from += 64) __builtin_prefetch(from, 0, 2);
-}
-
 // Lay out a head's keys as `[words][KEYS]` and their values in pairs as `[KEYS / PER_WORD][width]`; meanwhile prefetch
-// the head's next keys and values.
+// next keys.
 template <class T>
 static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const KeyBlock<T>& current,
-                                             const KeyBlock<T>& next) {
-    constexpr int64_t SIZE = sizeof(typename T::Element);
+                                             LinesAhead<1>& ahead) {
     const int64_t key_dim = tile.layer.key_dim, value_dim = tile.layer.value_dim, words = tile.words;
     const int64_t key = head * key_dim, value = head * value_dim;
     for (int64_t i = 0; i < KEYS; i += LANES) {
-        // A few at a time: a processor drops the prefetches that it has no room for.
-        for (int64_t j = i; j < i + LANES; j++) {
-            prefetch((const char*)(next.keys[j] + key), key_dim * SIZE);
-            prefetch((const char*)(next.values[j] + value), value_dim * SIZE);
-        }
         int64_t word = 0;
         for (; word + LANES <= words; word += LANES)
-            transpose_keys<true>(current.keys + i, key, word, words, tile.keys + i);
-        if (word < words) transpose_keys<false>(current.keys + i, key, word, words, tile.keys + i);
+            transpose_keys<true>(current.keys + i, key, word, words, tile.keys + i, ahead);
+        if (word < words) transpose_keys<false>(current.keys + i, key, word, words, tile.keys + i, ahead);
     }
     for (int64_t i = 0; i < KEYS; i += T::PER_WORD)
         T::pair_rows(current.values[i] + value, current.values[i + T::PER_WORD - 1] + value, value_dim,
@@ -184,15 +216,16 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
 
 // out = out * decay + weights x values, for some columns.
 template <class T, int ROWS, int COLUMNS>
-INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps) {
+INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
+                       LinesAhead<2>& ahead) {
     Floats sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++)
             sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
-    multiply<T, ROWS, COLUMNS, 0>(sums, (const int32_t*)tile.weights, KEYS / T::PER_WORD, tile.values + column,
-                                  tile.width, steps, nullptr);
+    multiply<T, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / T::PER_WORD, tile.values + column,
+                               tile.width, steps, ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
@@ -201,7 +234,8 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
 
 // Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`.
 template <class T, int ROWS>
-static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count) {
+static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
+                        LinesAhead<2>& ahead) {
     const AttentionLayer& layer = tile.layer;
     const AttentionTask& task = tile.task;
     int64_t low[ROWS], high[ROWS];
@@ -221,8 +255,8 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     if (widest == 0) return;
     // The scores of all rows, then one row at a time: mask, softmax, weights.
     Floats scores[ROWS][KEY_VECTORS] = {};
-    multiply<T, ROWS, KEY_VECTORS, 0>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
-                                      nullptr);
+    multiply<T, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
+                                   ahead);
     float decay[ROWS];
     Floats products[ROWS * KEY_VECTORS];
 #pragma GCC unroll 8
@@ -267,15 +301,16 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     const int64_t steps = (widest + T::PER_WORD - 1) / T::PER_WORD;
     int64_t column = 0;
     for (; column + KEY_VECTORS * LANES <= tile.width; column += KEY_VECTORS * LANES)
-        add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps);
-    for (; column < tile.width; column += LANES) add_values<T, ROWS, 1>(tile, row, column, decay, steps);
+        add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps, ahead);
+    for (; column < tile.width; column += LANES) add_values<T, ROWS, 1>(tile, row, column, decay, steps, ahead);
 }
 
 // The same for any number of rows up to QUERY_ROWS.
 template <class T, int ROWS = QUERY_ROWS>
-INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count) {
-    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count);
-    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count);
+INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
+                        LinesAhead<2>& ahead) {
+    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count, ahead);
+    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count, ahead);
 }
 
 // Normalize a head's output: into the result, or into its part of it.
@@ -349,9 +384,11 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
         next->find(step, layer, task, first + KEYS, tile.zeros);
         for (int64_t head = first_head; head < last_head; head++) {
             switch_to(head);
-            gather(tile, head, *current, *next);
+            BlockAhead ahead = next->ahead(layer, first_head, head, last_head);
+            gather(tile, head, *current, ahead.keys);
             for (int64_t row = 0; row < tile.count; row += QUERY_ROWS)
-                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, begin, count);
+                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, begin, count, ahead.values);
+            ahead.finish();
         }
         std::swap(current, next);
     }

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foreword.engine import huge_pages
 from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
@@ -145,7 +146,7 @@ class Kernels:
         # Bytes of the numbers that a word of 32 bits stands for.
         word = 4 // weights[0].element_size() if known else 4
         words = self._lib.fw_packed_words(kind, inputs, outputs)
-        packed = torch.zeros(words * word, dtype=torch.int8)
+        packed = huge_pages.zeros(words * word, dtype=torch.int8)
         bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None
         scale = torch.cat(known) if known else None
         first, threads = 0, torch.get_num_threads()

@@ -94,13 +94,12 @@ static void multiply_rows(const PackedWeight& weight, const int32_t* panel, int6
                           int64_t row, const int32_t* tile, const char* ahead) {
     Floats sums[ROWS][PANEL_VECTORS] = {};
     const int64_t steps = weight.inputs / T::PER_WORD, stride = PANEL / T::PACKING;
-    constexpr int AHEAD = T::PACKING > 1 && LINES > 1 ? 1 : LINES;
+    Lines<(T::PACKING > 1 && LINES > 1 ? 1 : LINES)> lines{ahead};
     if (LINES < 2 || (T::TILED_WORDS > 1 && tile != nullptr)) {
-        multiply_tiled<T, ROWS, PANEL_VECTORS, AHEAD>(sums, tile, panel, stride, steps, ahead);
+        multiply_tiled<T, ROWS, PANEL_VECTORS>(sums, tile, panel, stride, steps, lines);
     } else {
         const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
-        multiply<T, ROWS, PANEL_VECTORS, AHEAD>(sums, words, operands.x_stride / T::PER_WORD, panel, stride, steps,
-                                                ahead);
+        multiply<T, ROWS, PANEL_VECTORS>(sums, words, operands.x_stride / T::PER_WORD, panel, stride, steps, lines);
     }
     put<T, ROWS>(sums, weight, column, operands, row);
 }

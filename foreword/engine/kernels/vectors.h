@@ -30,6 +30,7 @@ constexpr int KEY_VECTORS = LANES == 16 ? 4 : 2;
 constexpr int QUERY_ROWS = LANES == 16 ? 6 : 4;
 
 #define INLINE static inline __attribute__((always_inline))
+#define INLINE_MEMBER inline __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Words __attribute__((vector_size(LANES * 4)));
@@ -302,20 +303,27 @@ INLINE int64_t round_up(int64_t value, int64_t multiple) { return (value + multi
 INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Prefetches LINES cache lines with each step of a product.
+template <int LINES>
+struct Lines {
+    const char* next;
+    INLINE_MEMBER void operator()() {
+#pragma GCC unroll 2
+        for (int line = 0; line < LINES; line++) __builtin_prefetch(next + 64 * line, 0, 2);
+        next += 64 * LINES;
+    }
+};
+
 // sums[row][column] += the words of ROWS rows of `a`, multiplied by COLUMNS vectors of columns of `b`, over `steps`
-// words. `b` is `[steps][stride]` words. Each step prefetches LINES cache lines at `ahead`.
-template <class T, int ROWS, int COLUMNS, int LINES>
+// words. `b` is `[steps][stride]` words. Each step calls `ahead`.
+template <class T, int ROWS, int COLUMNS, class Ahead>
 INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_stride, const int32_t* b,
-                     int64_t stride, int64_t steps, const char* ahead) {
+                     int64_t stride, int64_t steps, Ahead& ahead) {
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++) columns[c] = in_register(T::columns(b + c * LANES / T::PACKING));
-        if (LINES > 0) {
-            __builtin_prefetch(ahead, 0, 2);
-            if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
-            ahead += 64 * LINES;
-        }
+        ahead();
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) {
             const Words word = broadcast(a[r * a_stride]);
@@ -328,18 +336,14 @@ INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_
 }
 
 // The same where the words of the ROWS rows are laid out side by side: `a` is `[steps][T::TILED_WORDS][ROWS]`.
-template <class T, int ROWS, int COLUMNS, int LINES>
+template <class T, int ROWS, int COLUMNS, class Ahead>
 INLINE void multiply_tiled(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, const int32_t* b, int64_t stride,
-                           int64_t steps, const char* ahead) {
+                           int64_t steps, Ahead& ahead) {
     for (int64_t step = 0; step < steps; step++) {
         Words columns[COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++) columns[c] = T::columns(b + c * LANES / T::PACKING);
-        if (LINES > 0) {
-            __builtin_prefetch(ahead, 0, 2);
-            if (LINES > 1) __builtin_prefetch(ahead + 64, 0, 2);
-            ahead += 64 * LINES;
-        }
+        ahead();
         if (T::TILED_WORDS == 1) {
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
