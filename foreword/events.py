@@ -86,11 +86,18 @@ class RequestFinished:
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A step of the engine: what it computed, how long it took, and the state after it."""
+    """A step of the engine: what it computed, how long it took, and the state after it.
+
+    Attributes:
+        prefill_pairs: pairs of prefilled tokens and tokens before them.
+        decode_context: tokens before those that were decoded, of all sequences together.
+    """
 
     seconds: float
     prefill_tokens: int
+    prefill_pairs: int
     decode_tokens: int
+    decode_context: int
     running: int
     waiting: int
     kv_usage: float

@@ -625,13 +625,20 @@ class EngineCore:
     def _note_step(self, step: Step, seconds: float) -> None:
         if not self._observers:
             return
-        decode = sum(1 for chunk in step.chunks if chunk.start >= chunk.sequence.num_prompt)
+        decode, context, pairs = 0, 0, 0
+        for chunk in step.chunks:
+            if chunk.start >= chunk.sequence.num_prompt:
+                decode, context = decode + 1, context + chunk.start
+            else:
+                pairs += chunk.count * (2 * chunk.start + chunk.count) // 2
         pool = self.cache.pool
         self.notify(
             StepFinished(
                 seconds,
                 step.num_tokens - decode,
+                pairs,
                 decode,
+                context,
                 len(self.scheduler.running),
                 len(self.scheduler.waiting),
                 1.0 - pool.num_free / pool.num_blocks,

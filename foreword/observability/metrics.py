@@ -370,6 +370,8 @@ class _EventSeries:
         self.output_sizes = times("vllm:request_generation_tokens", "Generated tokens per sequence.", request_tokens)
         self.step_tokens = times("vllm:iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
         self.step = times("foreword:step_seconds", "Duration of a step.", _STEP_SECONDS)
+        self.pairs = one("foreword:prefill_pairs", "Pairs of computed prompt tokens and tokens before them.")
+        self.context = one("foreword:decode_context", "Tokens before the decoded ones, of all steps together.")
 
         transfer = ("kind", "side")
         self.transfers = counter("foreword:transfer_transfers", "Finished transfers.", *transfer, "outcome")
@@ -433,6 +435,8 @@ class _EventSeries:
     def _on_step(self, event: StepFinished) -> None:
         self.step.observe(event.seconds)
         self.step_tokens.observe(event.prefill_tokens + event.decode_tokens)
+        self.pairs.inc(event.prefill_pairs)
+        self.context.inc(event.decode_context)
 
     def _on_transfer(self, event: TransferEnded) -> None:
         labels = (self.model, event.kind, event.side)

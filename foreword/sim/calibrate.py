@@ -37,6 +37,8 @@ _NOISE: Final = 0.01
 # A term must be this many times its standard error.
 _SIGNIFICANT: Final = 2.0
 _PREFILL_TERM: Final = 1
+_ATTENTION_TERM: Final = 2
+_REWEIGHTINGS: Final = 8
 # Terms of a step by column, with the term that contains them if they are left out.
 _LEFT_OUT: Final = {
     0: ("base", "cost of a token or a sequence"),
@@ -196,7 +198,10 @@ class Fit:
 
 
 def fit(times: Sequence[tuple[StepSample, float]]) -> Fit:
-    """Fit the costs of steps by least squares of the relative errors.
+    """Fit the costs of steps by least squares of the errors relative to the fitted times.
+
+    Relative to the measured times, slow steps would count less than fast ones, and noisy measurements give costs that are too
+    low. So the weights are renewed with each fit (iteratively reweighted least squares).
 
     A term that is negative, or less than twice its standard error, is left out; the other terms then contain it. Raises
     ConfigError if the samples do not determine the cost of a prefilled token.
@@ -207,22 +212,28 @@ def fit(times: Sequence[tuple[StepSample, float]]) -> Fit:
     seconds = np.array([value for _, value in times])
     scales = np.abs(rows).max(axis=0)
     scales[scales == 0] = 1.0
-    weighted = rows / scales / seconds[:, None]
     columns = list(range(rows.shape[1]))
     while True:
-        chosen = weighted[:, columns]
-        found = np.linalg.lstsq(chosen, np.ones(len(seconds)), rcond=None)[0]
-        variance = max(float(((chosen @ found - 1) ** 2).mean()), _NOISE**2)
+        fitted = seconds
+        for _ in range(_REWEIGHTINGS):
+            chosen, measured = (rows / scales)[:, columns] / fitted[:, None], seconds / fitted
+            found = np.linalg.lstsq(chosen, measured, rcond=None)[0]
+            fitted, errors = np.clip(chosen @ found * fitted, seconds / 8, seconds * 8), chosen @ found - measured
+        variance = max(float((errors**2).mean()), _NOISE**2)
         products = chosen.T @ chosen
         # Columns that depend on each other get a large standard error in place of no inverse.
         products += 1e-9 * np.trace(products) * np.eye(len(columns))
         spread = np.sqrt(np.diag(np.linalg.inv(products)) * variance)
         certainty = dict(zip(columns, found / spread, strict=True))
         term = min((column for column in columns if column != _PREFILL_TERM), key=certainty.__getitem__, default=None)
-        if term is None or certainty[term] >= _SIGNIFICANT:
+        if term is not None and certainty[term] < _SIGNIFICANT:
+            columns.remove(term)
+        elif _ATTENTION_TERM in columns and certainty[_PREFILL_TERM] <= 0:
+            columns.remove(_ATTENTION_TERM)
+        else:
             break
-        columns.remove(term)
-    if certainty[_PREFILL_TERM] < _SIGNIFICANT:
+    # Where the cost of pairs is certain, so is that of a prompt.
+    if certainty[_PREFILL_TERM] < _SIGNIFICANT and _ATTENTION_TERM not in columns:
         raise ConfigError(
             "the measurements do not determine the cost of a prefilled token: there are too few prompts of different "
             "lengths, or something else runs on this machine"

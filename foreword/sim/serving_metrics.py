@@ -1,13 +1,14 @@
 """Costs of steps, fitted to the metrics of running servers (`foreword calibrate --metrics URL`).
 
-A Foreword server reports the time of its steps: two seconds of its metrics are a mean step. vLLM reports times of requests
-only. Three kinds of periods show the times of its steps, one at each load:
+A Foreword server reports the time of its steps and the context of their tokens: two seconds of its metrics are a mean step.
+vLLM reports times of requests only. Three kinds of periods show the times of its steps, one at each load:
 
 - Requests that are computed alone: the prefill time of a request that ended, if no other request had its first token then.
 - Nothing but decoding: the mean inter-token latency of two seconds without prompts.
 - The server is busy all the time, because several sequences run at each poll: the period divided by its steps.
 
-A decoding sequence costs the same at all contexts, because the metrics do not say how long the context of a step is.
+With vLLM's metrics, a decoding sequence costs the same at all contexts, because they do not say how long the context of a step
+is.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ _LINE: Final = re.compile(
     r"^((?:vllm:(?:iteration_tokens_total|inter_token_latency_seconds|request_prefill_time_seconds"
     r"|request_decode_time_seconds|request_prefill_kv_computed_tokens|request_prompt_tokens|time_to_first_token_seconds)"
     r"|foreword:step_seconds)_(?:sum|count)"
-    r"|vllm:(?:num_requests_running|generation_tokens_total|prompt_tokens_cached_total|cache_config_info))"
+    r"|vllm:(?:num_requests_running|generation_tokens_total|prompt_tokens_cached_total|cache_config_info)"
+    r"|foreword:(?:prefill_pairs|decode_context)_total)"
     r"(?:\{(.*)\})?\s+(\S+)",
     re.MULTILINE,
 )
@@ -59,6 +61,7 @@ _DECODE, _PROMPTS, _TTFT = (
     "vllm:request_prompt_tokens",
     "vllm:time_to_first_token_seconds",
 )
+_PAIRS, _CONTEXT = "foreword:prefill_pairs_total", "foreword:decode_context_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +228,9 @@ class _Period:
 
     @property
     def pairs(self) -> float:
-        """Pairs of prefilled tokens and tokens before them, as if all prompts of the period were equal."""
+        """Pairs of prefilled tokens and tokens before them; of vLLM, as if all prompts of the period were equal."""
+        if self.has_steps:
+            return self.delta(_PAIRS)
         if not self.requests:
             return 0.0
         return self.prefilled * (self.delta("vllm:prompt_tokens_cached_total") + self.prefilled / 2) / self.requests
@@ -257,7 +262,10 @@ def _rows(snapshots: Sequence[Snapshot], whole: _Period, budget: int) -> Iterato
 
 def _mean_step(row: _Period, steps: float, seconds: float) -> Iterator[tuple[StepSample, float]]:
     if steps:
-        yield StepSample(row.prefilled / steps, row.pairs / steps, row.decoded / steps, 0), seconds / steps
+        yield (
+            StepSample(row.prefilled / steps, row.pairs / steps, row.decoded / steps, row.delta(_CONTEXT) / steps),
+            seconds / steps,
+        )
 
 
 def _alone(snapshots: Sequence[Snapshot], i: int, budget: int) -> tuple[StepSample, float] | None:

@@ -58,6 +58,8 @@ class MeteredServer:
         self.prompt_sizes = times("vllm:request_prompt_tokens")
         if self.own_steps:
             self.steps = times("foreword:step_seconds")
+            self.pairs = Counter("foreword:prefill_pairs", "n", registry=registry)
+            self.context = Counter("foreword:decode_context", "n", registry=registry)
         else:
             self.prefill = times("vllm:request_prefill_time_seconds")
             self.decode = times("vllm:request_decode_time_seconds")
@@ -118,6 +120,9 @@ class MeteredServer:
     def _settle(self, chunks: list[tuple[_Sequence, int]], running: list[_Sequence], now: float) -> None:
         tokens = 0
         scheduled = sum(count for _, count in chunks)
+        if self.own_steps:
+            self.pairs.inc(sum(pairs(count, one.computed) for one, count in chunks if one.first < 0))
+            self.context.inc(sum(one.prompt + one.made for one, _ in chunks if one.first >= 0))
         for one, count in chunks:
             if one.first >= 0:
                 self.itl.observe(now - one.last)

@@ -37,6 +37,18 @@ def test_the_fit_finds_what_steps_cost(seed: int, with_attention: bool, with_con
     assert min(costs.base, costs.attention, costs.decode_each, costs.decode_context) >= 0
 
 
+def test_noise_does_not_make_costs_lower() -> None:
+    """With steps that take from half to twice their time, the fitted costs of all steps together are the measured ones."""
+    rng = random.Random(1)
+    sizes = [rng.randrange(1, 512) for _ in range(400)]
+    times = [
+        (StepSample(size, size**2 / 2, 1, 100), (2e-3 + 1e-4 * size) * rng.choice((0.5, 1.0, 2.0))) for size in sizes
+    ]
+    costs = fit(times).costs
+    found = sum(costs.base + costs.decode_each + costs.prefill * size + costs.attention * size**2 / 2 for size in sizes)
+    assert found == pytest.approx(sum(seconds for _, seconds in times), rel=0.05)
+
+
 def test_insufficient_samples_are_refused() -> None:
     """Decoding steps alone do not determine the cost of a prefilled token."""
     with pytest.raises(ConfigError, match="do not determine"):

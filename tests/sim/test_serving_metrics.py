@@ -47,6 +47,16 @@ def test_known_costs_are_recovered(rate: float, own_steps: bool) -> None:
     assert set(profile.about["terms"]) == zero
 
 
+def test_foreword_servers_show_what_the_context_costs() -> None:
+    """Hits with a long context and computed prompts in one period: the costs of attention are told from those of tokens."""
+    costs = EngineCosts(6e-4, 4e-5, 4e-8, 1e-4, 3e-7)
+    server = MeteredServer(costs, 3, (20, 3000), (8, 24), budget=512, own_steps=True, cached=(0, 3000))
+    found = calibrate({"one": snapshots(server, 60)}, 512).costs
+    assert found.prefill == pytest.approx(costs.prefill, rel=0.1)
+    assert found.attention == pytest.approx(costs.attention, rel=0.1)
+    assert found.decode_context == pytest.approx(costs.decode_context, rel=0.2)
+
+
 def test_several_servers_are_one_fit() -> None:
     """Servers of one kind under different loads give one file of costs."""
     servers = [

@@ -103,8 +103,8 @@ export class ReplicaTable {
 export function decisionTable(rows) {
   return table([["Time"], ["Request", "wide"], ["Dialect", "wide"], ["To"], ["Prompt tokens", "n wide"], ["Candidates by expected TTFT", "candidates"], ["Cache miss", "wide"]], rows.map((one) =>
     h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
-      h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id), h("td", { class: "wide" }, one.dialect),
-      h("td", { title: one.in_words }, one.replica ? shortOf(one.replica) : "none", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
+      h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id), h("td", { class: "t wide" }, one.dialect),
+      h("td", { class: "to", title: one.in_words }, one.replica ? shortOf(one.replica) : "none", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
       h("td", { class: "n wide" }, count(one.prompt_tokens)),
       h("td", { class: "candidates" }, candidates(one)), h("td", { class: "why wide" }, missCause(one.miss)))));
 }
