@@ -201,12 +201,13 @@ class Directory:
         if not runs:
             return Holdings({})
         by_slot = [(end, {entry >> 8: entry & _TIER_BITS for entry in holders}) for end, holders in runs]
-        slots = {slot for _, holders in by_slot for slot in holders if slot != _SHARED_SLOT}
+        by_run = [holders for _, holders in by_slot]
+        slots = set[int]().union(*by_run) - {_SHARED_SLOT}
         # Most holders of a common first block have the same tiers of the same blocks.
         reaches: dict[tuple[int, ...], Reach] = {}
         found: dict[str, Reach] = {}
         for slot in slots:
-            path = tuple([holders.get(slot, 0) for _, holders in by_slot])
+            path = tuple([holders.get(slot, 0) for holders in by_run])
             if path not in reaches:
                 reaches[path] = _reach(by_slot, slot)
             found[self._names[slot]] = reaches[path]

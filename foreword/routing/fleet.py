@@ -469,7 +469,7 @@ def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
 
 
 def _at_least(reach: Reach, blocks: int) -> Reach:
-    return tuple(max(one, blocks) for one in reach) if blocks else reach
+    return tuple([max(one, blocks) for one in reach]) if blocks > reach[0] else reach
 
 
 def _resident(query: PlacementQuery) -> int:

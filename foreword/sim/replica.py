@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from hashlib import sha256
+from typing import Any
 
 from foreword.blocks import BlockTable, PrefixCache
+from foreword.blocks.keys import chain_keys
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
+from foreword.sim.decoding import DecodingSequences, tokens_of
 from foreword.sim.stores import SimulatedStores
 from foreword.sim.trace import TraceRequest
 
 MODEL = b"simulated"
 _MAX_REPEATS = 1 << 20
+# Admission number of a sequence that is not running.
+_NOT_RUNNING = 1 << 62
 _PARAMS = SamplingParams()
 # Output tokens that the trace does not contain: a distinct token per request, above all tokens of a trace.
 _UNKNOWN_OUTPUT = 1 << 31
@@ -80,9 +86,10 @@ class SequenceTokens:
     Attributes:
         lost: tokens whose KV the replica had that failed before.
         answered: this replica has computed a token of the output.
+        admission: numbers the admissions of its replica; the last ones are preempted first.
     """
 
-    __slots__ = ("answered", "length", "lost", "number", "outcome")
+    __slots__ = ("admission", "answered", "length", "lost", "number", "outcome")
 
     def __init__(self, number: int, outcome: RequestOutcome) -> None:
         self.number = number
@@ -90,6 +97,7 @@ class SequenceTokens:
         self.length = outcome.request.prompt_tokens
         self.lost = 0
         self.answered = False
+        self.admission = _NOT_RUNNING
 
     def __len__(self) -> int:
         return self.length
@@ -101,6 +109,18 @@ class SequenceTokens:
         if missing > 0:
             known.extend(array("I", (_UNKNOWN_OUTPUT | self.number & _REQUEST_BITS,)) * missing)
         return known
+
+    def keys(self, root: bytes, block_size: int) -> list[bytes]:
+        """Keys of the full blocks."""
+        request = self.outcome.request
+        if request.ids_tokens != block_size or self.length > request.prompt_tokens:
+            return chain_keys(root, self[:], block_size)
+        # The same without an array of all tokens: those of a block are equal.
+        keys, parent = [], root
+        for one in request.ids[: self.length // block_size]:
+            parent = sha256(parent + one.to_bytes(4, "little") * block_size).digest()
+            keys.append(parent)
+        return keys
 
 
 class SimulatedReplica:
@@ -127,9 +147,10 @@ class SimulatedReplica:
         self.step: Step | None = None
         self.ends_at = 0.0
         self._started = self._step_seconds = self._growth = 0.0
-        self._repeats = (
-            0  # further steps, equal except for the number of tokens, that are computed together with `step`
-        )
+        # Further steps, equal except for the number of tokens, that are computed together with `step`.
+        self._repeats = 0
+        self._to_save: tuple[Chunk, ...] = ()
+        self._admissions = itertools.count()
         self._costs = costs
         self._fleet = fleet
         self._stores = stores
@@ -149,6 +170,9 @@ class SimulatedReplica:
             max_num_seqs=spec.max_num_seqs,
             offload=stores,
         )
+        self._decoding = DecodingSequences(self._scheduler)
+        # The most blocks that a sequence takes in a step.
+        self._most_blocks = spec.max_batch_tokens // spec.block_size + 2 + spec.lookahead_blocks
 
     def add(self, now: float, request: SequenceTokens, keys: Sequence[bytes]) -> None:
         """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
@@ -174,7 +198,10 @@ class SimulatedReplica:
 
     @property
     def is_idle(self) -> bool:
-        return self.step is None and not self._scheduler.has_work()
+        return self.step is None and not self._has_work()
+
+    def _has_work(self) -> bool:
+        return bool(self._decoding.sequences) or self._scheduler.has_work()
 
     def fail(self, now: float) -> list[SequenceTokens]:
         """The replica fails. Returns its requests, in order of arrival, to be placed again.
@@ -187,10 +214,11 @@ class SimulatedReplica:
                 self._repeats = complete - 1
                 self.end(self._started + self._duration(self._repeats))
             self.step = None
+        self._decoding.rejoin()
         scheduler = self._scheduler
         found = []
         for sequence in (*scheduler.running, *scheduler.waiting_for_kv, *scheduler.waiting):
-            before = _tokens(sequence)
+            before = tokens_of(sequence)
             again = SequenceTokens(before.number, before.outcome)
             again.length = before.length
             again.lost = before.lost if sequence.cached_tokens < 0 else sequence.computed
@@ -205,42 +233,43 @@ class SimulatedReplica:
         Steps that the scheduler would repeat unchanged are computed together: all running sequences decode, none ends, fills a
         block or is admitted.
         """
-        if not self._scheduler.has_work():
+        if not self._has_work():
             return False
         if self._stores is not None:
             self._stores.now = now
-        loaded = self._scheduler.collect()
-        step = self._scheduler.schedule()
+        scheduler, decoding = self._scheduler, self._decoding
+        loaded = scheduler.collect()
+        # Decoding sequences are scheduled when one of them needs a block, or could be preempted.
+        if not decoding.left or len(scheduler.running) * self._most_blocks > self._cache.pool.num_free:
+            decoding.rejoin()
+        step = scheduler.schedule(others=len(decoding.sequences))
         for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
-        if not step.chunks:
+        self._number_admissions(step)
+        chunks = decoding.leave(step.chunks)
+        if not chunks and not decoding.sequences:
             return False
-        self.step = step
-        self._started, self._step_seconds, self._repeats = now, self._seconds(step), self._most_repeats(step)
+        self.step = Step(chunks, step.copies)
+        self._to_save = step.chunks
+        self._started, self._step_seconds = now, self._seconds(chunks)
+        is_alone = not (scheduler.running or scheduler.waiting or scheduler.waiting_for_kv)
+        self._repeats = min(decoding.left - 1, _MAX_REPEATS) if is_alone else 0
         # Each repetition finds one more token in every sequence.
-        self._growth = self._costs.decode_context * len(step.chunks)
+        self._growth = self._costs.decode_context * len(decoding.sequences)
         self.ends_at = now + self._duration(self._repeats)
         return True
+
+    def _number_admissions(self, step: Step) -> None:
+        for sequence in step.preempted:
+            tokens_of(sequence).admission = _NOT_RUNNING
+        for sequence in self._scheduler.running:
+            tokens = tokens_of(sequence)
+            if tokens.admission == _NOT_RUNNING:
+                tokens.admission = next(self._admissions)
 
     def _duration(self, repeats: int) -> float:
         """Seconds of the current step and the first `repeats` repetitions."""
         return self._step_seconds * (repeats + 1) + self._growth * repeats * (repeats + 1) / 2
-
-    def _most_repeats(self, step: Step) -> int:
-        """How often the step can be repeated with nothing changed but the number of tokens, unless a request arrives.
-
-        The last repetition may finish sequences.
-        """
-        scheduler = self._scheduler
-        if scheduler.waiting or scheduler.waiting_for_kv or len(step.chunks) != len(scheduler.running):
-            return 0
-        most = _MAX_REPEATS
-        for chunk in step.chunks:
-            sequence, length = chunk.sequence, chunk.start + 1
-            if chunk.count != 1 or not chunk.samples or not _tokens(sequence).answered:
-                return 0
-            most = min(most, sequence.table.next_block_at - 1 - length, sequence.max_total - 1 - length)
-        return max(most, 0)
 
     def end(self, now: float) -> None:
         """The step is over."""
@@ -250,25 +279,39 @@ class SimulatedReplica:
         self.totals.steps += 1 + self._repeats
         self.totals.busy += now - self._started
         self._scheduler.settle(step)
-        self._save(step)
-        repeats = self._repeats
-        for chunk in step.chunks:
-            if chunk.samples:
-                sequence = chunk.sequence
-                sequence.computed += repeats
-                tokens: Any = sequence.table.chain.tokens  # SequenceTokens
-                tokens.length += 1 + repeats
-                if not tokens.answered:
-                    tokens.answered = True
-                    if tokens.outcome.first_token < 0:
-                        tokens.outcome.first_token = now
-                    self._fleet.first_token(str(tokens.number), now)
-                if tokens.length >= sequence.max_total:
-                    self._finish(sequence, tokens, now)
+        self._save(self._to_save)
+        decoding = self._decoding
+        decoding.advance(1 + self._repeats)
+        answering = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        for sequence in answering:
+            tokens_of(sequence).length += 1
+        if not decoding.left:
+            decoding.catch_up()
+            answering += [one for one in decoding.sequences if tokens_of(one).length >= one.max_total]
+            answering.sort(key=lambda one: tokens_of(one).admission)
+        for sequence in answering:
+            self._answer(sequence, now)
+        if not decoding.left:
+            decoding.recount()
 
-    def _seconds(self, step: Step) -> float:
-        costs, prefilled, pairs, decoding, context = self._costs, 0, 0, 0, 0
-        for chunk in step.chunks:
+    def _answer(self, sequence: SequenceState, now: float) -> None:
+        """A sequence has its first token, its last one, or both."""
+        tokens = tokens_of(sequence)
+        if not tokens.answered:
+            tokens.answered = True
+            if tokens.outcome.first_token < 0:
+                tokens.outcome.first_token = now
+            self._fleet.first_token(str(tokens.number), now)
+        if tokens.length >= sequence.max_total:
+            self._finish(sequence, tokens, now)
+        else:
+            self._decoding.add(sequence)
+
+    def _seconds(self, chunks: Sequence[Chunk]) -> float:
+        """Of a step with these chunks, besides one token of each decoding sequence."""
+        costs, prefilled, pairs = self._costs, 0, 0
+        decoding, context = len(self._decoding.sequences), self._decoding.context
+        for chunk in chunks:
             if chunk.count == 1:
                 decoding += 1
                 context += chunk.start
@@ -284,7 +327,7 @@ class SimulatedReplica:
         )
 
     def _note_admission(self, sequence: SequenceState) -> None:
-        tokens = _tokens(sequence)
+        tokens = tokens_of(sequence)
         outcome = tokens.outcome
         outcome.recomputed += max(tokens.lost - sequence.cached_tokens, 0)
         if _is_continued(sequence):
@@ -301,10 +344,10 @@ class SimulatedReplica:
             )  # a fully cached prompt recomputes its last token
             outcome.loaded = (counts[0], counts[1], counts[2])
 
-    def _save(self, step: Step) -> None:
+    def _save(self, chunks: Sequence[Chunk]) -> None:
         if self._stores is None:
             return
-        for chunk in step.chunks:
+        for chunk in chunks:
             table, first = chunk.sequence.table, chunk.published_before
             full = min((chunk.start + chunk.count) // self._cache.block_size, table.published)
             if full > first:
@@ -326,8 +369,4 @@ class SimulatedReplica:
 
 def _is_continued(sequence: SequenceState) -> bool:
     """Whether an earlier replica computed a part of the output."""
-    return sequence.num_prompt > _tokens(sequence).outcome.request.prompt_tokens
-
-
-def _tokens(sequence: SequenceState) -> SequenceTokens:
-    return cast(SequenceTokens, sequence.table.chain.tokens)
+    return sequence.num_prompt > tokens_of(sequence).outcome.request.prompt_tokens

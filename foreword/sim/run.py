@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
-from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.keys import Scope
 from foreword.errors import ConfigError, RateLimited
 from foreword.routing.baselines import policy_named
 from foreword.routing.directory import CacheTier, Directory
@@ -23,6 +25,8 @@ from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.replica import MODEL, ReplicaTotals, RequestOutcome, SequenceTokens, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.trace import TraceRequest
+
+_GC_THRESHOLDS = (200_000, 20, 100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,21 @@ def simulate(
     is impossible, or requests that no replica took.
     """
     simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
-    return simulation.run(name)
+    with _rare_collections():
+        return simulation.run(name)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Garbage collections would go through all requests again and again; a simulation makes few reference cycles."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 class _Simulation:
@@ -277,7 +295,7 @@ class _Simulation:
     def _place(self, request: SequenceTokens) -> None:
         """Send a request to a replica; if it was continued, with its output so far. It waits if there is none."""
         size, outcome = self.spec.block_size, request.outcome
-        keys = chain_keys(self._root(outcome.request.tenant), request[:], size)
+        keys = request.keys(self._root(outcome.request.tenant), size)
         query = PlacementQuery(keys, len(request), size, outcome.request.session)
         decision = self.fleet.place(query, self.now)
         if decision.replica is None:
