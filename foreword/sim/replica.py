@@ -191,7 +191,7 @@ class SimulatedReplica:
         """Move the last waiting request before all that are less urgent."""
         waiting = self._scheduler.waiting
         place = len(waiting) - 1
-        while place and _tokens(waiting[place - 1]).outcome.request.priority > priority:
+        while place and tokens_of(waiting[place - 1]).outcome.request.priority > priority:
             place -= 1
         if place < len(waiting) - 1:
             waiting.insert(place, waiting.pop())
