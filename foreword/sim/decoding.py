@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState
-
-if TYPE_CHECKING:
-    from foreword.sim.replica import SequenceTokens
+from foreword.sim.tokens import tokens_of
 
 _UNLIMITED: Final = 1 << 30
 
@@ -89,10 +87,3 @@ class DecodingSequences:
         table = sequence.table
         self.context += sequence.computed
         self.left = min(self.left, min(table.next_block_at, sequence.max_total) - len(table.chain.tokens))
-
-
-def tokens_of(sequence: SequenceState) -> SequenceTokens:
-    """The tokens of a simulated sequence."""
-    tokens: Any = sequence.table.chain.tokens
-    found: SequenceTokens = tokens
-    return found

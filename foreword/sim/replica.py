@@ -3,69 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from foreword.blocks import BlockTable, PrefixCache
-from foreword.blocks.keys import chain_keys
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.decoding import DecodingSequences, tokens_of
+from foreword.sim.decoding import DecodingSequences
 from foreword.sim.stores import SimulatedStores
-from foreword.sim.trace import TraceRequest
+from foreword.sim.tokens import NOT_RUNNING, SequenceTokens, tokens_of
 
 MODEL = b"simulated"
 _MAX_REPEATS = 1 << 20
-# Admission number of a sequence that is not running.
-_NOT_RUNNING = 1 << 62
 _PARAMS = SamplingParams()
-# Output tokens that the trace does not contain: a distinct token per request, above all tokens of a trace.
-_UNKNOWN_OUTPUT = 1 << 31
-_REQUEST_BITS = _UNKNOWN_OUTPUT - 1
-
-
-@dataclass(slots=True)
-class RequestOutcome:
-    """The result of one request. Times are seconds of virtual time, -1 if not known yet.
-
-    Attributes:
-        cached_tokens: prompt tokens that were cached.
-        loaded: those of them that were loaded from host memory, disk and the shared store.
-        failovers: how often it was placed again because its replica failed.
-        recomputed: tokens whose KV a failed replica had, and that the next one computed.
-    """
-
-    request: TraceRequest
-    replica: str = ""
-    expected_cached: int = 0
-    first_token: float = -1.0
-    finished: float = -1.0
-    cached_tokens: int = 0
-    loaded: tuple[int, int, int] = (0, 0, 0)
-    failovers: int = 0
-    recomputed: int = 0
-
-    @property
-    def loaded_tokens(self) -> int:
-        return sum(self.loaded)
-
-    @property
-    def ttft(self) -> float:
-        """Time to first token."""
-        return self.first_token - self.request.arrival
-
-    @property
-    def seconds_per_token(self) -> float:
-        """Mean inter-token latency; 0 for an output of one token."""
-        more = self.request.output_tokens - 1
-        return (self.finished - self.first_token) / more if more else 0.0
 
 
 @dataclass(slots=True)
@@ -76,51 +31,6 @@ class ReplicaTotals:
     busy: float = 0.0
     preemptions: int = 0
     up: float = 0.0
-
-
-class SequenceTokens:
-    """The tokens of one sequence, in place of an array. Most of them are only counted, so they are expanded on demand.
-
-    Unknown ones become a token that no other request has.
-
-    Attributes:
-        lost: tokens whose KV the replica had that failed before.
-        answered: this replica has computed a token of the output.
-        admission: numbers the admissions of its replica; the last ones are preempted first.
-    """
-
-    __slots__ = ("admission", "answered", "length", "lost", "number", "outcome")
-
-    def __init__(self, number: int, outcome: RequestOutcome) -> None:
-        self.number = number
-        self.outcome = outcome
-        self.length = outcome.request.prompt_tokens
-        self.lost = 0
-        self.answered = False
-        self.admission = _NOT_RUNNING
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, where: slice) -> array[int]:
-        start, end, _ = where.indices(self.length)
-        known = self.outcome.request.tokens(start, end)
-        missing = end - start - len(known)
-        if missing > 0:
-            known.extend(array("I", (_UNKNOWN_OUTPUT | self.number & _REQUEST_BITS,)) * missing)
-        return known
-
-    def keys(self, root: bytes, block_size: int) -> list[bytes]:
-        """Keys of the full blocks."""
-        request = self.outcome.request
-        if request.ids_tokens != block_size or self.length > request.prompt_tokens:
-            return chain_keys(root, self[:], block_size)
-        # The same without an array of all tokens: those of a block are equal.
-        keys, parent = [], root
-        for one in request.ids[: self.length // block_size]:
-            parent = sha256(parent + one.to_bytes(4, "little") * block_size).digest()
-            keys.append(parent)
-        return keys
 
 
 class SimulatedReplica:
@@ -261,10 +171,10 @@ class SimulatedReplica:
 
     def _number_admissions(self, step: Step) -> None:
         for sequence in step.preempted:
-            tokens_of(sequence).admission = _NOT_RUNNING
+            tokens_of(sequence).admission = NOT_RUNNING
         for sequence in self._scheduler.running:
             tokens = tokens_of(sequence)
-            if tokens.admission == _NOT_RUNNING:
+            if tokens.admission == NOT_RUNNING:
                 tokens.admission = next(self._admissions)
 
     def _duration(self, repeats: int) -> float:

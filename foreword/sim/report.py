@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.sim.plan import AXES
-from foreword.sim.replica import RequestOutcome
 from foreword.sim.run import SimulationResult
+from foreword.sim.tokens import RequestOutcome
 
 _WIDTH: Final = 860
 _HEIGHT: Final = 300

@@ -22,8 +22,9 @@ from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
 from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.replica import MODEL, ReplicaTotals, RequestOutcome, SequenceTokens, SimulatedReplica
+from foreword.sim.replica import MODEL, ReplicaTotals, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
+from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
 
 _GC_THRESHOLDS = (200_000, 20, 100)
