@@ -45,7 +45,9 @@ def main() -> None:
     def progress(arrived: int) -> None:
         if arrived % REPORT_EVERY == 0:
             seconds = time.perf_counter() - started - prepared
-            print(f"{arrived:,} requests in {seconds:.0f} s, peak memory {peak():.2f} GB", file=sys.stderr, flush=True)
+            more = seconds * (len(trace) / arrived - 1)
+            line = f"{arrived:,} requests in {seconds:.0f} s, about {more:.0f} s more, peak memory {peak():.2f} GB"
+            print(line, file=sys.stderr, flush=True)
 
     spec = FleetSpec(replicas=given.replicas, block_size=block_size_of(trace, None))
     result = simulate(trace, spec, given.policy, progress=progress)
