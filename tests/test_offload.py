@@ -225,7 +225,8 @@ def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
                 device.offload.load(store_load, 0, [block])
             device.wait(lambda changes=changes: device.offload.changes == changes + 8)
             loaded += sum(store_load.loaded for store_load in store_loads)
-    assert loaded == device.offload.status().loaded == 40
+    status = device.offload.status()
+    assert (loaded, loaded + status.cut) == (status.loaded, 40), "a busy machine may be late, and cut a load"
 
 
 @pytest.mark.parametrize(

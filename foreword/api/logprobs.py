@@ -63,8 +63,8 @@ def _chat_token(text: str, logprob: float | None, raw: bytes) -> dict[str, Any]:
 class Offsets:
     """The offset of each token in a completion's text, in characters, while the text grows."""
 
-    def __init__(self, start: int = 0) -> None:
-        self._position = start
+    def __init__(self) -> None:
+        self._position = 0
         # The bytes of one character may belong to several tokens. It counts for the token with its last byte.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from foreword.api.errors import CLIENT_GONE
 from foreword.errors import ForewordError
 
 Outcome = Literal["ok", "client_error", "overloaded", "server_error", "disconnected"]
-OUTCOMES: Final[tuple[Outcome, ...]] = ("ok", "client_error", "overloaded", "server_error", "disconnected")
 
 
 def outcome_of_status(status: int, *, retry: bool = True) -> Outcome:

@@ -32,18 +32,17 @@ class UnclaimedRequests:
     """The engine's thread adds and claims; any thread may look.
 
     Args:
-        expired: called, on another thread, for a request that was not claimed within `within` seconds.
+        expired: called, on another thread, for a request that was not claimed within `CLAIM_WITHIN` seconds.
     """
 
-    def __init__(self, expired: Callable[[str], object], within: float = CLAIM_WITHIN) -> None:
+    def __init__(self, expired: Callable[[str], object]) -> None:
         self._expired = expired
-        self._within = within
         self._waiting: dict[str, UnclaimedRequest] = {}
 
     def add(self, unclaimed: UnclaimedRequest) -> None:
         name = unclaimed.request.id
         self._waiting[name] = unclaimed
-        timer = threading.Timer(self._within, self._expired, (name,))
+        timer = threading.Timer(CLAIM_WITHIN, self._expired, (name,))
         timer.daemon = True
         timer.start()
 

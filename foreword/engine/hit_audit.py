@@ -154,8 +154,6 @@ class HitAudit:
         labels: Sequence[str] = (),
         loss: str = "",
         exact: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        seed: int | None = None,
     ) -> None:
         self.every = every
         self.counts = AuditCounts(Counter(), Counter(), Counter())
@@ -167,9 +165,8 @@ class HitAudit:
         self._applied: frozenset[bytes] = frozenset()
         self._budget = budget
         self._labels = labels
-        self._clock = clock
-        self._started = clock()
-        self._random = random.Random(seed)  # which hits are audited is no secret
+        self._started = time.monotonic()
+        self._random = random.Random()  # which hits are audited is no secret
         self._chosen: dict[str, int] = {}  # of every N hits of a source, the number of the one that is audited
         self._pending: deque[_Hit] = deque()
         self._origins: OrderedDict[bytes, str] = OrderedDict()  # sources of the loaded blocks on the device
@@ -223,7 +220,7 @@ class HitAudit:
         """Seconds until `work` may be called, if the engine stays idle; None if there is nothing to audit."""
         if not self._pending:
             return None
-        over = self.counts.seconds - self._budget * (self._clock() - self._started)
+        over = self.counts.seconds - self._budget * (time.monotonic() - self._started)
         return 0.0 if over <= 0 else min(over / self._budget, _MAX_PAUSE) if self._budget else _MAX_PAUSE
 
     def work(self) -> bool:
@@ -232,12 +229,12 @@ class HitAudit:
             self._apply_quarantine()
         if self.pause() != 0.0:
             return False
-        started = self._clock()
+        started = time.monotonic()
         hit = self._pending[0]
         if (hit.table is None and not self._resume(hit)) or not self._compare_segment(hit):
             self._suspend(hit)
             self._pending.popleft()
-        self.counts.seconds += self._clock() - started
+        self.counts.seconds += time.monotonic() - started
         return True
 
     def _resume(self, hit: _Hit) -> bool:

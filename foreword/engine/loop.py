@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.miss_history import MissHistory
-from foreword.blocks.prefix_cache import HOLE, BlockTable
+from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
-from foreword.blocks.runs import consecutive_runs
 from foreword.engine.best_of import BestOf, sampled_params
+from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.draw import Sampled
 from foreword.engine.external_kv import RemoteKV
@@ -61,8 +60,6 @@ if TYPE_CHECKING:
 # Seconds that a step without work waits for a store, or for another instance.
 _STORE_WAIT = 0.005
 _PEER_WAIT = 0.05
-# Steps with fewer prompt tokens say little about the speed of prefill.
-_MEASURED_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +119,6 @@ class EngineCore:
         *,
         history: MissHistory | None = None,
         observers: Iterable[Observer] = (),
-        clock: Callable[[], float] = time.monotonic,
         offload: OffloadManager | None = None,
         kept: KeptPrefixes | None = None,
         grammars: GrammarCompiler | None = None,
@@ -130,6 +126,7 @@ class EngineCore:
         self.cache = cache
         self.kept = kept or KeptPrefixes(cache, 0, 0)
         self.offload = offload
+        self._saver = None if offload is None else BlockSaver(cache, offload)
         self.transfers: KVTransferHooks | None = None
         self.audit: HitAudit | None = None
         self.scheduler = scheduler
@@ -141,7 +138,6 @@ class EngineCore:
         self._history = history or MissHistory(0)
         self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
-        self._clock = clock
         self._best_of = BestOf()
         self._texts: dict[SequenceState, _TextState] = {}
         self._by_id: dict[str, list[SequenceState]] = {}
@@ -238,7 +234,7 @@ class EngineCore:
         params, longest = request.params, self.limits.max_model_len
         total = longest if params.max_tokens is None else min(longest, len(request.tokens) + params.max_tokens)
         table = self.cache.open(request.tokens, salt=request.salt)
-        sequence = SequenceState(request, table, seed, total, arrived=self._clock(), kept=self.kept.open(request))
+        sequence = SequenceState(request, table, seed, total, arrived=time.monotonic(), kept=self.kept.open(request))
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()
         stops = StopFinder(params.stop, include=params.include_stop)
@@ -311,7 +307,7 @@ class EngineCore:
         if self.audit is not None:
             self.audit.before_step()
         arrived = self._collect_kv()
-        started = self._clock()
+        started = time.monotonic()
         seen = self.offload.changes if self.offload is not None else 0
         step = self.scheduler.schedule()
         self._note_admissions(step)
@@ -337,11 +333,11 @@ class EngineCore:
         except (RuntimeError, MemoryError, LookupError, ValueError) as error:
             return self._fail(step, error)
         self.scheduler.settle(step)
-        if self.offload is not None:
-            self._save(step, self.offload, self._clock() - started)
+        if self._saver is not None:
+            self._saver.save_step(step, time.monotonic() - started)
         for chunk in step.chunks:
             self._keep(chunk.sequence)
-        now = self._clock()
+        now = time.monotonic()
         deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
         self.steps += 1
         self._note_step(step, now - started)
@@ -367,76 +363,11 @@ class EngineCore:
             if arrival is not None and self.transfers is not None:
                 self.transfers.remote_prefill_ended(sequence)
             self._note_admitted(sequence)
-            first = sequence.table.published if arrival is None else arrival.start // self.cache.block_size
-            self._save_again(sequence, first)
-            self._save_blocks(sequence, first, sequence.table.published)
+            if self._saver is not None:
+                self._saver.save_arrived(sequence, None if arrival is None else arrival.start)
             if arrival is not None and arrival.token is not None:
-                deltas.append(self._extend(sequence, arrival.token, arrival.logprob, self._clock()))
+                deltas.append(self._extend(sequence, arrival.token, arrival.logprob, time.monotonic()))
         return deltas
-
-    def _save(self, step: Step, offload: OffloadManager, seconds: float) -> None:
-        """Save the blocks that this step filled, of prompts and of outputs."""
-        prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
-        if prefill >= _MEASURED_TOKENS:
-            offload.prefill_rate.note(step.num_tokens, seconds)
-        for chunk in step.chunks:
-            full = min((chunk.start + chunk.count) // self.cache.block_size, chunk.sequence.table.published)
-            if self.cache.windows and chunk.sequence.checkpoints is None:
-                chunk.sequence.checkpoints = self._plan_checkpoints(chunk, offload)
-            if chunk.sequence in step.admitted:
-                self._save_again(chunk.sequence, chunk.published_before)
-            self._save_blocks(chunk.sequence, chunk.published_before, full)
-
-    def _save_again(self, sequence: SequenceState, count: int) -> None:
-        """Offer the blocks that a sequence had when it was admitted to tiers that have refused them before."""
-        if self.offload is not None and self.offload.store.selective and not sequence.preemptions:
-            for number, blocks in enumerate(sequence.table.groups):
-                self._save_group(sequence, number, [i for i in range(count) if blocks[i] != HOLE], again=True)
-
-    def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
-        if full <= first or self.offload is None:
-            return
-        plan = sequence.checkpoints
-        for number in range(len(self.cache.groups)):
-            wanted = [i for i in range(first, full) if plan is None or plan.wanted(number, i)]
-            self._save_group(sequence, number, wanted)
-
-    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int], *, again: bool = False) -> None:
-        """Save these blocks of one KV group, in order of their positions."""
-        assert self.offload is not None
-        chain, blocks = sequence.table.chain, sequence.table.groups[number]
-        if self.cache.quarantined and wanted:
-            usable = self.cache.usable(chain.keys_to(wanted[-1] + 1))
-            wanted = [block for block in wanted if block < usable]
-        for low, high in consecutive_runs(wanted):
-            first, stop = wanted[low], wanted[high - 1] + 1
-            keys = chain.keys_to(stop)[first:stop]
-            where = chain.key_before(first), first, blocks[first:stop], number
-            self.offload.save(chain.root, keys, *where, prompt=sequence.num_prompt, again=again)
-
-    def _plan_checkpoints(self, chunk: Chunk, offload: OffloadManager) -> CheckpointPlan:
-        """Which blocks of window groups a sequence saves whose first chunk was computed."""
-        sequence = chunk.sequence
-        sizes = [one.layouts[0].block_bytes for one in offload.units]
-        length = max(sequence.num_prompt, chunk.start + chunk.count)
-        plan = CheckpointPlan(self.cache.groups, sizes, length, resumed=chunk.start, cached=sequence.reach)
-        for wish in sequence.request.retain:
-            plan.add(wish.end)
-        return plan
-
-    def _save_turn(self, sequence: SequenceState) -> None:
-        """Save what the next turn needs to continue from the end of this one."""
-        plan, table = sequence.checkpoints, sequence.table
-        if plan is None or self.offload is None:
-            return
-        full = min(sequence.computed // self.cache.block_size, table.published)
-        unsaved = {
-            number: [i for i in range(full) if table.groups[number][i] != HOLE and not plan.wanted(number, i)]
-            for number in self.cache.windows
-        }
-        if plan.end_turn(full * self.cache.block_size):
-            for number, blocks in unsaved.items():
-                self._save_group(sequence, number, [i for i in blocks if plan.wanted(number, i)])
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error: the engine's thread has failed or is closing."""
@@ -559,8 +490,8 @@ class EngineCore:
         retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
         if on_finish is not None and reason in ("stop", "length"):
             on_finish(sequence)
-        if reason in ("stop", "length"):
-            self._save_turn(sequence)
+        if reason in ("stop", "length") and self._saver is not None:
+            self._saver.save_turn(sequence)
         if self.transfers is not None:
             self.transfers.sequence_ended(sequence, error)
         self.scheduler.finish(sequence)
@@ -586,7 +517,7 @@ class EngineCore:
             self.notify(RequestPreempted(sequence.request.id))
 
     def _note_admitted(self, sequence: SequenceState) -> None:
-        sequence.admitted_at = self._clock()
+        sequence.admitted_at = time.monotonic()
         if sequence.kept is not None:
             self.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         if sequence.request.want_cache_report:
@@ -617,7 +548,7 @@ class EngineCore:
                 sequence.num_prompt,
                 max(sequence.cached_tokens, 0),
                 sequence.num_output,
-                self._clock() - sequence.arrived,
+                time.monotonic() - sequence.arrived,
                 sequence.table.chain.keys_to(full)[:full],
             )
         )

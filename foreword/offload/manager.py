@@ -54,6 +54,7 @@ _SEARCH_WEIGHT: Final = 0.2
 # A search ends a little before its request stops waiting, so that what it has found until then is used.
 _SEARCH_MARGIN: Final = 0.04  # seconds
 _SEARCH_SHARE: Final = 0.2
+_LOADERS: Final = 4
 _MEMORY_LOADERS: Final = 2
 
 
@@ -169,7 +170,6 @@ class OffloadManager:
         lookup_timeout: float = 0.25,
         load_timeout: float = 30.0,
         on_change: Callable[[], None] = lambda: None,
-        loaders: int = 4,
     ) -> None:
         self.store = store
         self.units = [whole_blocks(one) if isinstance(one, Layout) else one for one in groups]
@@ -189,9 +189,9 @@ class OffloadManager:
         self._lookup_timeout = lookup_timeout
         self._load_timeout = load_timeout
         # Searches and loads in memory have threads of their own: they never wait for a store that may block.
-        self._finders = ThreadPoolExecutor(loaders, "foreword-find", use_background_cores)
+        self._finders = ThreadPoolExecutor(_LOADERS, "foreword-find", use_background_cores)
         self._memory_finder = ThreadPoolExecutor(1, "foreword-find-memory", use_background_cores)
-        self._loaders = ThreadPoolExecutor(loaders, "foreword-load", use_background_cores)
+        self._loaders = ThreadPoolExecutor(_LOADERS, "foreword-load", use_background_cores)
         self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []

@@ -67,10 +67,6 @@ class ChainQuarantine:
         store: TieredStore | None,
         fingerprint: str,
         flush: Callable[[float], object] = lambda _: None,
-        *,
-        seconds: float = QUARANTINE_SECONDS,
-        scan_seconds: float = _SCAN_SECONDS,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.keys: frozenset[bytes] = frozenset()
         self.roots: frozenset[bytes] = frozenset()
@@ -79,9 +75,6 @@ class ChainQuarantine:
         self._store = store
         self._flush = flush
         self._prefix = f"quarantine/{fingerprint[:32]}/"
-        self._seconds = seconds
-        self._scan_seconds = scan_seconds
-        self._clock = clock
         self._lock = threading.Lock()
         self._chains: dict[str, QuarantinedChain] = {}
         self._own: set[str] = set()  # record keys of what was found here
@@ -101,7 +94,7 @@ class ChainQuarantine:
     def add(self, mismatch: Mismatch) -> None:
         """Take a chain into quarantine: here at once, in the stores on another thread."""
         key = mismatch.keys[-1].hex()
-        chain = QuarantinedChain(mismatch.root.hex(), key, mismatch.source, self._clock() + self._seconds)
+        chain = QuarantinedChain(mismatch.root.hex(), key, mismatch.source, time.time() + QUARANTINE_SECONDS)
         record = f"{self._prefix}{chain.root[:32]}/{key}"
         with self._lock:
             self._own.add(record)
@@ -140,7 +133,7 @@ class ChainQuarantine:
         use_background_cores()
         while True:
             try:
-                found = self._new.get(timeout=self._scan_seconds)
+                found = self._new.get(timeout=_SCAN_SECONDS)
             except queue.Empty:
                 self.scan()
                 continue
@@ -169,7 +162,7 @@ class ChainQuarantine:
         try:
             names = self._store.records(self._prefix, deadline=time.monotonic() + _TIMEOUT)[:MAX_CHAINS]
             found = {name: self._chains.get(name) or self._read(name) for name in names}
-            now = self._clock()
+            now = time.time()
             expired = [name for name, one in found.items() if one is not None and one.until <= now]
             for name in expired:
                 self._store.delete_record(name, deadline=time.monotonic() + _TIMEOUT)
@@ -194,7 +187,7 @@ class ChainQuarantine:
         try:
             read = json.loads(data)
             root, key = bytes.fromhex(read["root"]), bytes.fromhex(read["key"])
-            until = min(float(read["until"]), self._clock() + self._seconds)
+            until = min(float(read["until"]), time.time() + QUARANTINE_SECONDS)
             return QuarantinedChain(root.hex(), key.hex(), str(read["source"]), until)
         except (ValueError, TypeError, KeyError, RecursionError):
             return None

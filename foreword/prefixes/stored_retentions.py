@@ -61,24 +61,12 @@ class StoredRetentions:
         fingerprint: of the model, hexadecimal.
     """
 
-    def __init__(
-        self,
-        book: RetentionBook,
-        store: Store,
-        pins: Pins,
-        fingerprint: str,
-        block_size: int,
-        *,
-        scan_seconds: float = _SCAN_SECONDS,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, book: RetentionBook, store: Store, pins: Pins, fingerprint: str, block_size: int) -> None:
         self._book = book
         self._store = store
         self._pins = pins
         self._prefix = f"retained/{fingerprint[:32]}/"
         self._block_size = block_size
-        self._scan_seconds = scan_seconds
-        self._clock = clock
         self._written: dict[bytes, tuple[float, float]] = {}  # what the record says, and when it was written or read
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}
@@ -125,7 +113,7 @@ class StoredRetentions:
             except queue.Empty:
                 self._book.expire()
                 self._tick()
-            if time.monotonic() - scanned >= self._scan_seconds:
+            if time.monotonic() - scanned >= _SCAN_SECONDS:
                 self.scan()
                 scanned = time.monotonic()
 
@@ -155,14 +143,14 @@ class StoredRetentions:
         if len(data) > RECORD_BYTES:
             return
         self._store.put_record(self._key(one), data, deadline=time.monotonic() + _TIMEOUT)
-        self._written[one.key] = expires, self._clock()
+        self._written[one.key] = expires, time.time()
         self._pins.pin(one.root, one.keys)
 
     def _remove(self, one: Retained) -> None:
         self._written.pop(one.key, None)
-        renewed = self._read(self._key(one)) if one.expires <= self._clock() else None
-        if renewed is not None and renewed.expires > self._clock() and self._book.adopt(renewed):
-            self._written[one.key] = renewed.expires, self._clock()
+        renewed = self._read(self._key(one)) if one.expires <= time.time() else None
+        if renewed is not None and renewed.expires > time.time() and self._book.adopt(renewed):
+            self._written[one.key] = renewed.expires, time.time()
             return
         self._store.delete_record(self._key(one), deadline=time.monotonic() + _TIMEOUT)
         self._pins.unpin(one.root, one.keys)
@@ -179,17 +167,17 @@ class StoredRetentions:
             self._adopt(name)
         for name, one in known.items():
             written = self._written.get(one.key)
-            if name not in listed and written is not None and self._clock() - written[1] > _SETTLED_SECONDS:
+            if name not in listed and written is not None and time.time() - written[1] > _SETTLED_SECONDS:
                 self._book.release(one.tenant, [one.key])
 
     def _adopt(self, name: str) -> None:
         found = self._read(name)
         if found is None:
             return
-        if found.expires <= self._clock():
+        if found.expires <= time.time():
             self._later(found)
         elif self._book.adopt(found):
-            self._written[found.key] = found.expires, self._clock()
+            self._written[found.key] = found.expires, time.time()
 
     def _read(self, name: str) -> Retained | None:
         """None if there is no record of a retention of this engine's blocks."""
@@ -198,7 +186,7 @@ class StoredRetentions:
         except StoreError:
             return None
         tenant, _, key = name.removeprefix(self._prefix).partition("/")
-        limit = self._clock() + self._book.longest
+        limit = time.time() + self._book.longest
         found = None if data is None else _decode(data, tenant, self._block_size, limit)
         return found if found is not None and found.key.hex() == key else None
 

@@ -27,12 +27,10 @@ class RequestBodies:
 
     Args:
         seconds: for one body, or longer if it comes at 16 KiB per second.
-        total: bytes of all bodies.
     """
 
-    def __init__(self, seconds: float, total: int = _TOTAL_BYTES) -> None:
+    def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._total = total
         self._used = 0
 
     def arrived(self, request: web.Request, limit: int) -> bytes | None:
@@ -85,7 +83,7 @@ class RequestBodies:
         if len(body) > limit:
             raise BodyTooLarge(limit)
         # The first body is always read, however small the total is.
-        if self._used > max(self._total, limit):
+        if self._used > max(_TOTAL_BYTES, limit):
             raise QueueFull("Too many large requests are being read; retry later")
 
 

@@ -37,13 +37,13 @@ class KvEventLog:
     """The messages of one publisher. Not thread-safe.
 
     Args:
-        messages, size: how many messages are kept, and bytes of them.
+        messages: how many are kept at most.
         blocks: maximum number of blocks in the snapshot. Further ones are left out: a late subscriber does not know them.
     """
 
-    def __init__(self, messages: int = _KEPT_MESSAGES, size: int = _KEPT_BYTES, blocks: int = _SNAPSHOT_BLOCKS) -> None:
+    def __init__(self, messages: int = _KEPT_MESSAGES, blocks: int = _SNAPSHOT_BLOCKS) -> None:
         self.messages = messages
-        self._size, self._max_blocks = size, blocks
+        self._max_blocks = blocks
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._folded = -1  # number of the last message in the snapshot
@@ -55,7 +55,7 @@ class KvEventLog:
         """Keep a message that was published."""
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
-        while len(self._kept) > self.messages or self._kept_bytes > self._size:
+        while len(self._kept) > self.messages or self._kept_bytes > _KEPT_BYTES:
             self._folded, oldest = self._kept.popleft()
             self._kept_bytes -= len(oldest)
             for event in _decode(oldest)[1]:

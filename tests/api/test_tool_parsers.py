@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tool_writer import write_answer
 
 from foreword.api.output import CallArguments, CallStart, Piece, Reasoning, Text
 from foreword.api.request import Tool, ToolCall
 from foreword.api.tools.detection import AnswerFormats, detect, formats_named, opens_reasoning
 from foreword.api.tools.parser import AnswerParser, parse
 from foreword.api.tools.pieces import joined
-from foreword.api.tools.write import write_answer
 from foreword.errors import ConfigError
 
 TOOLS = (

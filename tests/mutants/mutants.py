@@ -29,7 +29,6 @@ MEMORY = ("tests/store/test_memory.py", "tests/store/test_contract_machine.py")
 TIERED = ("tests/store/test_tiered.py",)
 DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
-LEASES = ("tests/integrations/test_vllm_leases.py",)
 
 _SCOPE = "for part in (self.model, self.salt))"
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"

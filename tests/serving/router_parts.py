@@ -213,7 +213,6 @@ class Relay:
         self._target = (parts.hostname, parts.port)
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self.posts = 0
         self.port = 0
         self.open()
 
@@ -272,7 +271,6 @@ class Relay:
         """Whether to forward a piece of a request; otherwise its connection is reset. `left`: events that may still come
         back; None for any number."""
         if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
-            self.posts += 1
             left[0] = self._scissors.take()
         return left[0] != 0
 

@@ -140,11 +140,11 @@ def reasoning_options(effort: str | None) -> dict[str, Any]:
 
 
 def messages_of(
-    bodies: Sequence[MessageBody], limits: Limits, options: CacheOptions | None = None, param: str = "messages"
+    bodies: Sequence[MessageBody], limits: Limits, options: CacheOptions | None = None
 ) -> tuple[Message, ...]:
     """Raises BadRequest."""
-    check_length(bodies, limits.messages, param, least=1)
-    return tuple(_message(body, f"{param}[{number}]", options) for number, body in enumerate(bodies))
+    check_length(bodies, limits.messages, "messages", least=1)
+    return tuple(_message(body, f"messages[{number}]", options) for number, body in enumerate(bodies))
 
 
 def _message(body: MessageBody, path: str, options: CacheOptions | None) -> Message:

@@ -169,20 +169,17 @@ class _ChoiceState:
 
 
 class ChatReader:
-    """Reads one response.
-
-    Args:
-        choices: number of choices that were asked for.
+    """Reads one response, with one choice.
 
     Attributes:
         usage: None until it arrived.
         report: the cache report of a Foreword replica.
     """
 
-    def __init__(self, choices: int = 1) -> None:
+    def __init__(self) -> None:
         self.usage: Usage | None = None
         self.report: Any = None
-        self._states = [_ChoiceState() for _ in range(choices)]
+        self._state = _ChoiceState()
         self._prompt: PromptInfo | None = None
 
     def read_chunk(self, data: bytes) -> list[ChoiceDelta]:
@@ -192,8 +189,8 @@ class ChatReader:
     def read_whole(self, data: bytes) -> list[ChoiceDelta]:
         """The choices of a whole response, each as one delta. Raises as `read_chunk`."""
         deltas = self._read(data, whole=True)
-        if len({delta.index for delta in deltas}) != len(self._states):
-            raise ReplicaFailed(f"the replica sent {len(deltas)} choices, not {len(self._states)}")
+        if len(deltas) != 1:
+            raise ReplicaFailed(f"the replica sent {len(deltas)} choices, not one")
         if any(delta.finish_reason is None for delta in deltas) or self.usage is None:
             raise ReplicaFailed("the replica sent a response without finish_reason or usage")
         return deltas
@@ -214,16 +211,15 @@ class ChatReader:
 
     def _delta(self, choice: _Choice, whole: bool) -> ChoiceDelta:
         spoken = choice.message if whole else choice.delta
-        if isinstance(spoken, UnsetType) or choice.index >= len(self._states):
+        if isinstance(spoken, UnsetType) or choice.index:
             raise ReplicaFailed("the replica sent a choice without content, or one that was not asked for")
-        state = self._states[choice.index]
         prompt, self._prompt = self._prompt, None
         return ChoiceDelta(
             choice.index,
-            state.pieces(spoken),
+            self._state.pieces(spoken),
             tuple(choice.token_ids or ()),
             _entries(choice.logprobs),
-            None if choice.finish_reason is None else state.finish_reason(choice.finish_reason),
+            None if choice.finish_reason is None else self._state.finish_reason(choice.finish_reason),
             choice.stop_reason,
             prompt,
         )

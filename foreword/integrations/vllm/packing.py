@@ -25,8 +25,6 @@ _WORD_BYTES = 4
 # vLLM uses its AMX kernel for head sizes that are multiples of this.
 _AMX_DIM = 32
 
-CPU_PACKINGS = ("vec", "vec16", "amx")
-
 
 def plain_planes(cache: Tensor, key_dim: int, value_dim: int) -> list[Tensor]:
     """K and V of a layer whose cache `[rows, heads, tokens, key_dim + value_dim]` is not packed, as views

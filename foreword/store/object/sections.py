@@ -23,8 +23,7 @@ V = TypeVar("V")
 class RecentlyUsed(Generic[V]):
     """A dictionary that drops its oldest entries. Thread-safe."""
 
-    def __init__(self, most: int = _KNOWN) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._values: OrderedDict[bytes, V] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -35,7 +34,7 @@ class RecentlyUsed(Generic[V]):
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
-            if len(self._values) > self._most:
+            if len(self._values) > _KNOWN:
                 self._values.popitem(last=False)
 
     def drop(self, keys: Iterable[bytes]) -> None:
