@@ -287,7 +287,11 @@ async def measured(
         until_all(router, len(urls))
         metrics = asyncio.create_task(asyncio.to_thread(sample, urls, trace[-1].arrival))
         seen = await send_all(router, trace)
-        return seen, await metrics
+        series = await metrics
+        # The last requests end after the trace.
+        for url, snapshots in (await asyncio.to_thread(sample, urls, 0.0)).items():
+            series[url] += snapshots
+        return seen, series
 
 
 def until_all(router: str, count: int) -> None:
