@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks import PrefixCache
@@ -35,6 +35,9 @@ class KeptPrefixes:
 
     Args:
         budget, tenant_budget, most, longest: see `RetentionBook`.
+
+    Attributes:
+        on_release: is called, on any thread, when there are blocks for `settle` to release: an idle engine takes no step.
     """
 
     def __init__(
@@ -42,7 +45,8 @@ class KeptPrefixes:
     ) -> None:
         self._released: deque[Sequence[int]] = deque()
         self._cache = cache
-        self.book = RetentionBook(budget, tenant_budget, most=most, longest=longest, release=self._released.append)
+        self.on_release: Callable[[], object] = lambda: None
+        self.book = RetentionBook(budget, tenant_budget, most=most, longest=longest, release=self._release)
 
     def open(self, request: Request) -> PromptRetentions | None:
         """The retentions of a prompt that is queued; None if it asks for none and there are none."""
@@ -97,6 +101,10 @@ class KeptPrefixes:
         yielded = self.book.yield_blocks()
         self.settle()
         return yielded
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        self._released.append(blocks)
+        self.on_release()
 
     def settle(self) -> None:
         """Release the blocks of retentions that have ended."""

@@ -109,6 +109,7 @@ class AsyncEngine:
             self.instance = Instance(parts.core, view, transfer, role, self, self.served)
             parts.runner.on_written = self.instance.layer_written
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+        self._core.kept.on_release = lambda: self.post(self._core.kept.settle)
         self.quarantine.on_change = lambda: self.post(lambda: None)  # an idle engine looks at the quarantine then
         self._thread.start()
 
@@ -297,7 +298,6 @@ class AsyncEngine:
     ) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all of the tenant. Returns them."""
         released = cache_control.release(self._core, tokens, salt, owner)
-        self.post(self._core.kept.settle)
         return [cache_control.describe(one) for one in released]
 
     def retentions(self, *, salt: bytes = b"") -> list[RetentionInfo]:

@@ -9,7 +9,8 @@ from foreword.referee.models import fresh_prompts
 from foreword.referee.session import Draw, Evidence, Session
 
 _NEW = 24
-_CHUNKS: Final[dict[str, Any]] = {"max_num_batched_tokens": 64, "max_model_len": 1024}
+# A step ends inside a block.
+_CHUNKS: Final[dict[str, Any]] = {"max_num_batched_tokens": 72, "max_model_len": 1024}
 _DRAFTS: Final[dict[str, Any]] = {
     "speculative_config": {
         "method": "ngram",
@@ -51,7 +52,7 @@ def scheduled(
     return check
 
 
-chunked = scheduled("turn", "Chunked prefill: prompts of 400 tokens in steps of 64.")
+chunked = scheduled("turn", "Chunked prefill: prompts of 400 tokens in steps of 72.")
 together = scheduled("together", "Identical prompts at the same time.", copies=2)
 aborted = scheduled("abort", "Half of the requests aborted in prefill, and asked again.")
 preempted = scheduled("preempt", "All requests preempted and resumed.", counted="preempted")

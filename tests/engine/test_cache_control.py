@@ -175,3 +175,22 @@ def test_tenants_keep_apart(folder: Callable[[str], Path]) -> None:
         asyncio.run(run(engine))
     finally:
         engine.close()
+
+
+def test_an_idle_engine_frees_what_expires(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The blocks of a retention that expires are free again without another request."""
+
+    async def run(engine: AsyncEngine) -> None:
+        free, deadline = engine.status().free_blocks, time.monotonic() + 60
+        assert (await engine.retain(prompt(40, 1), 0.2)).status == "accepted"
+        while engine.status().free_blocks < free and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        assert (engine.status().free_blocks, engine.status().retained_blocks) == (free, 0)
+
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
+    config = EngineConfig(model=str(folder("llama")), **options)
+    engine = AsyncEngine.from_config(config, store=patient(f"disk://{tmp_path}?size=16MiB"), prefixes=PrefixConfig())
+    try:
+        asyncio.run(run(engine))
+    finally:
+        engine.close()

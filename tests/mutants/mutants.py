@@ -237,13 +237,14 @@ MUTANTS = (
         "pairs = filter(self._is_usable, zip(found, groups, strict=True))",
         OFFLOAD,
     ),
-    # The connector, under a real vLLM
+    # The connector, under a real vLLM. A whole prompt's blocks in another order give the same attention: only a hit of a part
+    # of them shows it.
     Mutant(
         "connector: off by one block when saving",
         "foreword/integrations/vllm/request_state.py",
         "parent, depth, tuple(ids), self.identity.adapter, prompt)",
         "parent, depth, tuple([*ids[1:], *ids[:1]]), self.identity.adapter, prompt)",
-        ("reuse.reset",),
+        ("reuse.boundaries",),
         True,
     ),
     Mutant(
@@ -259,7 +260,7 @@ MUTANTS = (
         "foreword/integrations/vllm/scheduler.py",
         "tuple(table[block] for block in blocks))",
         "tuple(table[block] for block in reversed(blocks)))",
-        ("reuse.reset",),
+        ("reuse.boundaries",),
         True,
     ),
     Mutant(
