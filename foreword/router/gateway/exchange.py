@@ -157,34 +157,24 @@ class _Exchange:
         picker, raw = self._shared.picker, bytes(self._body)
         among = envoy.metadata_of(self._first, *_SUBSET)
         allowed = None if among is None else frozenset(str(one) for one in among)
-        asking: asyncio.Task[None] | None = None
-
-        def ask_for_time() -> None:
-            nonlocal asking
-            asking = asyncio.ensure_future(self._ask_for_time())
-
-        timer = None
-        if self._buffered:
-            timer = asyncio.get_running_loop().call_later(_ASK_FOR_TIME_SECONDS, ask_for_time)
+        work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, allowed))
         try:
-            answer = await picker.pick(self._head, tenant, raw, allowed)
-            # Before the next await: from now on the request counts as placed, however the stream ends.
-            self._told(accounting, answer)
-        finally:
-            if timer is not None:
-                timer.cancel()
-            if asking is not None:
-                await asking  # a stream takes one message at a time
+            if self._buffered:
+                await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
+                if not work.done():
+                    more = envoy.ProcessingResponse()
+                    more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
+                    await self._write(more)
+            answer = await work
+        except asyncio.CancelledError:
+            if not work.cancel() and not work.cancelled() and work.exception() is None:
+                accounting.answered(work.result())  # it was placed just now
+            raise
+        self._told(accounting, answer)
         await self._write(self._with_headers(answer))
         if self._duplex:
             for piece in self._pieces(raw if answer.body is None else answer.body):
                 await self._write(piece)
-
-    async def _ask_for_time(self) -> None:
-        more = envoy.ProcessingResponse()
-        timeout = self._shared.picker.router.config.picker_timeout
-        more.override_message_timeout.FromSeconds(int(timeout) + _MORE_SECONDS)
-        await self._write(more)
 
     def _told(self, accounting: Accounting, answer: Answer) -> None:
         self._answer = answer
