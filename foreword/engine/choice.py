@@ -7,6 +7,7 @@ the blocks with the largest maxima. Top-p is rejection sampling (Ye et al. 2025,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import compress
 from typing import Final
@@ -21,6 +22,8 @@ _BLOCK: Final = 32
 # Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 _MIN_TEMPERATURE: Final = 1e-6
 _MASK: Final = (1 << 64) - 1
+# What rounding may take from a chord, of which the compiled kernels keep fewer bits.
+_ROUNDING: Final = 2.0**-15
 
 
 def block_maxima(logits: Tensor) -> Tensor:
@@ -116,49 +119,69 @@ def _most(logits: Tensor, maxima: Tensor, counts: Sequence[int]) -> tuple[Tensor
 def _sampled(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[int]) -> Tensor:
     """A place in each row, `[rows, 1]`, by temperature, min-p and top-p.
 
-    With top-p, the first draw is from all tokens. If those before the drawn one, in order of descending logits, reach `top_p`,
-    the next draw is among them. Of equal logits, the lower token comes first.
+    Tokens are drawn by chords of exp2 between whole numbers, which are above it, and kept with the probability that the weight
+    has of the chord. With top-p, the first draw is from all tokens. If those before the kept one, in order of descending
+    logits, reach `top_p`, the next draw is among them. Of equal logits, the lower token comes first.
     """
     given = [(max(one.temperature, _MIN_TEMPERATURE), one.min_p, one.top_p) for one in params]
     temperature, min_p, top_p = torch.tensor(given, dtype=torch.float64).to(logits.device).unsqueeze(-1).unbind(1)
-    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperature.float()).exp_()
-    if any(one.min_p for one in params):
-        weights.masked_fill_(weights < min_p.float(), 0.0)
-    chosen, total = _draw(weights, numbers)
-    limit = torch.where(top_p < 1.0, top_p * total, torch.inf)
-    left, again = torch.arange(len(params), device=logits.device), chosen
-    while any(one.top_p < 1.0 for one in params):
+    scale, best = (math.log2(math.e) / temperature).float(), logits.amax(-1, keepdim=True)
+    above = (best.double() * scale).frac()
+    above = torch.where(above < 0, above + 1, above).float()
+    powers = ((logits - best) * scale).add_(above)
+    weights = powers.exp2()
+    weights.masked_fill_((weights < min_p * above.exp2()) | (powers < -100), 0.0)
+    whole = powers.clamp_(min=-100).floor()
+    chords = powers.sub_(whole).add_(1).mul_(whole.exp2_()).mul_(weights > 0)
+    nucleus = any(one.top_p < 1 for one in params)
+    limit = torch.where(top_p < 1, top_p * _block_sums(weights).sum(-1, keepdim=True), torch.inf)
+    chosen = torch.zeros(len(params), 1, dtype=torch.long, device=logits.device)
+    left = torch.arange(len(params), device=logits.device)
+    while len(left):
+        drawn = _draw(chords, _uniform(numbers, chords))
         numbers = [next_number(number) for number in numbers]
-        values, lower = logits.gather(1, again), torch.arange(logits.shape[1], device=logits.device) < again
-        weights = weights.mul_(torch.where(lower, logits >= values, logits > values))
-        again, mass = _draw(weights, numbers)
-        more = (mass >= limit)[:, 0]
-        kept = more.tolist()
-        if not any(kept):
-            break
-        if not all(kept):
-            left, logits, weights, limit, again = (one[more] for one in (left, logits, weights, limit, again))
-            numbers = list(compress(numbers, kept))
-        chosen[left] = again
+        chord = chords.gather(1, drawn)  # not a number in a row without any
+        kept = ~(_uniform(numbers, chords) * chord * (1 + _ROUNDING) >= weights.gather(1, drawn))
+        numbers = [next_number(number) for number in numbers]
+        more = ~kept
+        if nucleus:
+            values, lower = logits.gather(1, drawn), torch.arange(logits.shape[1], device=logits.device) < drawn
+            before = torch.where(lower, logits >= values, logits > values)
+            beyond = kept & (_block_sums(weights * before).sum(-1, keepdim=True) >= limit)
+            before |= ~beyond
+            weights, chords, more = weights.mul_(before), chords.mul_(before), more | beyond
+        again = more[:, 0]
+        chosen[left[~again]] = drawn[~again]
+        left, logits, weights, chords, limit = (one[again] for one in (left, logits, weights, chords, limit))
+        numbers = list(compress(numbers, again.tolist()))
     return chosen
 
 
-def _draw(weights: Tensor, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """A token of each row by weights `[rows, vocab]`, and their sum; both `[rows, 1]`."""
+def _uniform(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Numbers of 53 bits as shares of 1, `[rows, 1]`."""
+    return torch.tensor(numbers, dtype=torch.float64).to(like.device)[:, None] * 2.0**-53
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """Of each block of the vocabulary, in float64: a sum over all tokens in float64 would copy them."""
     vocab = weights.shape[1]
     whole = vocab // _BLOCK
     sums = weights[:, : whole * _BLOCK].reshape(len(weights), whole, _BLOCK).sum(-1)
     if vocab % _BLOCK:
         sums = torch.cat((sums, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
-    sums = sums.double()  # of blocks: a sum over all tokens in float64 would copy them
+    return sums.double()
+
+
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """A token of each row by weights `[rows, vocab]`, `[rows, 1]`."""
+    sums = _block_sums(weights)
     up_to = sums.cumsum(-1)
-    uniform = torch.tensor(numbers, dtype=torch.float64).to(weights.device)[:, None] * 2.0**-53
     target = uniform * up_to[:, -1:]
     block = _place(up_to, target)
     inside, tokens = _members(weights, block)
     inside = inside.clamp(min=0.0).double().cumsum(-1)
     place = _place(inside, target - (up_to - sums).gather(1, block))
-    return tokens.gather(1, place), up_to[:, -1:]
+    return tokens.gather(1, place)
 
 
 def _place(up_to: Tensor, target: Tensor) -> Tensor:

@@ -138,26 +138,34 @@ def test_frequencies(kernels: Kernels | None, params: SamplingParams) -> None:
 
 def reference(row: torch.Tensor, params: SamplingParams, bits: int, edge: float = 0.0, moved: float = 0.0) -> int:
     """The token of one row, by a full sort and float64; `edge` and `moved` are added to top-p and the random numbers."""
-    weights = torch.exp((row.double() - row.max()) / params.temperature)
+    powers = row.double() * math.log2(math.e) / params.temperature
+    powers -= powers.max().floor()
+    weights = torch.exp2(powers)
     order = torch.sort(row, descending=True, stable=True).indices
     rank = torch.argsort(order)
     weights[order[params.top_k or len(row) :]] = 0
-    weights[weights < params.min_p] = 0
+    weights[weights < params.min_p * weights.max()] = 0
     limit = (params.top_p + edge) * weights.sum()
+    left = weights > 0
+    chords = torch.where(left, torch.exp2(powers.floor()) * (1 + powers - powers.floor()), 0)
     while True:
-        summed = weights.cumsum(0)
+        summed = (chords * left).cumsum(0)
         number = min(max(bits / 2**53 + moved, 0.0), 1 - 1e-9)
         token = int(torch.searchsorted(summed, number * summed[-1], right=True))
-        weights[rank >= rank[token]] = 0
-        if params.top_p == 1.0 or weights.sum() < limit:
-            return token
         bits = next_number(bits)
+        kept = (bits / 2**53 + moved) * chords[token] < weights[token]
+        bits = next_number(bits)
+        if not kept:
+            continue
+        left &= rank < rank[token]
+        if params.top_p == 1.0 or weights[left].sum() < limit:
+            return token
 
 
 def nearly(row: torch.Tensor, params: SamplingParams, bits: int) -> set[int]:
     """The tokens that rounding may choose."""
-    moved = (-2e-6, 0, 2e-6)
-    return {reference(row, params, bits, edge, place) for edge in moved for place in moved}
+    moved = (-2e-5, 0, 2e-5)
+    return {reference(row, params, bits, edge / 10, place) for edge in moved for place in moved}
 
 
 @pytest.mark.parametrize("vocab", [4096, 20_011])

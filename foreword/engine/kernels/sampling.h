@@ -1,13 +1,14 @@
 // The choice of one token from each row of logits, without sorting a vocabulary (docs/decisions/0007-randomness.md).
 //
-// A row is read in groups of tokens. One pass gives the maximum of each group and, unless the choice is greedy, the sum of
-// its weights, each relative to that maximum. A token is drawn from all tokens by the inverse of the cumulative
-// distribution function, in order of their ids. Top-p is rejection sampling (Ye et al. 2025, FlashInfer): if the tokens
-// before the drawn one, in order of descending logits, reach top_p, the next draw is among those. Groups whose maximum is
-// smaller need not be read again.
+// A row is read in groups of tokens. One pass gives the maximum of each group or, unless the choice is greedy, the sum of
+// its chords, which are above the weights and cheaper than exponentials. A token is drawn from all tokens by the inverse of
+// the cumulative distribution function, in order of their ids, and kept with the probability weight / chord. Top-p is
+// rejection sampling too (Ye et al. 2025, FlashInfer): if the tokens before the kept one, in order of descending logits,
+// reach top_p, the next draw is among those. Groups whose sum is smaller than its chord need not be read again.
 #pragma once
 
 #include <algorithm>
+#include <functional>
 
 #include "threads.h"
 #include "vectors.h"
@@ -57,9 +58,22 @@ struct Logits {
 // What a pass over a row finds.
 struct Passed {
     float* maxima;  // of each group
-    float* sums;    // of each group's weights; the row's likeliest token has the weight 1
-    float best;     // the largest maximum
-    float scale;    // weights are exp2((logit - best) * scale)
+    float* sums;    // of each group's chords
+    float best;     // the largest logit
+    float scale;    // weights are exp2(logit * scale + offset)
+    float offset;   // plus the bias of an exponent, as the bits of a float
+
+    // The chord of exp2 between the whole numbers next to logit * scale, which is not below the weight (but for rounding),
+    // and at most 1 / LEAST_SHARE of it: a float's bits are linear between powers of two. NaN and what is too small have none.
+    __attribute__((always_inline)) Floats chords(Floats values) const {
+        const Floats bits = larger(values * (scale * 0x1p23f) + offset, broadcast(0.0f));
+        return (Floats)__builtin_convertvector(bits, Words);
+    }
+    double power(float value) const { return (double)value * scale + offset * 0x1p-23 - BIAS; }
+    void set_offset(double power) { offset = (float)((power + BIAS) * 0x1p23); }
+
+    static constexpr double BIAS = 127;
+    static constexpr double LEAST_SHARE = 0.94207;
 };
 
 // The tokens before this one in order of descending logits, and of equal ones by id.
@@ -75,11 +89,6 @@ struct Before {
     }
 };
 
-// NaN has no weight.
-INLINE Floats weights(Floats values, float best, float scale) {
-    return exp2_of<6>(larger((values - best) * scale, broadcast(-200.0f)));
-}
-
 // Maxima. A NaN is no maximum.
 template <class T>
 void find_maxima(const Logits<T>& logits, Passed& passed) {
@@ -94,53 +103,66 @@ void find_maxima(const Logits<T>& logits, Passed& passed) {
     }
 }
 
-// Maxima and sums in one pass. Returns the sum of all weights.
+// Sums and the largest logit in one pass. Returns the sum of all chords; 0 if the largest logit is where chords overflow or
+// vanish.
 template <class T>
 double find_sums(const Logits<T>& logits, Passed& passed) {
-    passed.best = -INFINITE;
-    for (int64_t group = 0; group < logits.groups(); group++) {
-        Floats values[GROUP / LANES], most = broadcast(-INFINITE), sum = broadcast(0.0f);
-#pragma GCC unroll 8
-        for (int i = 0; i < GROUP / LANES; i++) {
-            values[i] = logits.read(group * GROUP + i * LANES);
-            most = larger(values[i], most);
-        }
-        const float best = passed.maxima[group] = largest_of(most);
-        passed.best = std::max(passed.best, best);
-        if (best > -INFINITE) {
-#pragma GCC unroll 8
-            for (int i = 0; i < GROUP / LANES; i++) sum += weights(values[i], best, passed.scale);
-        }
-        passed.sums[group] = sum_of(sum);
-    }
+    const Passed known = passed;  // which the sums do not alias
+    Floats most = broadcast(-INFINITE);
     double total = 0;
     for (int64_t group = 0; group < logits.groups(); group++) {
-        const float shift = (passed.maxima[group] - passed.best) * passed.scale;
-        passed.sums[group] *= std::exp2(std::max(shift, -200.0f));
-        total += passed.sums[group];
+        Floats sum = broadcast(0.0f);
+#pragma GCC unroll 8
+        for (int i = 0; i < GROUP / LANES; i++) {
+            const Floats values = logits.read(group * GROUP + i * LANES);
+            most = larger(values, most);
+            sum += known.chords(values);
+        }
+        total += passed.sums[group] = sum_of(sum);
     }
-    return total;
+    passed.best = largest_of(most);
+    return std::fabs(passed.power(passed.best)) < 60 ? total : 0;
 }
 
-// The sums again, of fewer tokens. Returns the sum of all their weights; where it is below `limit`, any number below. Then
+// The sums again, of fewer tokens. Returns the sum of all their chords; where it is below `limit`, any number below. Then
 // the rest of the row is not read. `total` is the sum so far.
 template <class T>
 double find_sums(const Logits<T>& logits, Passed& passed, const Before& before, double total, double limit) {
+    const Passed known = passed;
+    const float least = known.chords(broadcast(before.value))[0];
     double found = 0;
-    for (int64_t group = 0; group < logits.groups(); group++) {
+    for (int64_t group = 0; group < logits.groups(); group++)
+        if (passed.sums[group] < least) total -= passed.sums[group], passed.sums[group] = 0;
+    for (int64_t group = 0; group < logits.groups() && total >= limit; group++) {
+        if (!(passed.sums[group] > 0)) continue;
         Floats sum = broadcast(0.0f);
-        if (passed.maxima[group] >= before.value)
-            for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
-                const Floats values = logits.read(first);
-                sum += select(before.has(values, first), weights(values, passed.best, passed.scale), broadcast(0.0f));
-            }
+#pragma GCC unroll 8
+        for (int64_t first = group * GROUP; first < (group + 1) * GROUP; first += LANES) {
+            const Floats values = logits.read(first);
+            sum += select(before.has(values, first), known.chords(values), broadcast(0.0f));
+        }
         total -= passed.sums[group];
         passed.sums[group] = sum_of(sum);
         total += passed.sums[group];
         found += passed.sums[group];
-        if (total < limit) return total;
     }
-    return found;
+    return total < limit ? total : found;
+}
+
+// The sum of weights, relative to that of the largest logit.
+template <class T>
+double mass(const Logits<T>& logits, const Passed& passed, const Before& before) {
+    double total = 0;
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        Floats sum = broadcast(0.0f);
+        for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
+            const Floats values = logits.read(first);
+            const Floats power = larger((values - passed.best) * passed.scale, broadcast(-200.0f));
+            sum += select(before.has(values, first), exp2_of<6>(power), broadcast(0.0f));
+        }
+        total += sum_of(sum);
+    }
+    return total;
 }
 
 // The first token with the largest logit; 0 if there is no number.
@@ -153,31 +175,28 @@ int64_t likeliest(const Logits<T>& logits, const Passed& passed) {
     return 0;
 }
 
-// The token at which the sum of weights, in order of ids, exceeds `target`. Rounding chooses no token without weight.
+// The token at which the sum of chords, in order of ids, exceeds `target`. Rounding chooses no token without a chord.
 template <class T>
 int64_t token_at(const Logits<T>& logits, const Passed& passed, const Before& before, double target) {
     double sum = 0;
-    int64_t group = -1;
+    int64_t group = 0, found = 0;
     for (int64_t next = 0; next < logits.groups(); next++) {
         if (!(passed.sums[next] > 0)) continue;
-        if (group >= 0) sum += passed.sums[group];
         group = next;
         if (sum + passed.sums[group] > target) break;
+        sum += passed.sums[group];
     }
-    int64_t found = -1;
-    if (group >= 0)
-        for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
-            const Floats values = logits.read(first);
-            const Floats shares =
-                select(before.has(values, first), weights(values, passed.best, passed.scale), broadcast(0.0f));
-            for (int lane = 0; lane < LANES; lane++) {
-                if (!(shares[lane] > 0)) continue;
-                found = first + lane;
-                sum += shares[lane];
-                if (sum > target) return found;
-            }
+    for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
+        const Floats values = logits.read(first);
+        const Floats chords = select(before.has(values, first), passed.chords(values), broadcast(0.0f));
+        for (int lane = 0; lane < LANES; lane++) {
+            if (!(chords[lane] > 0)) continue;
+            found = first + lane;
+            sum += chords[lane];
+            if (sum > target) return found;
         }
-    return found >= 0 ? found : likeliest(logits, passed);
+    }
+    return found;
 }
 
 // The random bits of the next draw: splitmix64 (Steele et al. 2014) of those of the last one.
@@ -188,29 +207,50 @@ INLINE int64_t next_number(int64_t number) {
     return (int64_t)((mixed ^ (mixed >> 31)) >> 11);
 }
 
+// A token by min-p, then top-p. `total` is the sum of all chords.
+template <class T>
+int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, double total) {
+    Before before{-INFINITE, logits.size};
+    if (row.min_p > 0) {
+        before.value = (float)(passed.best + std::log2(row.min_p) / passed.scale);
+        total = find_sums(logits, passed, before, total, -INFINITE);
+    }
+    const Before all = before;
+    const double limit = row.top_p * total, surely = limit * passed.LEAST_SHARE;
+    for (int64_t number = row.number;; number = next_number(number)) {
+        const int64_t token = token_at(logits, passed, before, (double)number * 0x1p-53 * total);
+        const float value = logits.value(token);
+        number = next_number(number);
+        const double chord = passed.chords(broadcast(value))[0] * (1 + 0x1p-15);  // not below the weight, with rounding
+        if ((double)number * 0x1p-53 * chord >= std::exp2(passed.power(value))) continue;
+        if (row.top_p >= 1) return token;
+        before = Before{value, token};
+        total = find_sums(logits, passed, before, total, surely);
+        if (total < surely) return token;
+        if (total * passed.LEAST_SHARE >= limit) continue;
+        if (mass(logits, passed, before) < row.top_p * mass(logits, passed, all)) return token;
+    }
+}
+
 // A token by temperature, then min-p, then top-p.
 template <class T>
-int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed) {
-    const double temperature = std::max(row.temperature, MIN_TEMPERATURE);
-    passed.scale = (float)(LOG2E / temperature);
-    Before before{-INFINITE, logits.size};
-    double total;
-    if (row.min_p > 0) {
-        find_maxima(logits, passed);
-        before.value = (float)(passed.best + temperature * std::log(row.min_p));
-        total = find_sums(logits, passed, before, 0, -INFINITE);
-    } else {
-        total = find_sums(logits, passed);
-    }
-    const double limit = row.top_p * total;
-    for (int64_t number = row.number;; number = next_number(number)) {
-        if (!(std::fabs(passed.best) < INFINITE) || !(total > 0)) return likeliest(logits, passed);
-        const int64_t token = token_at(logits, passed, before, (double)number * 0x1p-53 * total);
-        if (row.top_p >= 1) return token;
-        before = Before{logits.value(token), token};
-        total = find_sums(logits, passed, before, total, limit);
-        if (total < limit) return token;
-    }
+int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, float* near) {
+    passed.scale = (float)(LOG2E / std::max(row.temperature, MIN_TEMPERATURE));
+    // The largest logit is near those of the first tokens.
+    find_maxima(Logits<T>{logits.row, min(logits.size, 4 * GROUP)}, passed);
+    const double guess = std::floor((double)passed.best * passed.scale);
+    passed.set_offset(-guess);
+    double total = std::fabs(guess) < 0x1p16 ? find_sums(logits, passed) : 0;
+    if (total > 0) return draw(logits, row, passed, total);
+    // It is not, or so large that a product would be rounded too much.
+    find_maxima(logits, passed);
+    if (!(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
+    const double power = (double)passed.best * passed.scale;
+    for (int64_t token = 0; token < logits.size; token++) near[token] = logits.value(token) - passed.best;
+    passed.set_offset(power - std::floor(power));
+    const Logits<Float32> moved{near, logits.size};
+    total = find_sums(moved, passed);
+    return draw(moved, row, passed, total);
 }
 
 // The `count` largest logits of a row, of equal ones the first, in order of their ids. Returns how many there are: fewer
@@ -264,12 +304,12 @@ struct SamplingMemory {
 
 template <class T>
 int64_t choose(const Logits<T>& logits, const SampledRow& row, const SamplingMemory& memory) {
-    Passed passed{memory.maxima, memory.sums, -INFINITE, 0};
-    if (row.temperature > 0 && (row.top_k <= 0 || row.top_k >= logits.size)) return draw(logits, row, passed);
+    Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
+    if (row.temperature > 0 && (row.top_k <= 0 || row.top_k >= logits.size)) return draw(logits, row, passed, memory.ranked);
     find_maxima(logits, passed);
     if (row.temperature <= 0 || row.top_k == 1 || !(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
     const int64_t kept = select_largest(logits, passed, row.top_k, memory.values, memory.tokens, memory.ranked);
-    return memory.tokens[draw(Logits<Float32>{memory.values, kept}, row, passed)];
+    return memory.tokens[draw(Logits<Float32>{memory.values, kept}, row, passed, memory.ranked)];
 }
 
 // The logits in float32, -inf where the grammar allows no token.
@@ -330,7 +370,7 @@ int64_t sample_row(const Logits<T>& logits, const SampledRow& row) {
     if (row.excludes()) {
         reshape(row, memory.logits, logits.size, memory.values);
         // Where the grammar leaves no token, the other exclusions are dropped.
-        Passed passed{memory.maxima, memory.sums, -INFINITE, 0};
+        Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
         if (row.mask != nullptr) find_maxima(shaped, passed);
         if (row.mask != nullptr && passed.best == -INFINITE) copy_allowed(logits, row.mask, memory.logits);
     }
