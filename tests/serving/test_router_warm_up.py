@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
 from typing import Any
 
 import http_client
@@ -9,7 +11,8 @@ import pytest
 from aiohttp import web
 from chat_replica import ChatReplica
 from router_parts import Loop, RouterThread
-from shared_server import until
+from server_process import ServerProcess
+from shared_server import until, words
 
 KEYS = ["--api-keys", "a=alice", "--api-keys", "b=bob", "--tenant-secret", "a secret of the tests"]
 OPERATOR = ["--replica-key", "r", "--admin-key", "root", "--max-body", "1MiB"]
@@ -48,8 +51,8 @@ def taking(router: RouterThread) -> set[str]:
 
 
 def test_a_joining_replica_prefetches_what_prompts_share(loop: Loop) -> None:
-    """It is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt and those that
-    save most first, gets no request before it has answered, and what only one prompt has is not asked for."""
+    """It is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt, gets no request
+    before it has answered, and what only one prompt has is not asked for."""
     old, new = [ChatReplica(loop), ChatReplica(loop)], JoiningReplica(loop)
     process = RouterThread(*[part for one in old for part in ("--replica", one.url)], *KEYS, *OPERATOR)
     try:
@@ -67,7 +70,7 @@ def test_a_joining_replica_prefetches_what_prompts_share(loop: Loop) -> None:
         assert not new.bodies("/v1/completions")
         new.release()
         until(lambda: new.url in taking(router))
-        asked = new.bodies("/v1/cache/prefetch")
+        asked = sorted(new.bodies("/v1/cache/prefetch"), key=lambda body: body["prompt"])  # they were sent at once
         assert [body["prompt"] for body in asked] == [RULES, NOTES]
         sent = [body for one in old for body in one.bodies("/v1/completions")]
         alice, bob = ({body["cache_salt"] for body in sent if n in body["prompt"]} for n in (1000, 2000))
@@ -96,3 +99,42 @@ def test_a_replica_without_prefetch_gets_requests_at_once(loop: Loop, owner: str
         assert bool(new.bodies("/v1/cache/prefetch")) is (owner == "vllm")
     finally:
         process.kill()
+
+
+def saved_blocks(url: str) -> float:
+    lines = http_client.get(f"{url}/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith("foreword:store_saved_blocks_total{")]
+    return float(line.rsplit(" ", 1)[1])
+
+
+@pytest.mark.slow
+def test_a_joining_server_has_the_common_prefix_on_its_device(tmp_path: Path) -> None:
+    """Real servers that share a folder: the third one loads the system prompt of other conversations when it joins, so that it
+    is a hit on its device for a conversation that no server has seen."""
+    limits = ["--store-lookup-timeout", "60", "--store-load-timeout", "60"]
+    store = ["--store", f"disk://{tmp_path}/kv?size=64MiB", *limits]
+    servers, router = [ServerProcess(*store) for _ in range(3)], None
+
+    def talk(url: str, topic: str) -> dict[str, Any]:
+        system = {"role": "system", "content": words("rule", 120)}
+        body = {"messages": [system, {"role": "user", "content": topic}], "max_tokens": 2, "cache_report": True}
+        answer = http_client.request("POST", f"{url}/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    try:
+        replicas = [part for one in servers[:2] for part in ("--replica", one.wait_ready())]
+        router = RouterThread(*replicas, "--admin-key", "root", "--warm-seconds", "60").wait_for(2)
+        for topic in ("alpha", "beta", "gamma"):
+            talk(router.url, topic)
+        until(lambda: sum(saved_blocks(one.url()) for one in servers[:2]) >= 20)
+        new = servers[2].wait_ready()
+        post(router, "/v1/router/replicas", "root", {"replica": new})
+        until(lambda: new in taking(router))
+        assert talk(new, "delta")["cache_report"]["device_tokens"] > 200, router.text
+    finally:
+        if router is not None:
+            router.kill()
+        for one in servers:
+            one.popen.send_signal(signal.SIGTERM)
+            one.end()
