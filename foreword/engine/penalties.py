@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreword.engine.request import SamplingParams
@@ -54,12 +53,16 @@ def shape(given: Tensor, draws: Sequence[Draw], allowed: Mapping[int, Tensor]) -
 
 
 def _exclude(logits: Tensor, allowed: Mapping[int, Tensor]) -> None:
-    """In place: exclude what the grammars of these rows forbid. A byte of a mask becomes eight numbers to add."""
-    bits = torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device) & 1
-    added = torch.where(bits == 1, 0.0, -torch.inf)
-    masks = torch.nn.functional.embedding(torch.stack(tuple(allowed.values())).int(), added).flatten(1)
-    rows = torch.tensor(tuple(allowed), device=logits.device)
-    logits.index_add_(0, rows, masks[:, : logits.shape[1]])
+    """In place: exclude what the grammars of these rows forbid."""
+    added = _by_bit(tuple(allowed.values()), logits, torch.tensor([-torch.inf, 0.0]))
+    logits.index_add_(0, torch.tensor(tuple(allowed), device=logits.device), added)
+
+
+def _by_bit(packed: Sequence[Tensor], logits: Tensor, values: Tensor) -> Tensor:
+    """`[rows, vocab]`: one of two values for each bit. A byte becomes eight numbers by a table."""
+    table = values.to(logits.device)[torch.arange(256)[:, None] >> torch.arange(8) & 1]
+    found = torch.nn.functional.embedding(torch.stack(tuple(packed)).to(logits.device).int(), table)
+    return found.flatten(1)[:, : logits.shape[1]]
 
 
 def reshape(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:
@@ -88,29 +91,29 @@ def _index(numbers: Sequence[int], logits: Tensor) -> Tensor:
 
 
 def _penalize(logits: Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> None:
-    """All rows in one operation each, over the tokens that the rows have."""
-    drawn = [draws[row] for row in rows]
-    counted = [counts_of(draw) for draw in drawn]
-    tokens, generated = (
-        torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in zip(*counted, strict=True)
-    )
-    sizes = torch.tensor([len(part) for part, _ in counted])
-    given = [(d.params.repetition_penalty, d.params.presence_penalty, d.params.frequency_penalty) for d in drawn]
-    by, once, each = torch.tensor(given).to(logits.device).unbind(1)
-    of_row = torch.arange(len(rows)).repeat_interleave(sizes).to(logits.device)
-    flat, places = logits.view(-1), _index(rows, logits)[of_row] * logits.shape[1] + tokens
-    values = flat[places]
-    if any(one[0] != 1.0 for one in given):
-        divisor = by[of_row]
-        values = torch.where(values > 0, values / divisor, values * divisor)
-    if any(one[1] or one[2] for one in given):
-        values -= (once[of_row] + each[of_row] * generated).masked_fill_(generated == 0, 0.0)
-    flat[places] = values
+    """All rows in one operation each."""
+    counted = {row: counts_of(draws[row], logits.shape[1]) for row in rows}
+    repeated = [row for row in rows if draws[row].params.repetition_penalty != 1.0]
+    if repeated:
+        seen = _by_bit([torch.from_numpy(counted[row].seen) for row in repeated], logits, torch.tensor([False, True]))
+        by = torch.tensor([draws[row].params.repetition_penalty for row in repeated]).to(logits.device)[:, None]
+        values = logits[repeated]
+        logits[repeated] = torch.where(seen, values * torch.where(values > 0, 1 / by, by), values)
+    of_output = [row for row in rows if draws[row].params.presence_penalty or draws[row].params.frequency_penalty]
+    if of_output:
+        places, less = [], []
+        for row in of_output:
+            generated, times = counted[row].generated
+            places.append(row * logits.shape[1] + generated)
+            less.append(draws[row].params.presence_penalty + draws[row].params.frequency_penalty * times)
+        where, values = (torch.from_numpy(np.concatenate(parts)).to(logits.device) for parts in (places, less))
+        logits.view(-1)[where] -= values
 
 
-def counts_of(draw: Draw) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Distinct tokens and how often each was generated."""
-    return (draw.counts or TokenCounts()).follow(draw.tokens, draw.num_prompt)
+def counts_of(draw: Draw, vocab: int) -> TokenCounts:
+    counts = draw.counts or TokenCounts()
+    counts.follow(draw.tokens, draw.num_prompt, vocab)
+    return counts
 
 
 def excluded_tokens(draw: Draw) -> list[int]:

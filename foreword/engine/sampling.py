@@ -40,7 +40,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None
     numbers = [0 if draw.params.greedy else random_bits(draw.seed, draw.index, len(draw.tokens)) for draw in draws]
     if kernels is not None and logits.device.type == "cpu":
         rows = [
-            sampled_row(draw, number, masks.get(row))
+            sampled_row(draw, number, masks.get(row), logits.shape[1])
             for row, (draw, number) in enumerate(zip(draws, numbers, strict=True))
         ]
         known = logits if logits.dtype in TYPES else logits.float()

@@ -347,7 +347,7 @@ def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
             bits = torch.rand(32 * -(-vocab // 32), generator=generator) < made.choice((0.01, 0.5, 0.99))
             masks[row] = np.packbits(bits.numpy(), bitorder="little")
     numbers = [random_bits(row, 0, 0) for row in range(150)]
-    rows = [sampled_row(draws[row], numbers[row], masks.get(row)) for row in range(150)]
+    rows = [sampled_row(draws[row], numbers[row], masks.get(row), vocab) for row in range(150)]
     found = kernels.sample(logits, rows)
     shaped = shape(logits, draws, {row: torch.from_numpy(mask) for row, mask in masks.items()})
     maxima = block_maxima(shaped)

@@ -17,12 +17,11 @@ from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def _fields(pointers: str, integers: str = "", floats: str = "") -> list[tuple[str, Any]]:
-    """Fields of a C struct: all pointers, then all 64-bit integers, then all floats."""
-    kinds = ((c_void_p, pointers), (c_int64, integers), (c_float, floats))
+def _fields(pointers: str, integers: str = "", floats: str = "", doubles: str = "") -> list[tuple[str, Any]]:
+    """Fields of a C struct: all pointers, then all 64-bit integers, then all numbers."""
+    kinds = ((c_void_p, pointers), (c_int64, integers), (c_float, floats), (c_double, doubles))
     return [(name, kind) for kind, names in kinds for name in names.split()]
 
 
@@ -95,13 +94,11 @@ class DecoderStep(Structure):
 class SampledRow(Structure):
     """How one row of logits is sampled, and the token (sampling.h). `memory` is what it points to."""
 
-    _fields_ = [
-        *_fields(
-            "counted generated biased biases excluded allowed mask",
-            "num_counted num_biased num_excluded num_allowed number top_k token",
-        ),
-        *((name, c_double) for name in ("temperature", "top_p", "min_p", *PENALTIES)),
-    ]
+    _fields_ = _fields(
+        "seen generated times biased biases excluded allowed mask",
+        "num_generated num_biased num_excluded num_allowed number top_k token",
+        doubles="temperature top_p min_p repetition_penalty presence_penalty frequency_penalty",
+    )
     memory: object
 
 

@@ -15,26 +15,39 @@
 
 // How one row is sampled, and the token. Arrays of tokens may name tokens outside of the vocabulary, which are ignored.
 struct SampledRow {
-    const int64_t* counted;   // the sequence's distinct tokens
-    const float* generated;   // how often each was generated
+    const uint32_t* seen;      // a bit per token of the sequence, up to a whole group; null: no repetition penalty
+    const int64_t* generated;  // distinct tokens
+    const float* times;        // how often each was generated
     const int64_t* biased;
     const float* biases;
     const int64_t* excluded;
     const int64_t* allowed;  // null: all
     const uint32_t* mask;    // a bit per token, of a grammar; null: all
-    int64_t num_counted, num_biased, num_excluded, num_allowed;
+    int64_t num_generated, num_biased, num_excluded, num_allowed;
     int64_t number;  // 53 random bits
     int64_t top_k;   // 0: all
     int64_t token;
     double temperature, top_p, min_p;  // a temperature of 0 is greedy
     double repetition_penalty, presence_penalty, frequency_penalty;
 
-    bool excludes() const { return num_counted || num_biased || num_excluded || allowed != nullptr; }
+    bool excludes() const { return num_generated || num_biased || num_excluded || allowed != nullptr; }
 };
 
 constexpr int64_t GROUP = 128;
 // Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 constexpr double MIN_TEMPERATURE = 1e-6;
+
+// `a` for the tokens of a vector that have a bit, `b` for the others.
+INLINE Floats select_bits(const uint32_t* bits, int64_t first, Floats a, Floats b) {
+    const uint32_t found = bits[first / 32] >> first % 32;
+#if defined(__AVX512F__)
+    return (Floats)_mm512_mask_blend_ps((__mmask16)found, (__m512)b, (__m512)a);
+#else
+    Words lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = 1 << lane;
+    return select((lanes & (int32_t)found) != 0, a, b);
+#endif
+}
 
 // One row, or the tokens of it that top-k keeps.
 template <class T>
@@ -52,6 +65,23 @@ struct Logits {
         for (int lane = 0; lane < LANES; lane++)
             part[lane] = first + lane < size ? row[first + lane] : T::from_float(-INFINITE);
         return T::read(part);
+    }
+};
+
+// A row with a repetition penalty (Keskar et al. 2019), which is applied while the row is read.
+template <class T>
+struct Repeated : Logits<T> {
+    const uint32_t* seen;
+    float penalty, inverse;
+
+    float value(int64_t token) const {
+        const float value = Logits<T>::value(token);
+        return seen[token / 32] >> token % 32 & 1 ? value * (value > 0 ? inverse : penalty) : value;
+    }
+    __attribute__((always_inline)) Floats read(int64_t first) const {
+        const Floats values = Logits<T>::read(first);
+        const Floats factors = select(values > 0.0f, broadcast(inverse), broadcast(penalty));
+        return select_bits(seen, first, values * factors, values);
     }
 };
 
@@ -90,8 +120,8 @@ struct Before {
 };
 
 // Maxima. A NaN is no maximum.
-template <class T>
-void find_maxima(const Logits<T>& logits, Passed& passed) {
+template <class L>
+void find_maxima(const L& logits, Passed& passed) {
     passed.best = -INFINITE;
     for (int64_t group = 0; group < logits.groups(); group++) {
         Floats most = broadcast(-INFINITE);
@@ -105,8 +135,8 @@ void find_maxima(const Logits<T>& logits, Passed& passed) {
 
 // Sums and the largest logit in one pass. Returns the sum of all chords; 0 if the largest logit is where chords overflow or
 // vanish.
-template <class T>
-double find_sums(const Logits<T>& logits, Passed& passed) {
+template <class L>
+double find_sums(const L& logits, Passed& passed) {
     const Passed known = passed;  // which the sums do not alias
     Floats most = broadcast(-INFINITE);
     double total = 0;
@@ -126,8 +156,8 @@ double find_sums(const Logits<T>& logits, Passed& passed) {
 
 // The sums again, of fewer tokens. Returns the sum of all their chords; where it is below `limit`, any number below. Then
 // the rest of the row is not read. `total` is the sum so far.
-template <class T>
-double find_sums(const Logits<T>& logits, Passed& passed, const Before& before, double total, double limit) {
+template <class L>
+double find_sums(const L& logits, Passed& passed, const Before& before, double total, double limit) {
     const Passed known = passed;
     const float least = known.chords(broadcast(before.value))[0];
     double found = 0;
@@ -150,8 +180,8 @@ double find_sums(const Logits<T>& logits, Passed& passed, const Before& before, 
 }
 
 // The sum of weights, relative to that of the largest logit.
-template <class T>
-double mass(const Logits<T>& logits, const Passed& passed, const Before& before) {
+template <class L>
+double mass(const L& logits, const Passed& passed, const Before& before) {
     double total = 0;
     for (int64_t group = 0; group < logits.groups(); group++) {
         Floats sum = broadcast(0.0f);
@@ -166,8 +196,8 @@ double mass(const Logits<T>& logits, const Passed& passed, const Before& before)
 }
 
 // The first token with the largest logit; 0 if there is no number.
-template <class T>
-int64_t likeliest(const Logits<T>& logits, const Passed& passed) {
+template <class L>
+int64_t likeliest(const L& logits, const Passed& passed) {
     for (int64_t group = 0; group < logits.groups(); group++)
         if (passed.maxima[group] == passed.best)
             for (int64_t token = group * GROUP; token < logits.end(group); token++)
@@ -176,8 +206,8 @@ int64_t likeliest(const Logits<T>& logits, const Passed& passed) {
 }
 
 // The token at which the sum of chords, in order of ids, exceeds `target`. Rounding chooses no token without a chord.
-template <class T>
-int64_t token_at(const Logits<T>& logits, const Passed& passed, const Before& before, double target) {
+template <class L>
+int64_t token_at(const L& logits, const Passed& passed, const Before& before, double target) {
     double sum = 0;
     int64_t group = 0, found = 0;
     for (int64_t next = 0; next < logits.groups(); next++) {
@@ -208,8 +238,8 @@ INLINE int64_t next_number(int64_t number) {
 }
 
 // A token by min-p, then top-p. `total` is the sum of all chords.
-template <class T>
-int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, double total) {
+template <class L>
+int64_t draw(const L& logits, const SampledRow& row, Passed& passed, double total) {
     Before before{-INFINITE, logits.size};
     if (row.min_p > 0) {
         before.value = (float)(passed.best + std::log2(row.min_p) / passed.scale);
@@ -233,11 +263,13 @@ int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, dou
 }
 
 // A token by temperature, then min-p, then top-p.
-template <class T>
-int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, float* near) {
+template <class L>
+int64_t draw(const L& logits, const SampledRow& row, Passed& passed, float* near) {
     passed.scale = (float)(LOG2E / std::max(row.temperature, MIN_TEMPERATURE));
     // The largest logit is near those of the first tokens.
-    find_maxima(Logits<T>{logits.row, min(logits.size, 4 * GROUP)}, passed);
+    L start = logits;
+    start.size = min(logits.size, 4 * GROUP);
+    find_maxima(start, passed);
     const double guess = std::floor((double)passed.best * passed.scale);
     passed.set_offset(-guess);
     double total = std::fabs(guess) < 0x1p16 ? find_sums(logits, passed) : 0;
@@ -255,8 +287,8 @@ int64_t draw(const Logits<T>& logits, const SampledRow& row, Passed& passed, flo
 
 // The `count` largest logits of a row, of equal ones the first, in order of their ids. Returns how many there are: fewer
 // where others are -inf.
-template <class T>
-int64_t select_largest(const Logits<T>& logits, const Passed& passed, int64_t count, float* values, int32_t* tokens,
+template <class L>
+int64_t select_largest(const L& logits, const Passed& passed, int64_t count, float* values, int32_t* tokens,
                        float* ranked) {
     // As many groups have a token that is not smaller.
     float least = -std::numeric_limits<float>::max();
@@ -302,8 +334,8 @@ struct SamplingMemory {
     }
 };
 
-template <class T>
-int64_t choose(const Logits<T>& logits, const SampledRow& row, const SamplingMemory& memory) {
+template <class L>
+int64_t choose(const L& logits, const SampledRow& row, const SamplingMemory& memory) {
     Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
     if (row.temperature > 0 && (row.top_k <= 0 || row.top_k >= logits.size)) return draw(logits, row, passed, memory.ranked);
     find_maxima(logits, passed);
@@ -313,14 +345,11 @@ int64_t choose(const Logits<T>& logits, const SampledRow& row, const SamplingMem
 }
 
 // The logits in float32, -inf where the grammar allows no token.
-template <class T>
-void copy_allowed(const Logits<T>& logits, const uint32_t* mask, float* out) {
-    Words lanes;
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = 1 << lane;
+template <class L>
+void copy_allowed(const L& logits, const uint32_t* mask, float* out) {
     for (int64_t first = 0; first < logits.size; first += LANES) {
-        const uint32_t bits = mask == nullptr ? ~0u : mask[first / 32] >> first % 32;
-        Floats values = broadcast(-INFINITE);
-        if (bits << (32 - LANES)) values = select((lanes & (int32_t)bits) != 0, logits.read(first), values);
+        Floats values = logits.read(first);
+        if (mask != nullptr) values = select_bits(mask, first, values, broadcast(-INFINITE));
         if (first + LANES <= logits.size)
             store(out + first, values);
         else
@@ -328,28 +357,12 @@ void copy_allowed(const Logits<T>& logits, const uint32_t* mask, float* out) {
     }
 }
 
-// Penalties (repetition: Keskar et al. 2019; presence and frequency: OpenAI's) of distinct tokens.
-static inline void penalize(const SampledRow& row, float* logits, int64_t size) {
-    const Floats repetition = broadcast((float)row.repetition_penalty);
-    for (int64_t first = 0; first < row.num_counted; first += LANES) {
-        const int64_t count = min(row.num_counted - first, LANES);
-        Floats values = broadcast(0.0f), generated = broadcast(0.0f);
-        const auto for_known = [&](auto&& act) {
-            for (int lane = 0; lane < count; lane++)
-                if ((uint64_t)row.counted[first + lane] < (uint64_t)size) act(lane, logits[row.counted[first + lane]]);
-        };
-        for_known([&](int lane, float logit) { values[lane] = logit, generated[lane] = row.generated[first + lane]; });
-        values = select(values > 0.0f, values / repetition, values * repetition);
-        const Floats less = (float)row.presence_penalty + (float)row.frequency_penalty * generated;
-        values -= select(generated > 0.0f, less, broadcast(0.0f));
-        for_known([&](int lane, float& logit) { logit = values[lane]; });
-    }
-}
-
-// Penalties, then biases, then exclusions.
+// Presence and frequency penalties (OpenAI), then biases, then exclusions.
 static inline void reshape(const SampledRow& row, float* logits, int64_t size, float* kept) {
     const auto known = [=](int64_t token) { return (uint64_t)token < (uint64_t)size; };
-    penalize(row, logits, size);
+    const float once = (float)row.presence_penalty, each = (float)row.frequency_penalty;
+    for (int64_t i = 0; i < row.num_generated; i++)
+        if (known(row.generated[i])) logits[row.generated[i]] -= once + each * row.times[i];
     for (int64_t i = 0; i < row.num_biased; i++)
         if (known(row.biased[i])) logits[row.biased[i]] += row.biases[i];
     for (int64_t i = 0; i < row.num_excluded; i++)
@@ -361,8 +374,9 @@ static inline void reshape(const SampledRow& row, float* logits, int64_t size, f
         if (known(row.allowed[i])) logits[row.allowed[i]] = kept[row.allowed[i]];
 }
 
-template <class T>
-int64_t sample_row(const Logits<T>& logits, const SampledRow& row) {
+// `given`: the logits without the repetition penalty.
+template <class T, class L>
+int64_t sample_row(const Logits<T>& given, const L& logits, const SampledRow& row) {
     const SamplingMemory memory(logits.size);
     if (row.mask == nullptr && !row.excludes()) return choose(logits, row, memory);
     const Logits<Float32> shaped{memory.logits, logits.size};
@@ -372,12 +386,17 @@ int64_t sample_row(const Logits<T>& logits, const SampledRow& row) {
         // Where the grammar leaves no token, the other exclusions are dropped.
         Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
         if (row.mask != nullptr) find_maxima(shaped, passed);
-        if (row.mask != nullptr && passed.best == -INFINITE) copy_allowed(logits, row.mask, memory.logits);
+        if (row.mask != nullptr && passed.best == -INFINITE) copy_allowed(given, row.mask, memory.logits);
     }
     return choose(shaped, row, memory);
 }
 
 template <class T>
 void sample_rows(const void* logits, int64_t stride, int64_t vocab, SampledRow* rows, int64_t count, ThreadTeam& team) {
-    team.share(count, [=](int64_t i) { rows[i].token = sample_row(Logits<T>{at<T>(logits, i * stride), vocab}, rows[i]); });
+    team.share(count, [=](int64_t i) {
+        const Logits<T> given{at<T>(logits, i * stride), vocab};
+        const float penalty = (float)rows[i].repetition_penalty;
+        const Repeated<T> repeated{given, rows[i].seen, penalty, 1 / penalty};
+        rows[i].token = rows[i].seen == nullptr ? sample_row(given, given, rows[i]) : sample_row(given, repeated, rows[i]);
+    });
 }
