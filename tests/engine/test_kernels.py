@@ -328,6 +328,7 @@ def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
     logits[torch.rand(logits.shape, generator=generator) < torch.rand(150, 1, generator=generator) - 0.5] = -math.inf
     draws, masks = [], {}
     for row in range(150):
+        other = made.random() < 0.5  # than filters and a repetition penalty
         tokens = [made.randrange(vocab) for _ in range(made.choice((0, 3, 200)))]
         params = SamplingParams(
             temperature=made.choice((0.0, 0.5, 1.0, 1.5)),
@@ -335,13 +336,13 @@ def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
             top_p=made.choice((1.0, 1.0, 0.1, 0.9)),
             min_p=made.choice((0.0, 0.0, 0.1)),
             repetition_penalty=made.choice((1.0, 1.3)),
-            presence_penalty=made.choice((0.0, 0.5)),
-            frequency_penalty=made.choice((0.0, -0.2)),
-            logit_bias=made.choice(({}, {made.randrange(vocab): 4.0})),
-            allowed_token_ids=made.choice((None, None, (0, vocab // 2, 0))),
-            min_tokens=made.choice((0, 1)),
+            presence_penalty=made.choice((0.0, 0.5)) * other,
+            frequency_penalty=made.choice((0.0, -0.2)) * other,
+            logit_bias=made.choice(({}, {made.randrange(vocab): 4.0})) if other else {},
+            allowed_token_ids=made.choice((None, None, (0, vocab // 2, 0))) if other else None,
+            min_tokens=made.choice((0, 1)) * other,
         )
-        words = tuple((*tokens[-1:], made.randrange(vocab)) for _ in range(3))
+        words = tuple((*tokens[-1:], made.randrange(vocab)) for _ in range(3 * other))
         draws.append(Draw(params, row, 0, tokens, len(tokens) // 2, (made.randrange(vocab),), bad_words=words))
         if row % 3 == 0:
             bits = torch.rand(32 * -(-vocab // 32), generator=generator) < made.choice((0.01, 0.5, 0.99))
