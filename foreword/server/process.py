@@ -178,10 +178,10 @@ class DrainingServer(uvicorn.Server):
         else:
             self._loop.call_soon_threadsafe(self._begin_drain)
 
-    def fail(self, reason: str) -> None:
-        """End the process with exit status 1. On the loop's thread."""
+    def fail(self, reason: str, status: int = 1) -> None:
+        """End the process with an exit status. On the loop's thread."""
         logger.error("%s", reason)
-        self.exit_status = 1
+        self.exit_status = status
         self.should_exit = True
 
     def _begin_drain(self) -> None:
