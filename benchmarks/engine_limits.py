@@ -3,7 +3,7 @@
     python benchmarks/engine_limits.py --model DIR --threads 2
 
 - `bandwidth`: bytes per second that PyTorch's threads read from memory (the sum of 1 GiB);
-- `step_bytes`: bytes of weights that each decode step reads;
+- `step_bytes`: bytes of weights that each decode step reads, and `token_bytes`: of KV, for each token of the context;
 - `products`: tokens per second of prefill if nothing but linear layers took time, at oneDNN's rate for 512 rows of bfloat16
   and a packed weight.
 """
@@ -48,10 +48,13 @@ def limits(model: Path, threads: int) -> dict[str, float]:
                 x = torch.randn(ROWS, weight.shape[1]).bfloat16()
                 multiply = torch.ops.mkldnn._linear_pointwise
                 seconds[weight.shape] = best(lambda: multiply(x, packed, None, "none", [], ""), 12)  # noqa: B023
+    config = loaded.config
+    token_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * head.weight.itemsize
     total = sum(seconds[weight.shape] for weight in weights if weight is not head.weight)
     return {
         "bandwidth": bandwidth,
         "step_bytes": float(sum(weight.nbytes for weight in weights)),
+        "token_bytes": float(token_bytes),
         "products": ROWS / total,
     }
 

@@ -163,13 +163,14 @@ def times(ours: float | None, theirs: float | None) -> str:
 
 
 def share(row: str, ours: float | None, limits: dict[str, float] | None) -> str:
-    """Of oneDNN's product rate (prefill), or of the bandwidth of the memory (batch 1, weights only)."""
+    """Of oneDNN's product rate (prefill), or of the bandwidth of the memory (batch 1, weights and KV)."""
     found = parse_row(row)
     if ours is None or limits is None or found.batch > 1:
         return "-"
     if found.task == "prefill":
         return f"{100 * ours / limits['products']:.0f} % of oneDNN's products"
-    return f"{100 * ours * limits['step_bytes'] / limits['bandwidth']:.0f} % of bandwidth"
+    read = limits["step_bytes"] + found.context * limits["token_bytes"]
+    return f"{100 * ours * read / limits['bandwidth']:.0f} % of bandwidth"
 
 
 def facts(arguments: argparse.Namespace) -> dict[str, str]:
