@@ -54,6 +54,22 @@ class Gated(FlakyStore):
         super().close()
 
 
+class Spoiled(FlakyStore):
+    """A store that loses one block of each read, or reads it damaged."""
+
+    def __init__(self, store: Store, number: int, damaged: bool) -> None:
+        super().__init__(store)
+        self._number, self._damaged = number, damaged
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        sizes = super().get(names, buffers, deadline=deadline)
+        if self._damaged:
+            buffers[self._number][sizes[self._number] - 1] ^= 1
+        else:
+            sizes[self._number] = 0
+        return sizes
+
+
 class Device:
     """Blocks of one layer, and an offload manager over stores."""
 
@@ -133,6 +149,17 @@ def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None
     status = device.offload.status()
     assert (status.dropped_promotions, status.saved, status.failed, status.queued) == (0, 0, 0, 0)
     assert torch.equal(device.blocks[:6], device.computed[:6])
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_load_ends_before_a_bad_block(made: Callable[..., Device], damaged: bool) -> None:
+    """Of a load with a lost or damaged block in the middle, the blocks before it count as loaded, and none behind it."""
+    store = MemoryStore(1 << 20)
+    device = made(Spoiled(store, 5, damaged))
+    device.save(0, 0, 8)
+    assert device.offload.flush(PATIENCE)
+    assert device.load(0, 0, 8).loaded == 5
+    assert torch.equal(device.blocks[:5], device.computed[:5]) and not device.blocks[5:8].any()
 
 
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
