@@ -485,13 +485,13 @@ def test_client_leaves(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-def test_unclaimed_request_expires(nodes: tuple[Node, Node]) -> None:
+def test_unclaimed_request_expires(nodes: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch) -> None:
     """A migrated request that is not claimed in time is ended."""
     here, there = nodes
+    monkeypatch.setattr("foreword.disaggregation.unclaimed.CLAIM_WITHIN", 0.1)
 
     async def main() -> None:
         await alone(nodes, prompt(5, 1), GREEDY)
-        there.engine.unclaimed._within = 0.1
         follower = Follower(here, prompt(50, 13), dataclasses.replace(GREEDY, max_tokens=400))
         with at_a_walk(here):
             await follower.read(5)
@@ -502,10 +502,7 @@ def test_unclaimed_request_expires(nodes: tuple[Node, Node]) -> None:
         with pytest.raises(NotFound):
             await anext(follower.stream)
 
-    try:
-        asyncio.run(main())
-    finally:
-        there.engine.unclaimed._within = 30.0
+    asyncio.run(main())
 
 
 @pytest.mark.slow
