@@ -263,7 +263,8 @@ def page(results: Sequence[SimulationResult], title: str = "Simulation", about: 
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{html.escape(title)}</title><style>{_STYLE}</style>"
         f"<h1>{html.escape(title)}</h1><p class='facts'>{html.escape(facts)}</p>"
-        f"{_html_table(*rows(results))}{_html_table(*phase_rows(results))}{_html_table(*tenant_rows(results))}{''.join(curves.values())}</html>"
+        f"{_html_table(*rows(results))}{_html_table(*phase_rows(results))}{_html_table(*tenant_rows(results))}"
+        f"{''.join(curves.values())}</html>"
     )
 
 

@@ -160,6 +160,7 @@ def test_requests_for_replays_do_not_stop_the_events(asking: tuple[KvEvents, zmq
         while not socket.poll(50):
             publisher.notify(BlocksRemoved((b"k",)))
         answers = 0
+        assert asker.poll(60_000)
         while asker.poll(200):
             answers += asker.recv_multipart()[-2] == REPLAY_END
     assert 0 < answers < 400
