@@ -66,16 +66,16 @@ Costs = Annotated[
     Path | None,
     typer.Option("--costs", help="File with the times of steps and loads, from `foreword calibrate`."),
 ]
-KvBytes = Annotated[int | None, typer.Option("--kv-bytes", help="Bytes of KV per token.")]
+KvBytes = Annotated[int | None, typer.Option("--kv-bytes", min=1, help="Bytes of KV per token.")]
 BlockSize = Annotated[
     int | None,
-    typer.Option("--block-size", help="Tokens per block; by default that of the --costs file or of the trace."),
+    typer.Option("--block-size", min=1, help="Tokens per block; by default that of the --costs file or of the trace."),
 ]
 Batch = Annotated[
-    int | None, typer.Option("--max-batch-tokens", help="Maximum number of tokens in a step. [default: 2048]")
+    int | None, typer.Option("--max-batch-tokens", min=1, help="Maximum number of tokens in a step. [default: 2048]")
 ]
 Seqs = Annotated[
-    int | None, typer.Option("--max-num-seqs", help="Maximum number of sequences in a step. [default: 256]")
+    int | None, typer.Option("--max-num-seqs", min=1, help="Maximum number of sequences in a step. [default: 256]")
 ]
 Events = Annotated[
     bool,
@@ -90,7 +90,7 @@ Copies = Annotated[
     typer.Option("--copies", help="Replay a trace of blocks this many times at once, each copy with other prompts."),
 ]
 Limit = Annotated[
-    int | None, typer.Option("--limit", help="Number of requests to simulate, from the start of the trace.")
+    int | None, typer.Option("--limit", min=1, help="Number of requests to simulate, from the start of the trace.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Write an HTML page with charts to this file.")]
 Svg = Annotated[Path | None, typer.Option("--svg", help="Write the charts as SVG files to this folder.")]
@@ -159,8 +159,6 @@ def simulate(
     from foreword.sim.trace import block_size_of, multiplied, read_trace
 
     trace = multiplied(read_trace(traces, speed=speed), copies)[:limit]
-    if not trace:
-        raise ConfigError("--limit leaves no requests")
     trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())
     per_token = kv_bytes or profile.kv_bytes_per_token
@@ -187,6 +185,8 @@ def simulate(
     cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile)
     if not cases:
         raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
+    if price is not None and not (slo and 0 <= price < float("inf")):
+        raise ConfigError("--price is a number that is not negative, and needs --slo")
     if slo:
         if group or change:
             raise ConfigError(
@@ -197,8 +197,6 @@ def simulate(
         numbers = [number for number, _ in counts(replicas, "--replicas")] if replicas else range(1, 257)
         _size_fleets(cases, numbers, trace, profile.costs, slo, price, runs, jobs, about, as_json)
         return
-    if price is not None:
-        raise ConfigError("--price needs --slo")
     _write_results(_run(cases, trace, profile), about, out, svg, as_json)
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
+from typing import Final
 
 from foreword.errors import ConfigError, did_you_mean
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.directory import CacheTier
 from foreword.sim.changes import FleetChange, ReplicaChange, resolve
+
+_MOST_REPLICAS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,8 @@ class FleetSpec:
     quotas: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.replicas + sum(group.replicas for group in self.groups) > _MOST_REPLICAS:
+            raise ConfigError(f"a fleet has at most {_MOST_REPLICAS:,} replicas")
         if (
             self.replicas < 0
             or not self.replicas + sum(group.replicas for group in self.groups)

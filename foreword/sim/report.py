@@ -35,7 +35,8 @@ class Summary:
         tier_shares: the parts of it from the device, host memory, disk and the shared store.
         expected_share: hit rate that the router expected.
         mean, p50, p90, p99: time to first token in seconds.
-        per_token, per_token_p90: inter-token latency per request in seconds: mean and 90th percentile over requests.
+        per_token, per_token_p50, per_token_p90, per_token_p99: inter-token latency per request in seconds: mean and
+            percentiles over requests with more than one output token; 0 if there are none.
         moved_share: share of the requests whose session or conversation was on another replica before.
         busiest: compute time of the busiest replica, divided by the mean of all.
         busy: compute time of all replicas in seconds.
@@ -54,7 +55,9 @@ class Summary:
     p90: float
     p99: float
     per_token: float
+    per_token_p50: float
     per_token_p90: float
+    per_token_p99: float
     moved_share: float
     busiest: float
     busy: float
@@ -68,7 +71,7 @@ def summarize(result: SimulationResult) -> Summary:
     """The numbers of one simulation."""
     outcomes = result.outcomes
     times = sorted(outcome.ttft + result.costs.request for outcome in outcomes)
-    latencies = sorted(outcome.seconds_per_token for outcome in outcomes)
+    latencies = sorted(one.seconds_per_token for one in outcomes if one.request.output_tokens > 1) or [0.0]
     prompts = sum(outcome.request.prompt_tokens for outcome in outcomes)
     busy = [totals.busy for totals in result.replicas.values()]
     hits = sum(outcome.cached_tokens for outcome in outcomes) / prompts
@@ -84,7 +87,9 @@ def summarize(result: SimulationResult) -> Summary:
         p90=quantile(times, 0.9),
         p99=quantile(times, 0.99),
         per_token=sum(latencies) / len(latencies),
+        per_token_p50=quantile(latencies, 0.5),
         per_token_p90=quantile(latencies, 0.9),
+        per_token_p99=quantile(latencies, 0.99),
         moved_share=result.moved / len(outcomes),
         busiest=max(busy) * len(busy) / sum(busy),
         busy=sum(busy),

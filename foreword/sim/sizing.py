@@ -30,7 +30,9 @@ _FIELDS: Final = {
     ("p90", "ttft"): "p90",
     ("p99", "ttft"): "p99",
     ("mean", "itl"): "per_token",
+    ("p50", "itl"): "per_token_p50",
     ("p90", "itl"): "per_token_p90",
+    ("p99", "itl"): "per_token_p99",
 }
 
 
@@ -54,12 +56,12 @@ class Objective:
 def parse_objective(text: str) -> Objective:
     """`"p90 ttft < 1 s"` or `"mean itl < 50 ms"`. Raises ConfigError."""
     match = _OBJECTIVE.fullmatch(text)
-    field = _FIELDS.get((match[1].lower(), match[2].lower())) if match else None
-    if match is None or field is None:
+    if match is None:
         raise ConfigError(
-            f"--slo {text!r} is not a service level: write for example 'p90 ttft < 1 s' (mean, p50, p90 or p99) or "
-            "'p90 itl < 50 ms' (mean or p90)"
+            f"--slo {text!r} is not a service level: write for example 'p90 ttft < 1 s' or 'mean itl < 50 ms', with mean, "
+            "p50, p90 or p99"
         )
+    field = _FIELDS[match[1].lower(), match[2].lower()]
     limit = float(match[4]) / (1e3 if match[5].lower() == "ms" else 1)
     return Objective(f"{match[1]} {match[2]}".lower(), field, limit, match[3] == "<=")
 
@@ -103,8 +105,8 @@ class Sizing:
     ) -> None:
         if not 1 <= runs <= MAX_RUNS:
             raise ConfigError(f"--runs must be from 1 to {MAX_RUNS}, not {runs}")
-        if jobs < 1:
-            raise ConfigError(f"--jobs must be at least 1, not {jobs}")
+        if not 1 <= jobs <= MAX_RUNS:
+            raise ConfigError(f"--jobs must be from 1 to {MAX_RUNS}, not {jobs}")
         self._trace, self._costs, self._objectives = trace, costs, objectives
         self._runs, self._jobs, self._progress = runs, jobs, progress
         self._tokens = sum(one.prompt_tokens + one.output_tokens for one in trace)

@@ -38,6 +38,8 @@ _TEXT_BYTES: Final = 4
 # Minimum number of full blocks of a prompt to recognize its next turn: shorter ones are shared by many prompts.
 _MIN_TURN_BLOCKS: Final = 2
 _COPY_SECONDS: Final = 60.0
+# Larger times are a mistake of the unit.
+_MOST_SECONDS: Final = 1e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,8 @@ def read_trace(paths: Path | Iterable[Path], *, speed: float = 1.0) -> list[Trac
 
     With `speed` 2.0, requests arrive twice as fast. Raises ConfigError with file and line for an invalid trace.
     """
-    if not speed > 0:
-        raise ConfigError(f"the speed of a trace must be more than 0, not {speed}")
+    if not 1e-6 <= speed <= 1e6:
+        raise ConfigError(f"the speed of a trace must be from 0.000001 to 1000000, not {speed}")
     found: list[TraceRequest] = []
     numbers: dict[int, int] = {}
     for path in [paths] if isinstance(paths, Path) else paths:
@@ -143,7 +145,7 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
     `numbers` maps the 53-bit ids of recordings to small numbers, the same for all files.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -193,7 +195,7 @@ def _parse_blocks(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRe
         raise ValueError(f"{length} tokens are {least} blocks of {size}, not {len(ids)}")
     session = fields.get("session")
     return TraceRequest(
-        float(fields["timestamp"]) / 1e3,
+        _seconds(fields, 1e3),
         array("I", ids),
         size,
         length,
@@ -209,7 +211,7 @@ def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
     tokens = _text_tokens(prompt + output)
     session = fields.get("session_id")
     return TraceRequest(
-        float(fields["timestamp"]) / 1e6,
+        _seconds(fields, 1e6),
         tokens,
         1,
         length,
@@ -217,6 +219,13 @@ def _parse_text(fields: Mapping[str, Any]) -> TraceRequest:
         None if session is None else str(session),
         *_sender(fields),
     )
+
+
+def _seconds(fields: Mapping[str, Any], per_second: float) -> float:
+    seconds = float(fields["timestamp"]) / per_second
+    if not abs(seconds) <= _MOST_SECONDS:
+        raise ValueError(f"the timestamp {fields['timestamp']} is not a time")
+    return seconds
 
 
 def _sender(fields: Mapping[str, Any]) -> tuple[str, int]:

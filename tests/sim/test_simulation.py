@@ -59,6 +59,8 @@ def test_the_times_of_one_request() -> None:
     assert outcome.ttft == pytest.approx(0.64)
     assert outcome.finished == pytest.approx(0.66)
     assert outcome.seconds_per_token == pytest.approx(0.01)
+    one_token = simulate([request(0.0, [1], output=1), request(9.0, [2], output=11)], ONE, costs=COSTS)
+    assert summarize(one_token).per_token == pytest.approx(0.01), "an output of one token has no ITL"
 
 
 def test_a_prefix_on_the_device_is_cached() -> None:
@@ -235,13 +237,21 @@ def test_mooncakes_format(tmp_path: Path) -> None:
 
 
 def test_agent_sessions(tmp_path: Path) -> None:
-    """Text becomes tokens of four bytes: a continued text shares its prefix. Sessions keep their names."""
+    """Text becomes tokens of four bytes: a continued text shares its prefix. Sessions keep their names.
+
+    Unicode's line separator in a text does not end the line.
+    """
     lines = [
         {"timestamp": 10_000_000, "input": "Über uns der Himmel", "output": "ja", "session_id": "x"},
-        {"timestamp": 11_500_000, "input": "Über uns der Himmel, unter uns", "output": "ja, ja", "session_id": "x"},
+        {
+            "timestamp": 11_500_000,
+            "input": "Über uns der Himmel,\u2028unter uns",
+            "output": "ja, ja, ja",
+            "session_id": "x",
+        },
     ]
     path = tmp_path / "agent.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
+    path.write_text("\n".join(json.dumps(line, ensure_ascii=False) for line in lines), encoding="utf-8")
     first, second = read_trace([path])
     assert (first.arrival, second.arrival, second.session) == (0.0, 1.5, "x")
     assert (first.prompt_tokens, second.output_tokens) == (5, 2)
@@ -308,6 +318,7 @@ def test_copies_of_a_trace_share_only_common_blocks() -> None:
         ("{", "line 1: not a request of a known trace format"),
         ('{"timestamp": 1}', "'input' is missing"),
         ('{"timestamp": 1, "input_length": 600, "output_length": 1, "hash_ids": [1]}', "are 2 blocks of 512, not 1"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "nan is not a time"),
         ("[]", "line 1"),
         ("", "no requests"),
     ],
