@@ -27,6 +27,13 @@ Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace fi
 Replicas = Annotated[
     str | None, typer.Option("--replicas", help=f"Number of replicas: {_LIST}. [default: 8]", show_default=False)
 ]
+Prefill = Annotated[
+    str,
+    typer.Option(
+        "--prefill",
+        help=f"Number of further replicas that only compute prompts, for the others, which decode: {_LIST}.",
+    ),
+]
 Policies = Annotated[str, typer.Option("--policy", help=f"Routing policies: {_LIST}; `all` for all of them.")]
 Groups = Annotated[
     list[str] | None,
@@ -120,6 +127,7 @@ def simulate(
     traces: Traces,
     *,
     replicas: Replicas = None,
+    prefill: Prefill = "0",
     group: Groups = None,
     change: Changes = None,
     tenant: Tenants = None,
@@ -164,6 +172,7 @@ def simulate(
     per_token = kv_bytes or profile.kv_bytes_per_token
     axes = {
         "replicas": [(1, "1")] if slo else counts(replicas or "8", "--replicas"),
+        "prefill_replicas": counts(prefill, "--prefill"),
         "device_tokens": sizes(device, "--device", per_token),
         "host_tokens": sizes(memory, "--memory", per_token),
         "disk_tokens": sizes(disk, "--disk", per_token),

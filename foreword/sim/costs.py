@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Final, Literal
 
 from foreword.errors import ConfigError, did_you_mean
 from foreword.routing.costs import LoadCost, ReplicaCosts
@@ -46,6 +46,11 @@ class EngineCosts:
     def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
+    @property
+    def transfer(self) -> LoadCost:
+        """Cost of sending a token to another replica: as from the shared store."""
+        return self.loads[-1]
+
     def scaled(self, factor: float) -> EngineCosts:
         """The costs of an engine whose steps take `factor` times as long."""
         fields = ("base", "prefill", "attention", "decode_each", "decode_context")
@@ -55,7 +60,14 @@ class EngineCosts:
     def as_known(self, step_tokens: int) -> ReplicaCosts:
         """The costs as a router knows them after learning."""
         return ReplicaCosts(
-            self.prefill, self.base, self.base, self.decode_each, step_tokens, self.loads, attention=self.attention
+            self.prefill,
+            self.base,
+            self.base,
+            self.decode_each,
+            step_tokens,
+            self.loads,
+            self.transfer,
+            self.attention,
         )
 
 
@@ -67,6 +79,7 @@ class ReplicaGroup:
         replicas: how many there are at the start.
         device_tokens, host_tokens, disk_tokens, max_batch_tokens, max_num_seqs: see `FleetSpec`; None: as the others.
         costs: of their steps and loads; None: as the others.
+        role: `prefill` replicas compute prompts for the others, `decode` replicas do not compute them for others.
     """
 
     name: str
@@ -77,6 +90,7 @@ class ReplicaGroup:
     max_batch_tokens: int | None = None
     max_num_seqs: int | None = None
     costs: EngineCosts | None = None
+    role: Literal["both", "prefill", "decode"] = "both"
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", self.name):
@@ -99,6 +113,8 @@ class FleetSpec:
         partial_reuse: see `EngineConfig`; needs a trace with single tokens.
         events: replicas send KV events; otherwise the router estimates what they hold.
         learns: the router starts with general costs and learns; otherwise it starts with the true costs.
+        prefill_replicas: number of replicas that only compute prompts, beside `replicas`, which then decode. They are the
+            group `prefill`.
         groups: replicas that differ from the others.
         changes: failures, restarts, and replicas that are added or removed during the trace.
         quotas: limits of tenants, as of a router (`--quota`); requests beyond them are rejected.
@@ -116,12 +132,15 @@ class FleetSpec:
     lookahead_blocks: int = 0
     events: bool = True
     learns: bool = True
+    prefill_replicas: int = 0
     groups: tuple[ReplicaGroup, ...] = ()
     changes: tuple[FleetChange, ...] = ()
     quotas: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas + sum(group.replicas for group in self.groups) > _MOST_REPLICAS:
+        if self.prefill_replicas < 0:
+            raise ConfigError("the number of prefill replicas must not be negative")
+        if self.replicas + sum(group.replicas for group in self.all_groups) > _MOST_REPLICAS:
             raise ConfigError(f"a fleet has at most {_MOST_REPLICAS:,} replicas")
         if (
             self.replicas < 0
@@ -132,29 +151,45 @@ class FleetSpec:
             raise ConfigError("a fleet needs at least one replica, and each device must hold at least one block")
         if min(self.host_tokens, self.disk_tokens, self.shared_tokens) < 0:
             raise ConfigError("the size of a tier must not be negative")
-        names = [group.name for group in self.groups]
+        names = [group.name for group in self.all_groups]
         if len(set(names)) < len(names):
             raise ConfigError(f"two groups have one name: {', '.join(names)}")
         for name in names:
             self.of(name)
 
+    @property
+    def all_groups(self) -> tuple[ReplicaGroup, ...]:
+        """The groups, with that of `prefill_replicas`."""
+        own = (ReplicaGroup("prefill", self.prefill_replicas, role="prefill"),) if self.prefill_replicas else ()
+        return (*self.groups, *own)
+
+    def role(self, group: str) -> Literal["both", "prefill", "decode"]:
+        """The role of the replicas of one group."""
+        if not group:
+            return "decode" if self.prefill_replicas else "both"
+        return next(one.role for one in self.all_groups if one.name == group)
+
     def of(self, group: str) -> FleetSpec:
         """The values of one group; `""` is the replicas of no group. Raises ConfigError for an unknown group."""
         if not group:
             return self
-        found = next((one for one in self.groups if one.name == group), None)
+        found = next((one for one in self.all_groups if one.name == group), None)
         if found is None:
-            raise ConfigError(f"there is no group {group!r}{did_you_mean(group, [one.name for one in self.groups])}")
+            raise ConfigError(
+                f"there is no group {group!r}{did_you_mean(group, [one.name for one in self.all_groups])}"
+            )
         own = {
-            name: value for name, value in asdict(found).items() if name not in ("name", "costs") and value is not None
+            name: value
+            for name, value in asdict(found).items()
+            if name not in ("name", "costs", "role") and value is not None
         }
-        return replace(self, **own | {"replicas": 1}, groups=(), changes=())
+        return replace(self, **own | {"replicas": 1}, prefill_replicas=0, groups=(), changes=())
 
     def members(self) -> dict[str, str]:
         """The replicas at the start, each with its group."""
         found = {f"r{i}": "" for i in range(self.replicas)}
-        return found | {f"{one.name}-{i}": one.name for one in self.groups for i in range(one.replicas)}
+        return found | {f"{one.name}-{i}": one.name for one in self.all_groups for i in range(one.replicas)}
 
     def resolved_changes(self) -> list[ReplicaChange]:
         """The changes of single replicas, in order of time. Raises ConfigError for one that is impossible."""
-        return resolve(self.changes, self.members(), {"", *(group.name for group in self.groups)})
+        return resolve(self.changes, self.members(), {"", *(group.name for group in self.all_groups)})

@@ -21,6 +21,7 @@ _SIZES: Final = {"device": "device_tokens", "memory": "host_tokens", "disk": "di
 # Fields of `FleetSpec` that may have several values, and their labels.
 AXES: Final[Mapping[str, str]] = {
     "replicas": "replicas",
+    "prefill_replicas": "prefill",
     "device_tokens": "device",
     "host_tokens": "memory",
     "disk_tokens": "disk",
@@ -100,6 +101,8 @@ def parse_group(text: str, bytes_per_token: int | None) -> ReplicaGroup:
             profile = read_profile(Path(value))
             own = {"max_batch_tokens": profile.max_batch_tokens, "max_num_seqs": profile.max_num_seqs}
             fields = own | fields | {"costs": profile.costs}
+        elif key == "role" and value in ("both", "prefill", "decode"):
+            fields["role"] = value
         elif key in _SIZES and "," not in value:
             fields[_SIZES[key]] = sizes(value, option, bytes_per_token)[0][0]
         elif key in _NUMBERS and re.fullmatch(r"\d{1,9}", value):
@@ -107,6 +110,8 @@ def parse_group(text: str, bytes_per_token: int | None) -> ReplicaGroup:
         elif key in _SIZES or key in _NUMBERS:
             raise ConfigError(f"{option} takes one number, not {value!r}")
         else:
-            known = ["costs", *_SIZES, *_NUMBERS]
+            known = ["costs", "role", *_SIZES, *_NUMBERS]
+            if key == "role":
+                raise ConfigError(f"{option} is both, prefill or decode, not {value!r}")
             raise ConfigError(f"{option} is not a key; choose from {', '.join(known)}{did_you_mean(key, known)}")
     return ReplicaGroup(name, **fields)

@@ -15,6 +15,7 @@ from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.decoding import DecodingSequences
+from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.stores import SimulatedStores
 from foreword.sim.tokens import NOT_RUNNING, SequenceTokens, tokens_of
 
@@ -52,6 +53,7 @@ class SimulatedReplica:
         on_published: Callable[[BlockTable, int, int], None],
         on_removed: Callable[[list[bytes]], None],
         on_finished: Callable[[SequenceTokens], None] | None = None,
+        on_prefilled: Callable[[SequenceTokens, int], None] | None = None,
     ) -> None:
         self.totals = totals
         self.step: Step | None = None
@@ -65,6 +67,7 @@ class SimulatedReplica:
         self._fleet = fleet
         self._stores = stores
         self._on_finished = on_finished
+        self._on_prefilled = on_prefilled
         self._cache = PrefixCache(
             spec.device_tokens // spec.block_size,
             spec.block_size,
@@ -84,14 +87,22 @@ class SimulatedReplica:
         # The most blocks that a sequence takes in a step.
         self._most_blocks = spec.max_batch_tokens // spec.block_size + 2 + spec.lookahead_blocks
 
-    def add(self, now: float, request: SequenceTokens, keys: Sequence[bytes]) -> None:
-        """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it."""
+    def add(
+        self, now: float, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill | None = None
+    ) -> None:
+        """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it.
+
+        `remote`: computes the prompt, if that is another replica.
+        """
         tokens: Any = request
         traced = request.outcome.request
         table = self._cache.open((), salt=traced.tenant.encode())
         table.chain.tokens, table.chain.keys = tokens, list(keys)
-        max_total = traced.prompt_tokens + traced.output_tokens
-        self._scheduler.add(SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total))
+        prompt_only = request.computed_for is not None
+        max_total = len(request) + 1 if prompt_only else traced.prompt_tokens + traced.output_tokens
+        sequence = SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total)
+        sequence.remote = remote
+        self._scheduler.add(sequence)
         self._move_forward(traced.priority)
         if self.step is not None and self._repeats:
             self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
@@ -108,7 +119,7 @@ class SimulatedReplica:
 
     @property
     def is_idle(self) -> bool:
-        return self.step is None and not self._has_work()
+        return self.step is None and not self._has_work() and not self._scheduler.waiting_for_kv
 
     def _has_work(self) -> bool:
         return bool(self._decoding.sequences) or self._scheduler.has_work()
@@ -129,6 +140,9 @@ class SimulatedReplica:
         found = []
         for sequence in (*scheduler.running, *scheduler.waiting_for_kv, *scheduler.waiting):
             before = tokens_of(sequence)
+            if before.computed_for is not None:
+                before.computed_for.failed()
+                continue
             again = SequenceTokens(before.number, before.outcome)
             again.length = before.length
             again.lost = before.lost if sequence.cached_tokens < 0 else sequence.computed
@@ -207,7 +221,7 @@ class SimulatedReplica:
     def _answer(self, sequence: SequenceState, now: float) -> None:
         """A sequence has its first token, its last one, or both."""
         tokens = tokens_of(sequence)
-        if not tokens.answered:
+        if tokens.computed_for is None and not tokens.answered:
             tokens.answered = True
             if tokens.outcome.first_token < 0:
                 tokens.outcome.first_token = now
@@ -242,6 +256,9 @@ class SimulatedReplica:
         outcome.recomputed += max(tokens.lost - sequence.cached_tokens, 0)
         if _is_continued(sequence):
             return  # the numbers of the prompt are those of the first attempt that answered
+        if sequence.transferred is not None:  # the rest was noted where the prompt was computed
+            outcome.cached_tokens = max(outcome.cached_tokens, sequence.cached_tokens)
+            return
         outcome.cached_tokens, outcome.loaded = max(sequence.cached_tokens, 0), (0, 0, 0)
         loaded = sequence.loaded
         if loaded is not None and loaded.tiers and self._stores is not None:
@@ -265,9 +282,13 @@ class SimulatedReplica:
 
     def _finish(self, sequence: SequenceState, tokens: SequenceTokens, now: float) -> None:
         outcome = tokens.outcome
-        outcome.finished = now
         self.totals.preemptions += sequence.preemptions
         self._scheduler.finish(sequence)
+        if tokens.computed_for is not None:
+            assert self._on_prefilled is not None
+            self._on_prefilled(tokens, max(sequence.cached_tokens, 0))
+            return
+        outcome.finished = now
         cached, output = outcome.cached_tokens, outcome.request.output_tokens
         if _is_continued(sequence):
             self._fleet.finished(str(tokens.number), now)  # the router learns nothing from its usage

@@ -31,6 +31,7 @@ class Summary:
     """The numbers of one simulation.
 
     Attributes:
+        tokens: of prompts and outputs.
         hit_share: hit rate: share of the prompt tokens that were cached.
         tier_shares: the parts of it from the device, host memory, disk and the shared store.
         expected_share: hit rate that the router expected.
@@ -47,6 +48,7 @@ class Summary:
 
     name: str
     requests: int
+    tokens: int
     hit_share: float
     tier_shares: tuple[float, float, float, float]
     expected_share: float
@@ -79,6 +81,7 @@ def summarize(result: SimulationResult) -> Summary:
     return Summary(
         name=result.name,
         requests=len(outcomes),
+        tokens=prompts + sum(outcome.request.output_tokens for outcome in outcomes),
         hit_share=hits,
         tier_shares=(hits - sum(loaded), loaded[0], loaded[1], loaded[2]),
         expected_share=sum(outcome.expected_cached for outcome in outcomes) / prompts,

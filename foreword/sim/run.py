@@ -22,6 +22,7 @@ from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
 from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
+from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.replica import MODEL, ReplicaTotals, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.tokens import RequestOutcome, SequenceTokens
@@ -110,8 +111,8 @@ class _Simulation:
         members, self.changes = spec.members(), deque(spec.resolved_changes())
         # The group of each replica that there is at any time.
         self.groups = members | {change.replica: change.group for change in self.changes}
-        self.specs = {name: spec.of(name) for name in ("", *(group.name for group in spec.groups))}
-        self.costs_of = {"": costs} | {group.name: group.costs or costs for group in spec.groups}
+        self.specs = {name: spec.of(name) for name in ("", *(group.name for group in spec.all_groups))}
+        self.costs_of = {"": costs} | {group.name: group.costs or costs for group in spec.all_groups}
         self.smallest_device = min(self.specs[group].device_tokens for group in self.groups.values())
         self.roots: dict[str, bytes] = {}
         self.quotas = Quotas.parse(spec.quotas)
@@ -129,6 +130,7 @@ class _Simulation:
         self.totals: dict[str, ReplicaTotals] = {}
         self.draining: set[str] = set()
         self.unplaced: list[SequenceTokens] = []
+        self.received_until: dict[str, float] = {}  # end of the last transfer to each replica
         self.started_at: dict[str, float] = {}
         for name in members:
             self._start(name)
@@ -147,6 +149,7 @@ class _Simulation:
             self.totals[name] = ReplicaTotals()
             self.fleet.add(
                 name,
+                role=self.spec.role(self.groups[name]),
                 sends_events=spec.events,
                 capacity_tokens=spec.device_tokens,
                 costs=None if spec.learns else costs.as_known(spec.max_batch_tokens),
@@ -215,6 +218,7 @@ class _Simulation:
             on_published=published,
             on_removed=lambda keys: removed(CacheTier.DEVICE, keys),
             on_finished=self._release if self.spec.quotas else None,
+            on_prefilled=self._prefilled,
         )
         return replica
 
@@ -306,12 +310,54 @@ class _Simulation:
         outcome.replica = name = decision.replica
         if outcome.first_token < 0:
             outcome.expected_cached = decision.expected_cached
+        remote = None
+        if decision.prefill is not None:
+            remote = SimulatedPrefill(
+                decision.prefill,
+                name,
+                len(request),
+                size,
+                on_begin=lambda remote: self._prefill(request, keys, remote),
+                on_end=lambda remote: self._at(self.now, lambda: self._wake(remote.receiver)),
+            )
+        self._send(name, request, keys, remote)
+
+    def _send(
+        self, name: str, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill | None = None
+    ) -> None:
         replica = self.replicas[name]
         ends_at = replica.ends_at
-        replica.add(self.now, request, keys)
+        replica.add(self.now, request, keys, remote)
         if replica.ends_at != ends_at:
             self._await_end(name)
         self._begin(name)
+
+    # Disaggregated prefill
+
+    def _prefill(self, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill) -> None:
+        """The receiver has room for a prompt: compute it on the other replica, unless that has failed."""
+        if remote.source not in self.replicas:
+            remote.failed()
+            return
+        prompt = SequenceTokens(request.number, request.outcome)
+        prompt.length, prompt.computed_for = len(request), remote
+        self._send(remote.source, prompt, keys)
+
+    def _prefilled(self, prompt: SequenceTokens, cached_tokens: int) -> None:
+        """A prompt is computed: send its KV. Transfers to one replica are serialized."""
+        remote = prompt.computed_for
+        assert remote is not None
+        name = remote.receiver
+        cost = self.costs_of[self.groups[name]].transfer
+        begins = max(self.now, self.received_until.get(name, 0.0))
+        ends = begins + cost.latency + max(remote.tokens - remote.held_tokens, 0) * cost.per_token
+        self.received_until[name] = ends
+        self._at(ends, lambda: remote.arrived(cached_tokens))
+
+    def _wake(self, name: str) -> None:
+        """KV for a waiting prompt has come, or never will."""
+        if name in self.replicas:
+            self._begin(name)
 
     def _begin(self, name: str) -> None:
         """Start a step unless one is running. A replica that is being removed ends if it has no more requests."""

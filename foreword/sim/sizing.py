@@ -109,7 +109,6 @@ class Sizing:
             raise ConfigError(f"--jobs must be from 1 to {MAX_RUNS}, not {jobs}")
         self._trace, self._costs, self._objectives = trace, costs, objectives
         self._runs, self._jobs, self._progress = runs, jobs, progress
-        self._tokens = sum(one.prompt_tokens + one.output_tokens for one in trace)
 
     def search(self, cases: Sequence[SimulationCase], replicas: Sequence[int]) -> list[FleetSize]:
         """The smallest of these numbers of replicas for each case, which gives all other sizes."""
@@ -169,9 +168,9 @@ class Sizing:
         runs: Sequence[Summary],
         tried: Sequence[tuple[int, bool]],
     ) -> FleetSize:
-        hours = sum(one.replica_hours * one.requests / 1000 for one in runs) / len(runs)
+        hours = sum(one.replica_hours * one.requests / 1000 / one.tokens for one in runs) / len(runs)
         named = dataclasses.replace(case, spec=dataclasses.replace(case.spec, replicas=simulated))
-        return FleetSize(named, replicas, tuple(runs), hours / self._tokens * 1e6, tuple(tried))
+        return FleetSize(named, replicas, tuple(runs), hours * 1e6, tuple(tried))
 
 
 def _worst(objective: Objective, runs: Sequence[Summary]) -> float:

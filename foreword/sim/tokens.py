@@ -9,6 +9,7 @@ from typing import Any
 
 from foreword.blocks.keys import chain_keys
 from foreword.engine.sequence import SequenceState
+from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.trace import TraceRequest
 
 # Output tokens that the trace does not contain: a distinct token per request, above all tokens of a trace.
@@ -64,9 +65,10 @@ class SequenceTokens:
         lost: tokens whose KV the replica had that failed before.
         answered: this replica has computed a token of the output.
         admission: numbers the admissions of its replica; the last ones are preempted first.
+        computed_for: set if only the prompt is computed here, for a decode replica that waits for its KV.
     """
 
-    __slots__ = ("admission", "answered", "length", "lost", "number", "outcome")
+    __slots__ = ("admission", "answered", "computed_for", "length", "lost", "number", "outcome")
 
     def __init__(self, number: int, outcome: RequestOutcome) -> None:
         self.number = number
@@ -75,6 +77,7 @@ class SequenceTokens:
         self.lost = 0
         self.answered = False
         self.admission = NOT_RUNNING
+        self.computed_for: SimulatedPrefill | None = None
 
     def __len__(self) -> int:
         return self.length

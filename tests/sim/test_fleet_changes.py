@@ -104,6 +104,19 @@ def test_groups_have_their_own_costs_and_memory() -> None:
     assert [one.cached_tokens for one in outcomes[4:]] == [639, 128], "two chains do not fit into the small device"
 
 
+def test_a_prompt_computed_elsewhere() -> None:
+    """While one replica computes a prompt, the next prompt is computed by the prefill replica: 640 ms, then 256 ms of transfer,
+    then its last token. If that replica fails, the decode replica computes it."""
+    spec = replace(TWO, replicas=1, prefill_replicas=1, max_batch_tokens=64 * 16, learns=False)
+    trace = [request(0.0, list(range(10)), 3), request(0.1, list(range(100, 110)), 3)]
+    outcomes = run(trace, spec=spec, policy="cost").outcomes
+    assert [one.replica for one in outcomes] == ["r0", "r0"]
+    assert [one.first_token for one in outcomes] == pytest.approx([0.64, 0.64 + 0.64 + 0.256 + 0.01])
+    result = run(trace, "1s fail prefill-0", spec=spec, policy="cost")
+    assert result.outcomes[1].first_token == pytest.approx(1.64)
+    assert result.replicas["prefill-0"].up == pytest.approx(1.0)
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(sorted(POLICIES)), st.booleans())
 def test_no_request_is_lost(seed: int, policy: str, stores: bool) -> None:
@@ -119,11 +132,14 @@ def test_no_request_is_lost(seed: int, policy: str, stores: bool) -> None:
     spec = replace(TWO, device_tokens=64 * 30, host_tokens=tokens, shared_tokens=tokens, events=bool(seed % 2))
     spec = replace(spec, groups=(ReplicaGroup("slow", 1, costs=COSTS.scaled(2.0)),))
     lines = ["r0", "r1", "slow-0"]
-    changes = [f"{20 + i}s start {name}" for i, name in enumerate(lines)] + [f"{rng.random() * 20:.3f}s add 1 slow"]
+    if seed % 3 == 0:
+        spec = replace(spec, prefill_replicas=1)
+        lines.append("prefill-0")
+    changes = [f"{20 + i}s start {name}" for i, name in enumerate(lines)] + [f"{rng.random() * 20:.7f}s add 1 slow"]
     for name in lines:
         at = rng.random() * 15
-        changes += [f"{at:.3f}s {rng.choice(['fail', 'remove'])} {name}", f"{at + 3:.3f}s start {name}"]
-        changes.append(f"{19 + rng.random():.3f}s fail {name}")
+        changes += [f"{at:.7f}s {rng.choice(['fail', 'remove'])} {name}", f"{at + 3:.7f}s start {name}"]
+        changes.append(f"{19 + rng.random():.7f}s fail {name}")
 
     def simulated() -> SimulationResult:
         result = run(trace, *changes, spec=spec, policy=policy)
@@ -162,8 +178,8 @@ def test_a_group_as_text(tmp_path: Path) -> None:
     """Sizes may be in bytes; a file of costs also gives the largest step, unless there is a key for it."""
     path = tmp_path / "fast.json"
     path.write_text(Profile(COSTS, max_batch_tokens=4096, max_num_seqs=64).to_json())
-    found = parse_group(f"fast max-num-seqs=8 replicas=3 device=1GiB memory=500 costs={path}", 1 << 20)
-    assert found == ReplicaGroup("fast", 3, 1024, 500, None, 4096, 8, COSTS)
+    found = parse_group(f"fast max-num-seqs=8 replicas=3 device=1GiB memory=500 role=decode costs={path}", 1 << 20)
+    assert found == ReplicaGroup("fast", 3, 1024, 500, None, 4096, 8, COSTS, "decode")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +210,8 @@ def test_wrong_changes_are_refused(change: str, message: str) -> None:
         ("fast replicas=some", "takes one number"),
         ("fast device=1,2", "takes one number"),
         ("fast device=1GiB", "bytes of KV per token are unknown"),
+        ("fast role=both,prefill", "role is both, prefill or decode"),
+        ("prefill replicas=1", "two groups have one name"),
         ("fast costs=none.json", "cannot read the costs"),
         ("fast device=10", "must hold at least one block"),
     ],
@@ -201,4 +219,4 @@ def test_wrong_changes_are_refused(change: str, message: str) -> None:
 def test_wrong_groups_are_refused(group: str, message: str) -> None:
     """The error names the key and the value."""
     with pytest.raises(ConfigError, match=message):
-        replace(TWO, groups=(parse_group(group, None),))
+        replace(TWO, prefill_replicas=1, groups=(parse_group(group, None),))
