@@ -116,16 +116,18 @@ class Directory:
         bit = 1 << tier
         added = width + bytes((bit,)) + self._epoch.to_bytes(2, "little")
         full, buckets = self._ways * _SIZE, self._buckets
+        num_buckets = len(buckets)
         for key in keys:
-            number = self._bucket_index(key)
+            number = int.from_bytes(key[_TAG : _TAG + 4], "little") % num_buckets
             bucket = buckets[number]
             if bucket is None:
                 bucket = buckets[number] = bytearray()
-            at = _find(bucket, key[:_TAG] + width)
+            tag = key[:_TAG]
+            at = _find(bucket, tag + width)
             if at < 0:
                 if len(bucket) >= full:
                     self._evict(bucket)
-                bucket += key[:_TAG] + added + min(depth, _MAX_DEPTH).to_bytes(2, "little")
+                bucket += tag + added + (depth if depth < _MAX_DEPTH else _MAX_DEPTH).to_bytes(2, "little")
                 self._counts[slot] += 1
             else:
                 tiers = bucket[at + _NEEDLE]
@@ -352,13 +354,18 @@ class Directory:
             self._epoch = (self._epoch + 1) % _NUM_EPOCHS
 
 
-def leading(keys: Sequence[bytes], held: Container[bytes]) -> int:
-    """Number of leading blocks that are held, where holding a block implies holding all blocks before it."""
+def leading(keys: Sequence[bytes], held: Container[bytes], guess: int = 0) -> int:
+    """Number of leading blocks that are held, where holding a block implies holding all blocks before it.
+
+    Takes two comparisons if it is `guess`.
+    """
     count = len(keys)
-    low, step = 0, 1  # Invariant: all blocks before `low` are held.
-    while low < count and keys[min(low + step, count) - 1] in held:
-        low, step = min(low + step, count), step * 2
-    high = min(low + step, count) - 1  # Invariant: block `high` is not held, unless all are.
+    if 0 < guess <= count and keys[guess - 1] in held and (guess == count or keys[guess] not in held):
+        return guess
+    low, high = 0, 1  # Invariant: all blocks before `low` are held.
+    while low < count and keys[high - 1] in held:
+        low, high = high, (2 * high + 1 if 2 * high < count else count)
+    high -= 1  # Invariant: block `high` is not held, unless all are.
     while low < high:
         middle = (low + high) // 2
         if keys[middle] in held:

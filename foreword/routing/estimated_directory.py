@@ -92,15 +92,15 @@ class EstimatedBlocks:
             if len(self._outputs) > _MAX_OUTPUTS:
                 self._outputs.popitem(last=False)
 
-    def known(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks that were sent to the replica and are probably still cached."""
-        return leading(keys, self._keys)
+    def known(self, keys: Sequence[bytes], guess: int = 0) -> int:
+        """Leading blocks that were sent to the replica and are probably still cached. Faster if they are `guess`."""
+        return leading(keys, self._keys, guess)
 
-    def leading(self, keys: Sequence[bytes]) -> int:
+    def leading(self, keys: Sequence[bytes], guess: int = 0) -> int:
         """Leading blocks that are probably cached: the known ones plus the output of a prompt that ended there."""
-        known = self.known(keys)
-        guessed = self._outputs.get(keys[known - 1], 0) if known else 0
-        return min(known + guessed, len(keys))
+        known = leading(keys, self._keys, guess)
+        guessed = self._outputs.get(keys[known - 1], 0) if known and self._outputs else 0
+        return min(known + guessed, len(keys)) if guessed else known
 
     def correct(self, keys: Sequence[bytes], expected: int, actual: int, known: int | None = None) -> None:
         """Adjust the limit: `expected` blocks of a prompt should be cached, `known` (None: all) without guessing, and
@@ -138,8 +138,10 @@ class InFlightPrefixes:
             if not users[key]:
                 del users[key]
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        return leading(keys, self._users) if self._users else 0
+    def leading(self, keys: Sequence[bytes], above: int = 0) -> int:
+        """Leading blocks that are being computed; 0 if they are not more than `above`."""
+        is_more = above < len(keys) and keys[above] in self._users
+        return leading(keys, self._users) if is_more else 0
 
     def __len__(self) -> int:
         return len(self._users)

@@ -22,7 +22,7 @@ from foreword.routing.directory import CacheTier, Directory, Holdings, Reach
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
 from foreword.routing.load import ReplicaLoad, SentRequest
-from foreword.routing.placement import Candidate, CostPolicy, Decision, PlacementQuery, Policy
+from foreword.routing.placement import Candidate, CostEstimate, CostPolicy, Decision, PlacementQuery, Policy
 from foreword.routing.sessions import SessionTable
 from foreword.routing.shortlist import MAX_PRICED, Shortlist
 
@@ -78,14 +78,22 @@ class ReplicaState:
             )
         return self.estimated_blocks
 
-    def is_full(self) -> bool:
-        """Whether as many requests wait there as may."""
-        return self.max_queued is not None and len(self.load.waiting) >= self.max_queued
+    def refusal(self, avoided: bool = False) -> str:
+        """Why it takes no request, or not one that is to avoid it; empty if it does."""
+        if self.excluded or avoided:
+            return self.excluded or "it failed this request"
+        queued = len(self.load.waiting)
+        is_full = self.max_queued is not None and queued >= self.max_queued
+        return f"overloaded: {queued} requests wait there" if is_full else ""
 
-    def leading_without_events(self, keys: Sequence[bytes]) -> int:
-        """Leading blocks that are being computed there or are estimated to be cached."""
-        computing = self.in_flight_prefixes.leading(keys)
-        return max(computing, self.estimated_blocks.leading(keys)) if self.estimated_blocks is not None else computing
+    def leading_without_events(self, keys: Sequence[bytes], above: int = 0, guess: int = 0) -> int:
+        """Leading blocks that are being computed there or are estimated to be cached, or `above` if that is more.
+
+        Faster if `guess` blocks are estimated.
+        """
+        estimated = self.estimated_blocks
+        known = above if estimated is None else max(estimated.leading(keys, guess), above)
+        return self.in_flight_prefixes.leading(keys, known) or known
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -200,7 +208,7 @@ class Fleet:
         """Apply a change of a replica's load to the order in which replicas of a large fleet are considered."""
         if len(self.replicas) <= MAX_PRICED or self.replicas.get(replica.name) is not replica:
             return
-        if replica.excluded or replica.is_full():
+        if replica.refusal():
             self._shortlist.discard(replica.name)
             return
         load, costs = replica.load, replica.cost_model.costs
@@ -215,10 +223,14 @@ class Fleet:
         if self.policy.needs_all or len(self.replicas) <= MAX_PRICED:
             return self._choose(query, self.candidates(query, now, avoid), home)
         decision = self._choose(query, self.shortlisted(query, now, avoid, home), home)
-        # Only if there is none, the reasons of all replicas matter.
-        return (
-            decision if decision.replica is not None else self._choose(query, self.candidates(query, now, avoid), home)
-        )
+        if decision.replica is not None:
+            return decision
+        # Only now the reasons of all replicas matter.
+        refusals = [(name, one.refusal(name in avoid)) for name, one in self.replicas.items()]
+        if not all(refusal for _, refusal in refusals):
+            return self._choose(query, self.candidates(query, now, avoid), home)
+        estimates = tuple([CostEstimate(name, excluded=refusal) for name, refusal in refusals])
+        return Decision(None, estimates, "none", home=home)
 
     def _choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None) -> Decision:
         decode = [one for one in candidates if self.replicas[one.name].role != "prefill"]
@@ -242,7 +254,8 @@ class Fleet:
             keys = query.keys_at(size)
             lookups[size] = self.directory.lookup(keys)
             found = self._shortlist.sent_to(keys)
-            found.update([(name, reach[own]) for name, reach in lookups[size].replicas.items()])
+            for name, reach in lookups[size].replicas.items():
+                found[name] = reach[own]
             held.update([(name, blocks * size) for name, blocks in found.items() if blocks])
         return self._candidates(query, now, avoid, self._shortlist.choose(held, home, frozenset(avoid)), lookups)
 
@@ -255,21 +268,31 @@ class Fleet:
         lookups: dict[int, Holdings],
     ) -> list[Candidate]:
         """The state of the chosen replicas, each with its weight in the fleet. `lookups`: those done, by block size."""
-        replicas = [self.replicas[name] for name in chosen]
-        avoid = frozenset(avoid)
-        stale = [one.is_stale(now) for one in replicas]
-        typical = self._typical_costs(now) if any(stale) else None
         resident = _resident(query)
         found: list[Candidate] = []
-        for replica, is_stale, weight in zip(replicas, stale, chosen.values(), strict=True):
+        typical: ReplicaCosts | None = None
+        is_known, leading = False, 0
+        for name, weight in chosen.items():
+            replica = self.replicas[name]
+            excluded = replica.refusal(name in avoid)
+            if excluded:
+                found.append(Candidate(name, excluded=excluded))
+                continue
             size = replica.block_size or query.block_size
             keys = query.keys_at(size)
             if size not in lookups:
                 lookups[size] = self.directory.lookup(keys)
-            reach = _at_least(lookups[size].of(replica.name), replica.leading_without_events(keys))
-            costs = typical if typical is not None and is_stale else replica.cost_model.costs
-            avoided = replica.name in avoid
-            found.append(_candidate(replica, resident, reach, size, costs, now, avoided, weight))
+            reach = lookups[size].of(name)
+            # Many replicas hold the same part of the prompt, so the last result is a good guess.
+            leading = replica.leading_without_events(keys, reach[0], leading)
+            if leading > reach[0]:
+                reach = tuple([max(one, leading) for one in reach])
+            costs = replica.cost_model.costs
+            if replica.is_stale(now):
+                if not is_known:
+                    typical, is_known = self._typical_costs(now), True
+                costs = typical or costs
+            found.append(_candidate(replica, resident, reach, size, costs, now, weight))
         return found
 
     def _typical_costs(self, now: float) -> ReplicaCosts | None:
@@ -402,13 +425,15 @@ class Fleet:
         if request.cached_tokens is not None:
             request.computed = max(request.tokens - request.cached_tokens, 1)
         before, own = request.queued, request.work
+        costs = replica.cost_model.costs
         if replica.is_stale(now):
-            replica.cost_model.adopt(self._typical_costs(now) or replica.cost_model.costs)
+            replica.cost_model.adopt(self._typical_costs(now) or costs)
         replica.learned_at = now
         replica.cost_model.observe_first_token(
             before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
         )
-        self._rank(replica)
+        if replica.cost_model.costs is not costs:
+            self._rank(replica)
 
     def failed(self, name: str, now: float) -> None:
         """Note that a request failed or its client disconnected. Nothing is learned. Unknown requests are ignored."""
@@ -435,25 +460,21 @@ def _candidate(
     block_size: int,
     costs: ReplicaCosts,
     now: float,
-    avoided: bool,
     stands_for: float,
 ) -> Candidate:
     load = replica.load
-    excluded = replica.excluded or ("it failed this request" if avoided else "")
-    queued, work = len(load.waiting), load.queued(now, costs)
-    if not excluded and replica.is_full():
-        excluded = f"overloaded: {queued} requests wait there"
+    tokens, pairs = load.queued(now, costs)
     return Candidate(
         replica.name,
         costs,
         reach,
-        work.tokens,
-        queued,
+        tokens,
+        len(load.waiting),
         len(load.running) + replica.reported_running,
         load.memory_wait(resident, replica.capacity_tokens),
         block_size,
-        excluded,
-        work.pairs,
+        "",
+        pairs,
         load.recent_tokens(now),
         stands_for,
     )
@@ -466,10 +487,6 @@ def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
     if replica.estimated_blocks is not None:
         expected = request.expected // size
         replica.estimated_blocks.correct(request.keys, expected, -(-cached_tokens // size), expected - request.guessed)
-
-
-def _at_least(reach: Reach, blocks: int) -> Reach:
-    return tuple([max(one, blocks) for one in reach]) if blocks > reach[0] else reach
 
 
 def _resident(query: PlacementQuery) -> int:

@@ -69,16 +69,15 @@ class ReplicaLoad:
         if not self.waiting:
             return NO_WORK
         head = next(iter(self.waiting))
-        head_pairs = pairs(head.computed, head.tokens - head.computed)
-        seconds = head.computed * costs.prefill + head_pairs * costs.attention
-        done = min(max(now - self._head_since, 0.0) / seconds, 1.0)
-        return PrefillWork(
-            self._waiting_tokens - done * head.computed, max(self._waiting_pairs - done * head_pairs, 0.0)
-        )
+        tokens = head.computed
+        head_pairs = pairs(tokens, head.tokens - tokens)
+        done = min(max(now - self._head_since, 0.0) / (tokens * costs.prefill + head_pairs * costs.attention), 1.0)
+        return PrefillWork(self._waiting_tokens - done * tokens, max(self._waiting_pairs - done * head_pairs, 0.0))
 
     def recent_tokens(self, now: float) -> float:
         """Prompt tokens sent recently, exponentially decayed with a time constant of three minutes."""
-        return self._recent * math.exp(-max(now - self._recent_at, 0.0) / _RECENT_SECONDS)
+        passed = now - self._recent_at
+        return self._recent * math.exp(-passed / _RECENT_SECONDS) if passed > 0 else self._recent
 
     def rank(self, costs: ReplicaCosts, running: int, capacity: int | None) -> tuple[float, float]:
         """For comparing replicas: those without a queue by the time that a usual prompt takes, then others by when it would be

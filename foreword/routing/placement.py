@@ -261,7 +261,7 @@ class CostPolicy:
         cheapest = min(totals, key=totals.__getitem__)
         limit = self._tie_limit(totals[cheapest])
         if home in totals:
-            prefill = {one.replica: one.prefill for one, _ in usable}
+            prefill = {one.replica: one.prefill for one, _ in usable if one.replica in (home, cheapest)}
             stays = self.affinity.limit(totals[cheapest], prefill[cheapest] - prefill[home])
             if totals[home] <= max(stays, limit):
                 return Decision(home, estimates, "session", home=home)
@@ -315,25 +315,29 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
     """The expected TTFT of the request on this candidate."""
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
-    costs, size = candidate.costs, candidate.block_size or query.block_size
-    blocks, parts, load = costs.best_load(candidate.reach, size, query.tokens)
+    # This is most of the time of a decision, and positions are several times as fast as names.
+    name, costs, reach, queued_tokens, _, running, memory, block_size, _, queued_pairs, _, _ = candidate
+    tokens, size = query.tokens, block_size or query.block_size
+    if reach[-1] == reach[0] and reach[0] * size <= tokens:
+        blocks, load, from_tiers = reach[0], 0.0, (reach[0] * size, 0, 0, 0)
+    else:
+        blocks, parts, load = costs.best_load(reach, size, tokens)
+        from_tiers = tuple([part * size for part in parts])
     # The last token is computed even if the whole prompt is cached.
-    computed = max(query.tokens - blocks * size, 1)
-    reused = query.tokens - computed
-    queue = candidate.queued_tokens * costs.prefill + candidate.queued_pairs * costs.attention
-    memory, running = candidate.memory_wait, candidate.running
-    return CostEstimate(  # by position: several times as fast as by name, and this is most of the time of a decision
-        candidate.name,
+    computed = max(tokens - blocks * size, 1)
+    queue = queued_tokens * costs.prefill + queued_pairs * costs.attention
+    return CostEstimate(
+        name,
         queue,
         max(memory - queue, 0.0) if memory else 0.0,
         load,
-        costs.compute(computed, reused),
-        costs.interference(candidate.queued_tokens + computed, running) if running else 0.0,
+        costs.compute(computed, tokens - computed),
+        costs.interference(queued_tokens + computed, running) if running else 0.0,
         costs.first,
         0.0,
-        reused,
+        tokens - computed,
         computed,
-        tuple([part * size for part in parts]),
+        from_tiers,
     )
 
 

@@ -37,9 +37,9 @@ class SessionTable:
         if session is not None:
             return self._find(session, now)
         count = len(keys)
+        homes = self._homes
         for i in range(count - 1, max((count + 1) // 2 - 1, count - _SEARCHED, 0) - 1, -1):
-            found = self._find(keys[i], now)
-            if found is not None:
+            if keys[i] in homes and (found := self._find(keys[i], now)) is not None:
                 return found
         return None
 

@@ -11,10 +11,9 @@ are updated when the load of a replica changes:
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -75,8 +74,8 @@ class _Order:
     def first(self, count: int, avoid: Collection[str], least: float = -math.inf) -> list[str]:
         """The first `count` names that are not to be avoided, of those with a value of at least `least`."""
         start = bisect_left(self._entries, (least, -math.inf, ""))
-        enough = self._entries[start : start + count + len(avoid)]
-        return [name for _, _, name in enough if name not in avoid][:count]
+        enough = [name for _, _, name in self._entries[start : start + count + len(avoid)]]
+        return [name for name in enough if name not in avoid][:count] if avoid else enough
 
 
 class SentPrefixes:
@@ -163,25 +162,27 @@ class Shortlist:
         if home in self._groups:
             found[home] = 1.0
         each = max(_LEAST_LOADED // max(len(self._orders), 1), _MIN_PER_GROUP)
-        known = Counter[Group]()
+        known = dict.fromkeys(self._orders, 0)
         for name, weight in found.items():
             known[self._groups[name]] += round(weight)
         for group, (queued, recent) in self._orders.items():
             # A fast replica with a short queue may be better than slow ones without.
-            picks = (queued.first(each, avoid), queued.first(each, avoid, QUEUED), recent.first(each, avoid))
-            picked = dict.fromkeys(itertools.chain(*picks))
-            fresh = [name for name in picked if name not in found]
+            picked = [*queued.first(each, avoid), *queued.first(each, avoid, QUEUED), *recent.first(each, avoid)]
+            fresh = [name for name in dict.fromkeys(picked) if name not in found]
             weight = max(len(queued) - known[group], len(fresh)) / max(len(fresh), 1)
             found.update(dict.fromkeys(fresh, weight))
         return found
 
     def _best_holders(self, held: Mapping[str, int], avoid: Collection[str]) -> dict[str, float]:
         loads = self._loads
-        able = [(-tokens, loads[name], name) for name, tokens in held.items() if name in loads and name not in avoid]
+        able = [name for name in held if name in loads and name not in avoid]
         if len(able) <= _HOLDERS:
-            return dict.fromkeys([name for _, _, name in able], 1.0)
-        able.sort()
-        half = sorted([(load, name) for tokens, load, name in able if 2 * tokens <= able[0][0]])
-        best = [name for _, _, name in able[:_HOLDERS]] + [name for _, name in half[:_HOLDERS]]
-        found = dict.fromkeys(best)
+            return dict.fromkeys(able, 1.0)
+        longest = max([held[name] for name in able])
+        half = [(*loads[name], name) for name in able if 2 * held[name] >= longest]
+        half.sort()
+        # The longest ones are among these, unless there are few.
+        best = [name for _, _, name in half] if len(half) >= _HOLDERS else able
+        first = sorted([(-held[name], *loads[name], name) for name in best])[:_HOLDERS]
+        found = dict.fromkeys([name for *_, name in first] + [name for _, _, name in half[:_HOLDERS]])
         return dict.fromkeys(found, max(len(half) / len(found), 1.0))
