@@ -13,6 +13,7 @@ chains, because a block is useless without the blocks before it.
 A lookup relies on the chain property: a replica that holds a block also held the blocks before it when the block was stored,
 and pools evict the end of a chain before its start. So the lookup gallops and bisects over the depth, in logarithmic time for
 each point where the set of holders changes. It may overlook a gap in the middle of a chain, which again costs only time.
+Where many replicas hold prefixes of many lengths, lengths are rounded down after the first ones.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _NUM_EPOCHS: Final = 1 << 16
 # A full bucket evicts one record in eight at once: sorting a bucket costs as much as about twenty insertions.
 _EVICTED_PART: Final = 8
 _MAX_REPLICAS: Final = 1 << 15
+# A lookup is exact up to this number of holders, summed over the points where they change. Then it looks at so many points.
+_MAX_LOOKUP_WORK: Final = 512
+_COARSE_RUNS: Final = 16
 _SHARED_SLOT: Final = 0
 
 
@@ -220,7 +224,11 @@ class Directory:
         runs: list[tuple[int, tuple[int, ...]]] = []
         low, count = 0, len(keys)
         holders = self._holders(keys[0]) if count else ()
+        work = 0
         while holders:
+            work += len(holders)
+            if work > _MAX_LOOKUP_WORK:
+                return runs + self._coarse_runs(keys, low)
             # Invariant: block `low` has these holders, block `high` (or the end) has others.
             high, step = low + 1, 1
             others: tuple[int, ...] = ()
@@ -239,6 +247,18 @@ class Directory:
             runs.append((high, holders))
             low, holders = high, others
         return runs
+
+    def _coarse_runs(self, keys: Sequence[bytes], start: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The runs from block `start`, which has holders, at a bounded number of points: exact only for the last holders.
+
+        The end of a run is the last point that its holders are known to reach, so what they hold is never overestimated.
+        """
+        low, high = start, len(keys)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._holders(keys[middle]) else (low, middle)
+        ends = sorted({start + -(-(high - start) * i // _COARSE_RUNS) for i in range(1, _COARSE_RUNS + 1)})
+        return [(end, self._holders(keys[end - 1])) for end in ends]
 
     def _holders(self, key: bytes) -> tuple[int, ...]:
         """`slot << 8 | tiers` of all holders of a block, sorted."""

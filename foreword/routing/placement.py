@@ -48,6 +48,7 @@ _REASONS: Final = {
 }
 _TIE_SECONDS: Final = 0.005
 _MAX_REASONS: Final = 32
+_FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class CostEstimate(NamedTuple):
     transfer: float = 0.0
     reused: int = 0
     computed: int = 0
-    from_tiers: tuple[int, ...] = (0, 0, 0, 0)
+    from_tiers: tuple[int, ...] = _FROM_NOWHERE
     excluded: str = ""
 
     @property
@@ -318,13 +319,14 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
     # This is most of the time of a decision, and positions are several times as fast as names.
     name, costs, reach, queued_tokens, _, running, memory, block_size, _, queued_pairs, _, _ = candidate
     tokens, size = query.tokens, block_size or query.block_size
-    if reach[-1] == reach[0] and reach[0] * size <= tokens:
-        blocks, load, from_tiers = reach[0], 0.0, (reach[0] * size, 0, 0, 0)
-    else:
+    cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
+    if reach[-1] > reach[0] or cached > tokens:
         blocks, parts, load = costs.best_load(reach, size, tokens)
-        from_tiers = tuple([part * size for part in parts])
+        cached, from_tiers = blocks * size, tuple([part * size for part in parts])
+    elif cached:
+        from_tiers = (cached, 0, 0, 0)
     # The last token is computed even if the whole prompt is cached.
-    computed = max(tokens - blocks * size, 1)
+    computed = max(tokens - cached, 1)
     queue = queued_tokens * costs.prefill + queued_pairs * costs.attention
     return CostEstimate(
         name,
