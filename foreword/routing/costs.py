@@ -1,4 +1,4 @@
-"""The cost model of one replica, learned from observed requests with bounded memory and robust to outliers.
+"""The cost model of replicas, learned from observed requests with bounded memory and robust to outliers.
 
 The expected time to first token (TTFT) of a request is
 
@@ -7,6 +7,10 @@ The expected time to first token (TTFT) of a request is
 `tokens` counts the prompt tokens computed before and for the request, `pairs` the query-key pairs of these tokens, `steps` the
 engine steps that this takes, and `running` the sequences that decode meanwhile. Lines are fitted with the Theil-Sen
 estimator (the median of all pairwise slopes), which tolerates up to 29 % outliers.
+
+All replicas of a kind have the costs that their requests together show. A fit for each replica would depend on which prompts it
+got: real costs are not linear, so equal replicas would seem to differ, and the one that seems slow would stay unused with its
+memory. A replica has costs of its own only while its TTFTs contradict the common ones.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ _MIN_CONTEXT_SPREAD: Final = 2048
 _FIT_ROUNDS: Final = 2
 # At least this share of a TTFT remains after the interference of other sequences is subtracted.
 _MIN_TTFT_SHARE: Final = 0.25
+# A replica differs from the others if its TTFTs do by more than this factor.
+_DIFFERENT: Final = 1.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,20 +204,33 @@ class PrefillModel:
         self._samples.clear()
 
     def add(self, tokens: float, pairs: float, seconds: float) -> bool:
-        """Add a sample; True if the costs changed. Negative and non-finite values are ignored."""
+        """Add a sample; True if it is time for a fit. Negative and non-finite values are ignored."""
         if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
             return False
         self._samples.append((tokens, pairs, seconds))
         self._fresh += 1
-        if len(self._samples) < _MIN_FIT_SAMPLES:
-            self._scale()
-            return True
         if self._fresh < _REFIT_EVERY and len(self._samples) > _MIN_FIT_SAMPLES:
             return False
         self._fresh = 0
-        if not self._fit_context():
-            self._fit_tokens()
         return True
+
+    def fit(self) -> None:
+        """Fit the costs to the samples."""
+        if len(self._samples) < _MIN_FIT_SAMPLES:
+            self._scale()
+        elif not self._fit_context():
+            self._fit_tokens()
+
+    def contradicts(self, costs: ReplicaCosts) -> bool:
+        """Whether the samples differ from what these costs expect: in most short TTFTs, or in most long ones."""
+        ratios = sorted(
+            [(max(costs.first + costs.compute_pairs(t, p), _MIN_SLOPE), max(y, _MIN_SLOPE)) for t, p, y in self._samples]
+        )
+        return any(
+            abs(math.log(median([y / expected for expected, y in part]))) * len(part) / (len(part) + _PRIOR_SAMPLES)
+            > math.log(_DIFFERENT)
+            for part in (ratios[: (len(ratios) + 1) // 2], ratios[-((len(ratios) + 3) // 4) :])
+        )
 
     def _scale(self) -> None:
         prior, count = self._prior, len(self._samples)
@@ -246,15 +265,28 @@ class PrefillModel:
 class CostModel:
     """One replica's costs, corrected by observations. Keeps a few hundred numbers.
 
-    Attributes:
-        is_guess: no costs were configured, and no TTFT was observed yet.
+    Args:
+        prior: its costs, if they were configured.
+        common: the costs of all replicas of its kind. They are learned from its observations too.
     """
 
-    def __init__(self, prior: ReplicaCosts | None = None) -> None:
-        self.is_guess = prior is None
-        self.costs = prior or ReplicaCosts()
-        self._prefill = PrefillModel(self.costs)
-        self._decode = RobustLine(self.costs.decode_base, self.costs.decode_each)
+    def __init__(self, prior: ReplicaCosts | None = None, common: CostModel | None = None) -> None:
+        self._own = prior or ReplicaCosts()
+        self._common = common
+        # Whether its observations contradict the common costs.
+        self._differs = common is None
+        self._prefill = PrefillModel(self._own)
+        self._decode = RobustLine(self._own.decode_base, self._own.decode_each)
+
+    @property
+    def costs(self) -> ReplicaCosts:
+        """The expected costs of this replica."""
+        return self._own if self._differs else self.common_costs
+
+    @property
+    def common_costs(self) -> ReplicaCosts:
+        """The expected costs of replicas of its kind."""
+        return self._own if self._common is None else self._common.costs
 
     def observe_first_token(self, computed_tokens: float, running: int, seconds: float, *, pairs: float = 0.0) -> None:
         """Learn from a TTFT of `seconds`, counted from sending.
@@ -263,18 +295,30 @@ class CostModel:
             computed_tokens, pairs: prompt work done before the first token, including that of requests queued before it.
             running: sequences that decoded meanwhile.
         """
+        common, learned = self._common, self._prefill
+        if common is not None:
+            common.observe_first_token(computed_tokens, running, seconds, pairs=pairs)
         interference = self.costs.interference(computed_tokens, running)
-        learned = self._prefill
-        if learned.add(computed_tokens, pairs, max(seconds - interference, seconds * _MIN_TTFT_SHARE)):
-            self.is_guess = False
-            self.costs = replace(self.costs, first=learned.first, prefill=learned.prefill, attention=learned.attention)
+        if not learned.add(computed_tokens, pairs, max(seconds - interference, seconds * _MIN_TTFT_SHARE)):
+            return
+        if common is not None:
+            differed, self._differs = self._differs, learned.contradicts(common.costs)
+            if self._differs and not differed:
+                self._own = common.costs
+                self._decode = RobustLine(self._own.decode_base, self._own.decode_each)
+        if self._differs:
+            learned.fit()
+            self._own = replace(self._own, first=learned.first, prefill=learned.prefill, attention=learned.attention)
 
-    def adopt(self, costs: ReplicaCosts) -> None:
-        """Restart from another replica's prompt costs."""
-        self._prefill.reset(costs)
-        self.costs = replace(self.costs, first=costs.first, prefill=costs.prefill, attention=costs.attention)
+    def forget(self) -> None:
+        """Restart from the common costs."""
+        if self._common is not None:
+            self._differs = False
+            self._prefill.reset(self._common.costs)
 
     def observe_decode(self, running: int, seconds: float) -> None:
         """Learn from an inter-token latency of `seconds` while `running` sequences decoded."""
-        if self._decode.add(running, seconds):
-            self.costs = replace(self.costs, decode_base=self._decode.base, decode_each=self._decode.slope)
+        if self._common is not None:
+            self._common.observe_decode(running, seconds)
+        if self._differs and self._decode.add(running, seconds):
+            self._own = replace(self._own, decode_base=self._decode.base, decode_each=self._decode.slope)

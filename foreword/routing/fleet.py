@@ -34,8 +34,6 @@ _USUAL_OUTPUT: Final = 256
 _MIN_DECODE_TOKENS: Final = 8
 # Learned costs count as stale after this time without an observation.
 _STALE_SECONDS: Final = 60.0
-# In a large fleet the typical costs are updated after this time.
-_TYPICAL_SECONDS: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -63,11 +61,18 @@ class ReplicaState:
     in_flight_prefixes: InFlightPrefixes = field(default_factory=InFlightPrefixes)
     accuracy: EstimateAccuracy = field(default_factory=EstimateAccuracy)
     estimated_blocks: EstimatedBlocks | None = None
-    learned_at: float = 0.0
+    learned_at: float = -math.inf
 
     def is_stale(self, now: float) -> bool:
         """Whether its costs were never learned, or not recently."""
-        return self.cost_model.is_guess or now - self.learned_at > _STALE_SECONDS
+        return now - self.learned_at > _STALE_SECONDS
+
+    def costs(self, now: float) -> ReplicaCosts:
+        """Its expected costs; stale ones are those of all replicas of its kind.
+
+        Otherwise one that once looked slow by mistake would never be used again.
+        """
+        return self.cost_model.common_costs if self.is_stale(now) else self.cost_model.costs
 
     def estimate(self, block_size: int) -> EstimatedBlocks:
         """The estimated blocks, created at the first call."""
@@ -162,7 +167,8 @@ class Fleet:
         self.on_finished: Callable[[PlacedRequest], None] | None = None
         self._requests: dict[str, PlacedRequest] = {}
         self._shortlist = Shortlist()
-        self._typical: tuple[float, ReplicaCosts | None] = (-math.inf, None)
+        # By role and configured costs.
+        self._common_costs: dict[tuple[Role, ReplicaCosts | None], CostModel] = {}
 
     # Replicas
 
@@ -182,7 +188,7 @@ class Fleet:
             raise ConfigError(f"there is a replica named {name!r} already")
         if role not in ("both", "prefill", "decode"):
             raise ConfigError(f"a replica's role is both, prefill or decode, not {role!r}")
-        model = CostModel(costs)
+        model = CostModel(costs, self._common_costs.setdefault((role, costs), CostModel(costs)))
         replica = ReplicaState(name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model)
         self.replicas[name] = replica
         for one in self.replicas.values() if len(self.replicas) == MAX_PRICED + 1 else (replica,):
@@ -270,8 +276,7 @@ class Fleet:
         """The state of the chosen replicas, each with its weight in the fleet. `lookups`: those done, by block size."""
         resident = _resident(query)
         found: list[Candidate] = []
-        typical: ReplicaCosts | None = None
-        is_known, leading = False, 0
+        leading = 0
         for name, weight in chosen.items():
             replica = self.replicas[name]
             excluded = replica.refusal(name in avoid)
@@ -287,34 +292,14 @@ class Fleet:
             leading = replica.leading_without_events(keys, reach[0], leading)
             if leading > reach[0]:
                 reach = tuple([max(one, leading) for one in reach])
-            costs = replica.cost_model.costs
-            if replica.is_stale(now):
-                if not is_known:
-                    typical, is_known = self._typical_costs(now), True
-                costs = typical or costs
-            found.append(_candidate(replica, resident, reach, size, costs, now, weight))
+            found.append(_candidate(replica, resident, reach, size, replica.costs(now), now, weight))
         return found
-
-    def _typical_costs(self, now: float) -> ReplicaCosts | None:
-        """The median costs of replicas that are not stale; None if all are stale.
-
-        Stale replicas get these costs. Otherwise one that once looked slow by mistake would never be used again.
-        """
-        known_at, typical = self._typical
-        if len(self.replicas) > MAX_PRICED and 0 <= now - known_at < _TYPICAL_SECONDS:
-            return typical
-        known = [one.cost_model.costs for one in self.replicas.values() if not one.is_stale(now)]
-        known.sort(key=lambda costs: costs.prefill)
-        typical = known[(len(known) - 1) // 2] if known else None
-        self._typical = now, typical
-        return typical
 
     def queued_seconds(self, now: float, unplaced: float = 0.0) -> float:
         """Prompt work that is not done yet, in seconds of one replica. `unplaced`: tokens of prompts not sent to one yet."""
         seconds, prefill = 0.0, 0.0
-        typical = self._typical_costs(now)
         for replica in self.replicas.values():
-            costs = typical if typical is not None and replica.is_stale(now) else replica.cost_model.costs
+            costs = replica.costs(now)
             seconds += replica.load.queued(now, costs).seconds(costs)
             prefill += costs.prefill
         return seconds + (unplaced * prefill / len(self.replicas) if self.replicas else 0.0)
@@ -427,7 +412,7 @@ class Fleet:
         before, own = request.queued, request.work
         costs = replica.cost_model.costs
         if replica.is_stale(now):
-            replica.cost_model.adopt(self._typical_costs(now) or costs)
+            replica.cost_model.forget()
         replica.learned_at = now
         replica.cost_model.observe_first_token(
             before.tokens + own.tokens, request.running, first_at - request.sent_at, pairs=before.pairs + own.pairs
