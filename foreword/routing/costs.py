@@ -224,7 +224,10 @@ class PrefillModel:
     def contradicts(self, costs: ReplicaCosts) -> bool:
         """Whether the samples differ from what these costs expect: in most short TTFTs, or in most long ones."""
         ratios = sorted(
-            [(max(costs.first + costs.compute_pairs(t, p), _MIN_SLOPE), max(y, _MIN_SLOPE)) for t, p, y in self._samples]
+            [
+                (max(costs.first + costs.compute_pairs(t, p), _MIN_SLOPE), max(y, _MIN_SLOPE))
+                for t, p, y in self._samples
+            ]
         )
         return any(
             abs(math.log(median([y / expected for expected, y in part]))) * len(part) / (len(part) + _PRIOR_SAMPLES)

@@ -90,3 +90,27 @@ def test_decoding_is_learned() -> None:
         model.observe_decode(running, 0.01 + 5e-4 * running)
     costs = model.costs
     assert (costs.decode_base, costs.decode_each) == (pytest.approx(0.01), pytest.approx(5e-4))
+
+
+def test_only_a_replica_that_contradicts_the_others_has_costs_of_its_own() -> None:
+    """Equal replicas with different prompts have equal costs, although the true costs are not linear. One that is three
+    times slower is known to be after ten requests, and until it is forgotten."""
+    rng, common = random.Random(5), CostModel()
+    short, long, slow = (CostModel(common=common) for _ in range(3))
+    truth = ReplicaCosts(prefill=4e-5, first=0.01, attention=4e-8)
+
+    def observe(model: CostModel, tokens: int, factor: float = 1.0) -> None:
+        work, noise = pairs(tokens, 500), rng.uniform(0.9, 1.1)
+        seconds = factor * noise * (truth.first + truth.compute_pairs(tokens, work))
+        model.observe_first_token(tokens, 0, seconds, pairs=work)
+
+    for _ in range(100):
+        observe(short, rng.randrange(20, 300))
+        observe(long, rng.randrange(1000, 3000))
+    assert short.costs == long.costs == common.costs
+    for _ in range(10):
+        observe(slow, rng.randrange(20, 3000), factor=3.0)
+    expected = slow.costs.first + slow.costs.compute(1500, 500)
+    assert expected > 2 * (common.costs.first + common.costs.compute(1500, 500))
+    slow.forget()
+    assert slow.costs == common.costs
