@@ -124,7 +124,7 @@ async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSp
     discovery.start(specs)
     logger.info("Foreword %s routes on %s", __version__, url_of(listener))
     try:
-        async with picking(router, config.server.body_timeout):
+        async with picking(router, config.server):
             yield router
     finally:
         discovery.stop()
@@ -135,7 +135,7 @@ async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSp
 
 async def _drain(router: Router, seconds: float) -> None:
     """Reject new requests and wait for active ones."""
-    router.draining = True
+    router.stopping.set()
     if router.active:
         logger.info("shutting down: running requests may take %g s more", seconds)
     else:

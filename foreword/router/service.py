@@ -96,7 +96,7 @@ class Router:
         if config.server.record is not None:
             self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         self.misses = RouterMisses(self.metrics, self.decisions, self._record)
-        self.draining = False
+        self.stopping = asyncio.Event()
         self.active = 0
         self.audit = RouterAudit(
             self.auth,
@@ -417,6 +417,11 @@ class Router:
                 response.abort(reason)
 
     # State
+
+    @property
+    def draining(self) -> bool:
+        """No new requests are taken."""
+        return self.stopping.is_set()
 
     def ready(self) -> str | None:
         """Why no request would be taken now; None if one would."""

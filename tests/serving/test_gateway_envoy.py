@@ -128,11 +128,12 @@ def test_errors_are_the_routers(fleet: Fleet, gateway: Envoy) -> None:
 
 
 def test_a_large_body_passes(fleet: Fleet, gateway: Envoy) -> None:
-    """A body of many pieces, changed by the picker, arrives whole: the server counts the tokens of its prompt."""
+    """A body of many pieces that the picker makes shorter arrives whole: the server counts the tokens of its prompt."""
     ignored = "x" * 500_000
-    response = complete(gateway.url, words("large", 40), user=ignored, cache_salt="pepper")
+    response = complete(gateway.url, words("large", 40), user=ignored, cache_salt="pepper", priority=-10)
     assert response.status_code == 200, response.text
-    assert response.json()["usage"] == complete(fleet.urls[0], words("large", 40), cache_salt="other").json()["usage"]
+    alone = complete(fleet.urls[0], words("large", 40)).json()
+    assert response.json()["usage"]["prompt_tokens"] == alone["usage"]["prompt_tokens"]
 
 
 def test_a_client_that_leaves_frees_its_place(fleet: Fleet, gateway: Envoy) -> None:
@@ -204,6 +205,31 @@ def test_a_killed_picker_stops_nothing(fleet: Fleet, tmp_path: Path) -> None:
     finally:
         for one in (picker, envoy, closed):
             one.kill()
+
+
+def test_a_picker_that_shuts_down_refuses_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    """While a stream keeps a picker that got SIGTERM alive, new requests do without it. The stream goes to its end."""
+    port = free_port()
+    picker = picker_on(port, fleet.urls)
+    envoy = Envoy(tmp_path, port, fleet.urls)
+    ended: list[tuple[str, dict[str, Any], str]] = []
+    try:
+        with slow(*fleet.servers, step=0.02) as fast:
+            client = threading.Thread(
+                target=lambda: ended.append(streamed(envoy.url, "def ", max_tokens=100, ignore_eos=True))
+            )
+            client.start()
+            until(lambda: picker.metric("foreword:router_in_flight") > 0)
+            picker.popen.send_signal(signal.SIGTERM)
+            until(lambda: "shutting down" in picker.text)
+            assert [complete(envoy.url, "import ").status_code for _ in range(3)] == [200] * 3
+            fast()
+            client.join(60)
+        assert ended[0][1]["completion_tokens"] == 100
+        assert picker.end() == 0, picker.text
+    finally:
+        picker.kill()
+        envoy.kill()
 
 
 @pytest.mark.parametrize("mode", ["two filters", "one filter"])

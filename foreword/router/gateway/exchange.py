@@ -209,14 +209,17 @@ class _Exchange:
 
     def _with_headers(self, answer: Answer) -> Any:
         """The answer that carries the changes of the headers, and of a body that came at once."""
-        message = envoy.ProcessingResponse()
+        message, headers = envoy.ProcessingResponse(), dict(answer.headers)
         if self._buffered and self._head.generates:
             common = message.request_body.response
             if answer.body is not None:
                 common.body_mutation.body = answer.body
+                if "content-length" in self._head.headers:
+                    # Envoy refuses a body of another length than this header says.
+                    headers["content-length"] = str(len(answer.body))
         else:
             common = message.request_headers.response
-        envoy.mutate(common.header_mutation, answer.headers)
+        envoy.mutate(common.header_mutation, headers)
         if answer.endpoints:
             message.dynamic_metadata.update({"envoy.lb": {DESTINATION: answer.endpoints}})
         return message

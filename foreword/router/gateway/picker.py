@@ -14,7 +14,7 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.request_log import request_id_from
 from foreword.api.tenants import SALT_HEADER, Tenant
-from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed, ShuttingDown
+from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
@@ -104,11 +104,9 @@ class Picker:
     def admit(self, head: RequestHead) -> Tenant:
         """Check what can be checked before the body comes.
 
-        Raises Unauthorized, NotFound, UnsupportedMediaType, BodyTooLarge or ShuttingDown.
+        Raises Unauthorized, NotFound, UnsupportedMediaType or BodyTooLarge.
         """
         router = self.router
-        if router.draining:
-            raise ShuttingDown("The endpoint picker is shutting down; retry later")
         tenant = router.auth.tenant(head.headers)
         if not head.generates and head.path not in _ANYWHERE:
             # Replicas have paths that only their operator may call.

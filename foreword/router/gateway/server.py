@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.api.errors import MAX_BODY_BYTES
-from foreword.config import RouterConfig
+from foreword.config import RouterConfig, ServerConfig
 from foreword.errors import ConfigError
 from foreword.router.gateway.picker import Picker
 from foreword.router.service import Router
@@ -38,7 +38,7 @@ _OPTIONS: Final = (
 
 
 @asynccontextmanager
-async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
+async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     """Serve a router's decisions on `config.picker` in this block, if it is set. Raises ConfigError."""
     config = router.config
     if config.picker is None:
@@ -60,7 +60,7 @@ async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
 
     # It writes a line for each stream at level DEBUG.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
-    exchanges = Exchanges(Picker(router), body_seconds)
+    exchanges = Exchanges(Picker(router), limits.body_timeout)
 
     async def process(requests: Any, context: Any) -> None:
         if not exchanges.knows_replicas():
@@ -82,6 +82,13 @@ async def picking(router: Router, body_seconds: float) -> AsyncIterator[None]:
     )
     port = _bind(grpc, server, config)
     await server.start()
+
+    async def leave() -> None:
+        # The gateway learns it at once (GOAWAY) and opens its next streams elsewhere; those that are open go to their end.
+        await router.stopping.wait()
+        await server.stop(limits.drain_seconds)
+
+    router.background(leave())
     logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
     try:
         yield
