@@ -157,6 +157,11 @@ class FleetSpec:
         for name in names:
             self.of(name)
 
+    def at_most(self, tokens: int) -> FleetSpec:
+        """The same with no memory of more than this number of tokens."""
+        names = ("device_tokens", "host_tokens", "disk_tokens", "shared_tokens")
+        return replace(self, **{name: min(getattr(self, name), tokens) for name in names})
+
     @property
     def all_groups(self) -> tuple[ReplicaGroup, ...]:
         """The groups, with that of `prefill_replicas`."""

@@ -111,7 +111,10 @@ class _Simulation:
         members, self.changes = spec.members(), deque(spec.resolved_changes())
         # The group of each replica that there is at any time.
         self.groups = members | {change.replica: change.group for change in self.changes}
-        self.specs = {name: spec.of(name) for name in ("", *(group.name for group in spec.all_groups))}
+        # More memory than all requests fill makes no difference.
+        most = 2 * sum(one.prompt_tokens + one.output_tokens + spec.block_size for one in trace)
+        names = ("", *(group.name for group in spec.all_groups))
+        self.specs = {name: spec.of(name).at_most(most) for name in names}
         self.costs_of = {"": costs} | {group.name: group.costs or costs for group in spec.all_groups}
         self.smallest_device = min(self.specs[group].device_tokens for group in self.groups.values())
         self.roots: dict[str, bytes] = {}
@@ -124,7 +127,7 @@ class _Simulation:
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
         self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
-        tokens = spec.shared_tokens
+        tokens = self.specs[""].shared_tokens
         self.shared = [SimulatedTier(CacheTier.SHARED, tokens // spec.block_size)] if tokens else []
         self.replicas: dict[str, SimulatedReplica] = {}
         self.totals: dict[str, ReplicaTotals] = {}
@@ -138,7 +141,7 @@ class _Simulation:
     def _all_blocks(self) -> int:
         specs = [self.specs[group] for group in self.groups.values()]
         own = sum(spec.device_tokens + spec.host_tokens + spec.disk_tokens for spec in specs)
-        return max((own + self.spec.shared_tokens) // self.spec.block_size, 1024)
+        return max((own + self.specs[""].shared_tokens) // self.spec.block_size, 1024)
 
     # Replicas
 

@@ -28,6 +28,8 @@ from foreword.router.replica_metrics import parse_metrics
 HOSTILE_LABEL = '"<img src=x onerror=window.hacked=1>"'
 SENT = "return [...document.querySelectorAll('[data-replica]')].map((row) => row.dataset.sent)"
 
+TALLEST = "return Math.max(...[...document.querySelectorAll(arguments[0])].map((one) => one.offsetHeight))"
+
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -220,6 +222,7 @@ def test_sixty_replicas(page: Page) -> None:
         page.size(360, 800, phone=True)
         page.wait(lambda: page.run("return innerWidth") == 360)
         assert page.run("return document.documentElement.scrollWidth") <= 360
+        assert page.run(TALLEST, ".offer") < 45 and page.run(TALLEST, "[data-sort='3']") < 25, "words are broken"
         assert len(http_client.get(f"{url}/ui/data/now").content) < 64_000
         kept = http_client.get(f"{url}/ui/data/history").json()
         assert len(kept["series"]) < 60 * 4 + 150

@@ -123,6 +123,17 @@ def test_the_router_knows_what_replicas_hold() -> None:
     assert numbers.expected_share == pytest.approx(numbers.hit_share, abs=0.02)
 
 
+def test_memory_beyond_what_requests_fill_costs_nothing() -> None:
+    """A device and tiers of 10^24 tokens give the same as large ones."""
+    results = [
+        simulate(
+            random_trace(3, 40), replace(ONE, device_tokens=size, host_tokens=size, shared_tokens=size), costs=COSTS
+        )
+        for size in (10**6, 10**24)
+    ]
+    assert summarize(results[0]) == summarize(results[1])
+
+
 def test_without_events_the_router_estimates() -> None:
     """Without events, the expected hit rate is within five points of the actual one."""
     spec = FleetSpec(replicas=3, device_tokens=64 * 200, block_size=64, events=False)
