@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm_process import make_model, needs_vllm, run
 
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.kv_views import block_views
-from tests.integrations.vllm_process import make_model, needs_vllm, run
 
 KINDS = {
     "attention", "latent", "per-head scales", "fp8", "packed latent", "sparse latent", "compressed keys", "DeepSeek V4",

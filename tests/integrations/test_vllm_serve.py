@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,57 +16,24 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import tokenizers
 import torch
 import transformers
+from vllm_process import needs_vllm
+from vllm_server import BLOCK, VllmServer, make_byte_model
 
 from foreword.api.prefixes import describe
 from foreword.prefixes.book import NamedPrefix
 from foreword.store.urls import open_store
 
-PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
-]
+pytestmark = needs_vllm
 
-CHECKOUT = Path(__file__).parent.parent.parent
 KEY = "a key that only the second server asks for"
-BLOCK = 32
-END = 256
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
-def make_model(folder: Path) -> None:
-    """A small Llama with random weights and a tokenizer that makes one token of every byte."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=END + 1, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=1024,
-        pad_token_id=END, bos_token_id=None, eos_token_id=END,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+class Server(VllmServer):
+    """A server that asks for a key, or for none."""
 
-
-@dataclass
-class Server:
-    """One `vllm serve` in its own process group."""
-
-    url: str
-    key: str | None
-    process: subprocess.Popen[bytes]
-    log: Path
+    key: str | None = None
 
     def ask(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> httpx.Response:
         given = key or self.key
@@ -99,15 +63,6 @@ class Server:
     def metric(self, name: str) -> float:
         lines = self.ask("GET", "/metrics").text.splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
-
-    def stop(self, number: int = signal.SIGTERM, within: float = 150) -> None:
-        """Stop the server, and kill what is left of it."""
-        self.process.send_signal(number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(within)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(60)
 
 
 @dataclass
@@ -150,10 +105,7 @@ def wait_for(happened: Callable[[], bool], within: float = 120) -> None:
         time.sleep(0.05)
 
 
-def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def start(model: Path, folder: Path, core: int, key: str | None, **how: Any) -> Server:
     transfer = {
         "kv_connector": "ForewordConnector",
         "kv_connector_module_path": "vllm_patient",
@@ -164,35 +116,19 @@ def start(model: Path, folder: Path, core: int, key: str | None) -> Server:
             "load_timeout": 300.0,
         },
     }
-    command = [
-        PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
-        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+    server = Server(
+        model, folder / f"server-{core}.log", "--max-model-len", "1024",
         "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(64 << 20), "--max-num-seqs", "8", "--seed", "0",
-        "--enable-prompt-tokens-details", "--shutdown-timeout", "120", "--kv-transfer-config", json.dumps(transfer),
+        "--shutdown-timeout", "120", "--kv-transfer-config", json.dumps(transfer),
         "--middleware", "foreword.integrations.vllm.NamedPrefixes", *(("--api-key", key) if key else ()),
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{CHECKOUT}:{Path(__file__).parent}",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    log = folder / f"server-{port}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    return Server(f"http://127.0.0.1:{port}", key, process, log)
+        core=core, **how,
+    )  # fmt: skip
+    server.key = key
+    return server
 
 
 def ready(server: Server) -> Server:
-    def healthy() -> bool:
-        assert server.process.poll() is None, server.log.read_text()[-4000:]
-        with contextlib.suppress(httpx.TransportError):
-            return server.ask("GET", "/health").status_code == 200
-        return False
-
-    wait_for(healthy, 400)
+    wait_for(server.healthy, 400)
     return server
 
 
@@ -200,7 +136,7 @@ def ready(server: Server) -> Server:
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("serve")
     model = folder / "model"
-    make_model(model)
+    make_byte_model(model)
     started = Pair(model, folder, start(model, folder, 0, None), start(model, folder, 1, KEY))
     try:
         ready(started.first)
@@ -208,7 +144,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield started
     finally:
         for server in (started.first, started.second):
-            server.stop(signal.SIGKILL)
+            server.kill()
 
 
 def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -374,7 +310,7 @@ def test_a_restarted_server_is_warm(pair: Pair) -> None:
         mine = [e.name for e in store.scan(deadline=time.monotonic() + 120) if e.pinned and e.depth >= 5]
         assert store.delete(mine, deadline=time.monotonic() + 120) == 300 // BLOCK - 5
     left = pair.blocks(pinned=True)
-    pair.second = ready(start(pair.model, pair.folder, 1, KEY))
+    pair.second = ready(start(pair.model, pair.folder, 1, KEY, forked=False))
     again = pair.second.complete(prompt)
     assert (again["tokens"], again["cached"]) == (answer, 350 // BLOCK * BLOCK)
     wait_for(lambda: pair.blocks(pinned=True) - left == 300 // BLOCK - 5)

@@ -151,7 +151,7 @@ def run(job: dict[str, Any], one: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
-    # A vLLM that ends unfreezes everything. Its ten collections for each start would then go through all modules: most of the time.
+    # Ending a vLLM unfreezes everything, and its collections, ten per start, would go through all modules: most of the time.
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
     finish({"results": [run(job, one) for one in job["runs"]]})

@@ -19,13 +19,14 @@ import pytest
 import torch
 import transformers
 
-from foreword.referee.process import VLLM_VARIABLES, Forked, Forks
+from foreword.referee.process import VLLM_MODULES, VLLM_VARIABLES, Forked, Forks
 
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parent.parent
 _ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **VLLM_VARIABLES}
-_forks = Forks(PYTHON, _ENVIRONMENT)
+_SERVE = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server")
+_forks = Forks(PYTHON, _ENVIRONMENT, (*VLLM_MODULES, *_SERVE))
 atexit.register(_forks.close)
 BLOCK = 32
 _WITHIN = 300.0
@@ -79,6 +80,18 @@ def attempt(
 def start(script: str, job: dict[str, Any], environment: Mapping[str, str], **files: IO[str]) -> Forked:
     """Start a script of this folder in a process that has imported vLLM."""
     return _forks.start([str(HERE / script), json.dumps(job)], variables=environment, path=[str(HERE)], **files)
+
+
+def serve(
+    arguments: list[str], environment: Mapping[str, str], output: IO[str], forked: bool
+) -> Forked | subprocess.Popen[str]:
+    """Start the `vllm` command with these arguments in a process group of its own; output and errors go to a file."""
+    if forked:
+        command = [str(HERE / "vllm_serve_script.py"), *arguments]
+        return _forks.start(command, variables=environment, path=[str(HERE)], stdout=output, stderr=output)
+    given = {**_ENVIRONMENT, "PYTHONPATH": f"{CHECKOUT}:{HERE}", **environment}
+    command = [PYTHON, "-m", "vllm.entrypoints.cli.main", *arguments]
+    return subprocess.Popen(command, stdout=output, stderr=output, env=given, text=True, start_new_session=True)
 
 
 def vllm(

@@ -15,15 +15,12 @@ from router_parts import RouterProcess
 from shared_server import until
 from test_tools import ASK, WEATHER, Person, check
 from tokenizers import Tokenizer
-from vllm_behind_router import PYTHON, vllm_behind_router
+from vllm_behind_router import vllm_behind_router
+from vllm_process import needs_vllm
 
 import foreword
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
-]
+pytestmark = needs_vllm
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 MODEL = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 

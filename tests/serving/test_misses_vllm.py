@@ -12,13 +12,10 @@ import torch
 import transformers
 from router_parts import RouterProcess
 from test_misses import EXPECTED, NAMES, TEMPLATE, conversation, next_turn
-from vllm_behind_router import PYTHON, vllm_behind_router
+from vllm_behind_router import vllm_behind_router
+from vllm_process import needs_vllm
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
-]
+pytestmark = needs_vllm
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|begin|>"]
 
 

@@ -1,102 +1,37 @@
 """The router in front of two real vLLM servers with Foreword's connector, which send KV to each other. Needs
-FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without it. A server takes a minute to start, so all tests
-share two servers, and the last test kills one."""
+FOREWORD_VLLM_PYTHON, an interpreter with vLLM; skipped without it. All tests share two servers, and the last test kills
+one."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import tokenizers
-import torch
-import transformers
 from router_parts import Loop, Relay, RouterProcess, Scissors
 from shared_server import until, words
+from vllm_process import needs_vllm
+from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 
 from foreword.api.tenants import Tenants
 from foreword.config import ServerConfig
 
-PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"),
-    pytest.mark.timeout(600),
-]
-CHECKOUT = Path(__file__).parent.parent.parent
+pytestmark = needs_vllm
 ADMIN = {"authorization": "Bearer admin-secret"}
 # Seconds for anything to come about on a machine that is busy with other things.
 WITHIN = 120
-BLOCK = 32
-END = 256
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
-def make_model(folder: Path) -> Path:
-    """A small Llama with random weights and a tokenizer with one token per byte: most characters that it generates
-    span several tokens or are broken."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=END + 1, hidden_size=128, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.2, max_position_embeddings=1024,
-        pad_token_id=END, bos_token_id=None, eos_token_id=END,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    return folder
-
-
-@dataclass
-class Server:
-    """One `vllm serve` in its own process group."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def healthy(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()[-4000:]
-        with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/health", timeout=WITHIN).status_code == 200
-        return False
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(WITHIN)
-
-
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
-def start(model: Path, folder: Path, core: int) -> Server:
-    here = port()
+def start(model: Path, folder: Path, core: int) -> VllmServer:
     events = {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        "endpoint": f"tcp://*:{port()}",
-        "replay_endpoint": f"tcp://*:{port()}",
+        "endpoint": f"tcp://*:{free_port()}",
+        "replay_endpoint": f"tcp://*:{free_port()}",
     }
     connector = {
         "kv_connector": "PatientConnector",
@@ -107,35 +42,21 @@ def start(model: Path, folder: Path, core: int) -> Server:
             "transfer": {"secret_env": "FOREWORD_TEST_SECRET", "connect_timeout": 60.0, "answer_timeout": 60.0},
         },
     }
-    command = [
-        PYTHON, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "tiny",
-        "--kv-transfer-config", json.dumps(connector),
-        "--host", "127.0.0.1", "--port", str(here), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+    return VllmServer(
+        model, folder / f"server-{core}.log", "--kv-transfer-config", json.dumps(connector), "--max-model-len", "1024",
         "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8", "--seed", "0",
-        "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(events), "--api-key", "vllm-key",
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{CHECKOUT}:{CHECKOUT}/tests/integrations",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": str(core % (os.cpu_count() or 1)),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "FOREWORD_TEST_SECRET": "a secret of the right length for tests",
-    }
-    log = folder / f"server-{here}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-    return Server(f"http://127.0.0.1:{here}", process, log)
+        "--kv-events-config", json.dumps(events), "--api-key", "vllm-key",
+        core=core, FOREWORD_TEST_SECRET="a secret of the right length for tests",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("vllm") / "model")
+    return make_byte_model(tmp_path_factory.mktemp("vllm") / "model")
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path) -> Iterator[list[Server]]:
+def servers(model: Path) -> Iterator[list[VllmServer]]:
     started = [start(model, model.parent, core) for core in (0, 1)]
     try:
         for server in started:
@@ -151,7 +72,7 @@ SECRET = ["--tenant-secret", "a secret of the tests", "--admin-key", "admin-secr
 
 
 @pytest.fixture(scope="module")
-def router(servers: list[Server]) -> Iterator[RouterProcess]:
+def router(servers: list[VllmServer]) -> Iterator[RouterProcess]:
     named = [argument for server in servers for argument in ("--replica", server.url)]
     process = RouterProcess(*named, *KEYS, *SECRET).wait_for(2)
     yield process
@@ -238,7 +159,7 @@ def ending(chunks: list[dict[str, Any]]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
 def test_the_same_text_wherever_the_stream_breaks(
-    servers: list[Server], model: Path, path: str, body: dict[str, Any], local: bool
+    servers: list[VllmServer], model: Path, path: str, body: dict[str, Any], local: bool
 ) -> None:
     """After a break at any event, a response of vLLM continues on the other server with the same text, usage and
     finish reason, with and without a stop string, with the router's tokenizer and with vLLM's."""
@@ -312,7 +233,7 @@ class Prompts:
         self._older = older
 
     def new(
-        self, router: RouterProcess, prefill: Server, path: str, topic: str, relay: Relay | None = None
+        self, router: RouterProcess, prefill: VllmServer, path: str, topic: str, relay: Relay | None = None
     ) -> dict[str, Any]:
         """`relay`: by which the router knows the server."""
         before, start = events_received(self._older, "stored_blocks", prefill.url), words(topic, 90)
@@ -330,7 +251,7 @@ def prompts(router: RouterProcess) -> Prompts:
 
 
 @pytest.fixture
-def split(servers: list[Server]) -> Iterator[RouterProcess]:
+def split(servers: list[VllmServer]) -> Iterator[RouterProcess]:
     """A router without measurements: its cost model does not depend on how busy this machine was."""
     process = disaggregated(servers[0].url, servers[1].url).wait_for(2)
     yield process
@@ -340,7 +261,7 @@ def split(servers: list[Server]) -> Iterator[RouterProcess]:
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_disaggregated_prefill(
-    servers: list[Server], split: RouterProcess, prompts: Prompts, path: str, streams: bool
+    servers: list[VllmServer], split: RouterProcess, prompts: Prompts, path: str, streams: bool
 ) -> None:
     """The prefill server computes a long prompt, the decode server reads its full blocks directly, for the right
     tenant, and the output is that of one vLLM. Short prompts, and prompts that the decode server holds, are not
@@ -369,7 +290,7 @@ def test_disaggregated_prefill(
     assert computed_where(prompt_of(path, "short")) == decode
 
 
-def test_several_choices_are_not_split(servers: list[Server], split: RouterProcess, prompts: Prompts) -> None:
+def test_several_choices_are_not_split(servers: list[VllmServer], split: RouterProcess, prompts: Prompts) -> None:
     """Requests for which one `kv_transfer_params` is not enough are computed on the decode server, and the header
     says so."""
     prefill = servers[0].url
@@ -386,7 +307,7 @@ class KillingRelay(Relay):
     """A relay that kills a server as soon as it has computed a prompt for another one, and then forwards its
     response."""
 
-    def __init__(self, loop: Loop, server: Server) -> None:
+    def __init__(self, loop: Loop, server: VllmServer) -> None:
         super().__init__(loop, server.url)
         self._server_behind = server
 
@@ -398,7 +319,7 @@ class KillingRelay(Relay):
             await writer.drain()
 
 
-def test_a_server_is_killed(servers: list[Server], router: RouterProcess, prompts: Prompts) -> None:
+def test_a_server_is_killed(servers: list[VllmServer], router: RouterProcess, prompts: Prompts) -> None:
     """A vLLM server is killed when it has computed a prompt that was not read yet, and in the middle of another
     response, whose chunks have several tokens: both clients get complete responses, and so does one whose prompt it should
     have computed next."""
