@@ -9,6 +9,16 @@ send KV events. Requests arrive at 80 % of the rate that the replicas can comput
 Every fourth decision is compared with that of the same policy when it prices every replica: `longer` is the mean difference of
 the expected times to first token (TTFT), relative to the mean of those with all priced, and `95 %` the relative difference that
 95 % of the decisions do not exceed.
+
+The second table has other fleets, with what their replicas hold at the start; requests end 32 requests later:
+
+    all hold it      all replicas hold the first 1,024 tokens, in device memory, host memory or on disk
+    one holds it     one replica holds the whole prompt
+    no costs         replicas without known costs that send no events
+    prefill, decode  a third of the replicas only compute prompts, the others only decode
+    block sizes      16, 32 and 128 tokens, a third of the replicas each; speeds differ by up to eight times
+    parts of 32k     each replica holds a random part of a document of 30,000 tokens; prompts of 32,768 tokens
+    none             all replicas are excluded: the decision gives the reason of each
 """
 
 from __future__ import annotations
@@ -32,6 +42,8 @@ from foreword.routing.placement import PlacementQuery
 BLOCK, TOKENS, OUTPUT = 16, 2048, 64
 ROOT = Scope(b"model", BLOCK).root()
 COMMON, DOCUMENT, DOCUMENTS = 1024, 1792, 200
+DOCUMENT_32K = 30_000
+SHAPES = ("all hold it", "one holds it", "no costs", "prefill, decode", "block sizes", "parts of 32k", "none")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -43,11 +55,12 @@ def read_arguments() -> argparse.Namespace:
     return given
 
 
-def prompts(kind: str, rng: random.Random) -> Sequence[int]:
-    def text(seed: object, length: int) -> list[int]:
-        own = random.Random(str(seed))
-        return [own.randrange(30_000) for _ in range(length)]
+def text(seed: object, length: int) -> list[int]:
+    own = random.Random(str(seed))
+    return [own.randrange(30_000) for _ in range(length)]
 
+
+def prompts(kind: str, rng: random.Random) -> Sequence[int]:
     if kind == "new":
         return text(rng.random(), TOKENS)
     if kind == "common prefix":
@@ -113,6 +126,53 @@ def measure(replicas: int, kind: str, requests: int) -> list[str]:
     ]
 
 
+def fleet_shape(kind: str, replicas: int) -> Fleet:
+    fleet, rng = Fleet(), random.Random(1)
+    keys = chain_keys(ROOT, text("common", DOCUMENT_32K if kind == "parts of 32k" else TOKENS), BLOCK)
+    for number in range(replicas):
+        name = f"replica-{number}"
+        fleet.add(
+            name,
+            role="both" if kind != "prefill, decode" else "prefill" if number % 3 == 0 else "decode",
+            costs=None if kind == "no costs" else ReplicaCosts(prefill=1e-4 * rng.uniform(0.5, 4)),
+            sends_events=kind != "no costs",
+            block_size=(16, 32, 128)[number % 3] if kind == "block sizes" else BLOCK,
+            capacity_tokens=200_000,
+        )
+        if kind == "all hold it":
+            fleet.directory.stored(name, CacheTier(number % 3), None, keys[: COMMON // BLOCK])
+        elif kind == "parts of 32k":
+            fleet.directory.stored(name, CacheTier.DEVICE, None, keys[: rng.randrange(len(keys))])
+        elif kind == "none":
+            fleet.exclude(name, "draining")
+    if kind == "one holds it":
+        fleet.directory.stored("replica-3", CacheTier.DEVICE, None, keys)
+    return fleet
+
+
+def measure_shape(kind: str, replicas: int, requests: int) -> list[str]:
+    fleet, rng = fleet_shape(kind, replicas), random.Random(2)
+    length, common = (32_768, DOCUMENT_32K) if kind == "parts of 32k" else (TOKENS, COMMON)
+    common = TOKENS if kind == "one holds it" else common
+    sizes = (32, 128) if kind == "block sizes" else ()
+    places, priced = list[float](), list[int]()
+    for number in range(requests):
+        now = 0.3 * number / replicas
+        tokens = text("common", common) + text(rng.random(), length - common)
+        others = {size: chain_keys(Scope(b"model", size).root(), tokens, size) for size in sizes}
+        query = PlacementQuery(chain_keys(ROOT, tokens, BLOCK), length, BLOCK, other_keys=others)
+        began = time.process_time()
+        decision = fleet.place(query, now)
+        places.append(time.process_time() - began)
+        priced.append(len(decision.estimates))
+        if decision.replica is not None:
+            fleet.sent(str(number), query, decision, now)
+        fleet.first_token(str(number - 32), now)
+        fleet.finished(str(number - 32), now, output_tokens=OUTPUT)
+    each = median(places) / median(priced)
+    return [str(replicas), kind, f"{1e3 * median(places):.3f}", f"{median(priced):.0f}", f"{1e6 * each:.1f}"]
+
+
 def main() -> int:
     given = read_arguments()
     print(set_up(machine()), flush=True)
@@ -122,7 +182,10 @@ def main() -> int:
         for replicas in given.replicas
         for kind in ("new", "common prefix", "documents")
     ]
-    print(f"\nProcessor time per placement decision, median of {given.requests}\n\n{table(head, rows)}")
+    print(f"\nProcessor time per placement decision, median of {given.requests}\n\n{table(head, rows)}", flush=True)
+    head = ["replicas", "fleet", "place ms", "priced", "us each"]
+    rows = [measure_shape(kind, count, given.requests // 2) for kind in SHAPES for count in given.replicas]
+    print(f"\nOther fleets, median of {given.requests // 2}\n\n{table(head, rows)}")
     return 0
 
 

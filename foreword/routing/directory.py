@@ -13,7 +13,7 @@ chains, because a block is useless without the blocks before it.
 A lookup relies on the chain property: a replica that holds a block also held the blocks before it when the block was stored,
 and pools evict the end of a chain before its start. So the lookup gallops and bisects over the depth, in logarithmic time for
 each point where the set of holders changes. It may overlook a gap in the middle of a chain, which again costs only time.
-Where many replicas hold prefixes of many lengths, lengths are rounded down after the first ones.
+Where many replicas hold prefixes of many lengths, the lengths are rounded down, except the longest ones.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ _NUM_EPOCHS: Final = 1 << 16
 # A full bucket evicts one record in eight at once: sorting a bucket costs as much as about twenty insertions.
 _EVICTED_PART: Final = 8
 _MAX_REPLICAS: Final = 1 << 15
-# A lookup is exact up to this number of holders, summed over the points where they change. Then it looks at so many points.
-_MAX_LOOKUP_WORK: Final = 512
+# A lookup finds all points where the holders change until it has seen this number of holders. Then it looks at 16 points of
+# the blocks with many holders.
+_MAX_LOOKUP_WORK: Final = 256
+_FEW_HOLDERS: Final = 8
 _COARSE_RUNS: Final = 16
 _SHARED_SLOT: Final = 0
 
@@ -208,7 +210,8 @@ class Directory:
             return Holdings({})
         by_slot = [(end, {entry >> 8: entry & _TIER_BITS for entry in holders}) for end, holders in runs]
         by_run = [holders for _, holders in by_slot]
-        slots = set[int]().union(*by_run) - {_SHARED_SLOT}
+        # Without a shared copy of the first block, only its holders reach it.
+        slots = set[int]().union(*by_run if _SHARED_SLOT in by_run[0] else by_run[:1]) - {_SHARED_SLOT}
         # Most holders of a common first block have the same tiers of the same blocks.
         reaches: dict[tuple[int, ...], Reach] = {}
         found: dict[str, Reach] = {}
@@ -227,8 +230,11 @@ class Directory:
         work = 0
         while holders:
             work += len(holders)
-            if work > _MAX_LOOKUP_WORK:
-                return runs + self._coarse_runs(keys, low)
+            if work > _MAX_LOOKUP_WORK and len(holders) > _FEW_HOLDERS:
+                runs += self._coarse_runs(keys, low)
+                low = runs[-1][0]
+                holders = self._holders(keys[low]) if low < count else ()
+                continue
             # Invariant: block `low` has these holders, block `high` (or the end) has others.
             high, step = low + 1, 1
             others: tuple[int, ...] = ()
@@ -249,14 +255,14 @@ class Directory:
         return runs
 
     def _coarse_runs(self, keys: Sequence[bytes], start: int) -> list[tuple[int, tuple[int, ...]]]:
-        """The runs from block `start`, which has holders, at a bounded number of points: exact only for the last holders.
+        """The runs from block `start`, which many replicas hold, up to a block that few hold, at a bounded number of points.
 
-        The end of a run is the last point that its holders are known to reach, so what they hold is never overestimated.
+        The end of a run is a point that its holders reach, so what they hold is never overestimated.
         """
         low, high = start, len(keys)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._holders(keys[middle]) else (low, middle)
+            low, high = (middle, high) if len(self._holders(keys[middle])) > _FEW_HOLDERS else (low, middle)
         ends = sorted({start + -(-(high - start) * i // _COARSE_RUNS) for i in range(1, _COARSE_RUNS + 1)})
         return [(end, self._holders(keys[end - 1])) for end in ends]
 

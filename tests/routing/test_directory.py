@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from hashlib import sha256
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -237,6 +238,34 @@ def test_inconsistent_events_are_no_errors() -> None:
     assert directory.lookup([]).of("a") == NOTHING == (0,) * NUM_TIERS
     directory.removed("a", CacheTier.DEVICE, keys)
     assert len(directory) == 0
+
+
+class Counted(list[bytes]):
+    """Keys that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def test_a_lookup_is_bounded_where_many_replicas_hold_prefixes_of_many_lengths() -> None:
+    """Of 2,000 blocks 40 replicas hold parts of 40 lengths. A lookup reads few of them, finds the longest exactly, and
+    finds of the others at most what they hold and less by at most a sixteenth of the prompt."""
+    directory, rng = Directory(200_000), random.Random(3)
+    # Each key has its own bucket, so that none is evicted.
+    keys = Counted([key[:5] + i.to_bytes(4, "little") + key[9:] for i, key in enumerate(chain(0, 2000))])
+    lengths = {f"r{number}": length for number, length in enumerate(rng.sample(range(1, 2000), 40))}
+    for name, length in lengths.items():
+        directory.stored(name, CacheTier.DEVICE, None, keys[:length])
+    keys.reads = 0
+    found = directory.lookup(keys)
+    assert keys.reads < 300
+    for name, length in lengths.items():
+        assert length - 2000 // 16 <= found.of(name)[CacheTier.DEVICE] <= length
+    longest = sorted(lengths, key=lengths.__getitem__)[-8:]
+    assert [found.of(name)[CacheTier.DEVICE] for name in longest] == [lengths[name] for name in longest]
 
 
 def test_the_directory_is_deterministic() -> None:
