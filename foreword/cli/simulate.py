@@ -375,6 +375,7 @@ def calibrate(
         int | None,
         typer.Option(
             "--max-batch-tokens",
+            min=1,
             help="Maximum number of tokens in a step; with --metrics that of the servers. [default: 512, with --metrics 2048]",
         ),
     ] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Final, Literal
@@ -38,8 +39,11 @@ class EngineCosts:
 
     def __post_init__(self) -> None:
         steps = self.base, self.prefill, self.attention, self.decode_each, self.decode_context
-        if min(*steps, self.request) < 0 or not self.prefill:
-            raise ConfigError("costs must not be negative, and the cost of a prefilled token must be more than 0")
+        loads = (seconds for one in self.loads for seconds in (one.per_token, one.latency))
+        if not all(0 <= seconds < math.inf for seconds in (*steps, self.request, *loads)) or not self.prefill:
+            raise ConfigError(
+                "costs are numbers that are not negative, and the cost of a prefilled token must be more than 0"
+            )
         if len(self.loads) != 3:
             raise ConfigError(f"costs need three tiers to load from, not {len(self.loads)}")
 
@@ -149,6 +153,8 @@ class FleetSpec:
             or self.device_tokens < self.block_size
         ):
             raise ConfigError("a fleet needs at least one replica, and each device must hold at least one block")
+        if min(self.max_batch_tokens, self.max_num_seqs) < 1:
+            raise ConfigError("a step must have room for at least one token and one sequence")
         if min(self.host_tokens, self.disk_tokens, self.shared_tokens) < 0:
             raise ConfigError("the size of a tier must not be negative")
         names = [group.name for group in self.all_groups]

@@ -63,6 +63,9 @@ def _parse(fields: Any) -> Profile:
     loads = tuple(LoadCost(float(one["per_token"]), float(one["latency"])) for one in costs.pop("loads"))
     numbers = {name: float(value) for name, value in costs.items()}
     whole = {name: None if value is None else int(value) for name, value in given.items() if name != "about"}
+    for name, number in whole.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
     return Profile(EngineCosts(**numbers, loads=loads), about=dict(given.get("about", {})), **whole)
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 POLL_SECONDS: Final = 0.5
 _MOST_BYTES: Final = 1 << 24
 _TIMEOUT: Final = 10.0
+_MOST_MISSES: Final = 3
 _ROW_SECONDS: Final = 2.0
 # A period of a busy server is longer if it has fewer steps than `_FEWEST_STEPS`.
 _LONGEST_ROW: Final = 20.0
@@ -100,17 +101,29 @@ def parse(text: str, at: float) -> dict[str, Snapshot]:
 def sample(
     urls: Sequence[str], seconds: float, api_key: str | None = None, report: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Snapshot]]:
-    """Poll servers for a period. Returns the snapshots of each engine. Raises ConfigError if a server has no such metrics."""
+    """Poll servers for a period. Returns the snapshots of each engine.
+
+    Raises ConfigError if a server has no such metrics, or does not answer several times in a row.
+    """
     import httpx
 
     found: dict[str, list[Snapshot]] = {}
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(timeout=_TIMEOUT, headers=headers) as client:
+        misses: dict[str, int] = {}
         began = time.monotonic()
         told = began
         while True:
             for url in urls:
-                for engine, snapshot in _poll(client, url).items():
+                try:
+                    page = _poll(client, url)
+                except ConfigError:
+                    if misses.get(url, _MOST_MISSES) == _MOST_MISSES:
+                        raise
+                    misses[url] += 1
+                    continue
+                misses[url] = 0
+                for engine, snapshot in page.items():
                     found.setdefault(f"{url} engine {engine}" if engine else url, []).append(snapshot)
             now = time.monotonic()
             if now - began >= seconds:
@@ -138,7 +151,7 @@ def _poll(client: httpx.Client, url: str) -> dict[str, Snapshot]:
         raise ConfigError(f"no metrics from {address}: {error or type(error).__name__}") from error
     found = parse(text.decode("utf-8", "replace"), time.monotonic())
     if not found:
-        raise ConfigError(f"{address} is not the metrics page of a vLLM or Foreword server")
+        raise ConfigError(f"{address} is not the metrics page of a vLLM or Foreword server that has loaded its model")
     return found
 
 

@@ -20,6 +20,8 @@ from foreword.sim.run import simulate
 from foreword.sim.sizing import parse_objective
 from foreword.sim.trace import TraceRequest
 
+LOAD = '{"per_token": 0, "latency": 0}'
+
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The command's exit status."""
@@ -193,6 +195,8 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ('{"format": 1}', "'costs' is missing"),
         ('{"format": 1, "costs": {"loads": []}}', "three tiers"),
         ('{"format": 1, "costs": {"prefil": 1, "loads": []}}', "'prefill'"),
+        ('{"format": 1, "costs": {"base": NaN, "loads": [' + ", ".join([LOAD] * 3) + "]}}", "not negative"),
+        ('{"format": 1, "block_size": 0, "costs": {"loads": [' + ", ".join([LOAD] * 3) + "]}}", "at least 1, not 0"),
         ('{"format": 1, "costs": {"base": "much", "loads": []}}', "float"),
     ],
 )

@@ -213,6 +213,7 @@ def test_wrong_changes_are_refused(change: str, message: str) -> None:
         ("fast role=both,prefill", "role is both, prefill or decode"),
         ("prefill replicas=1", "two groups have one name"),
         ("fast costs=none.json", "cannot read the costs"),
+        ("fast max-num-seqs=0", "room for at least one"),
         ("fast device=10", "must hold at least one block"),
     ],
 )

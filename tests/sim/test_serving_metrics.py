@@ -129,9 +129,9 @@ def test_other_servers_are_refused(status: int, text: str, expected: str, tmp_pa
 
 
 def test_the_command_polls_a_server(tmp_path: Path) -> None:
-    """A silent server is an error; a period that is no time, and a model beside the URL, as well."""
+    """A silent server is an error; a period that is no time, and a model beside the URL, as well. One failed poll is not."""
     [(_, page)] = itertools.islice(MeteredServer(COSTS, 1, (100, 200)).pages(1), 1)
-    with served(itertools.repeat((200, page))) as url:
+    with served(itertools.chain([(200, page), (503, "")], itertools.repeat((200, page)))) as url:
         for more, expected in (
             (["--for", "0.2s"], "had no traffic"),
             (["--for", "soon"], "--for needs a time"),
