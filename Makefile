@@ -21,14 +21,14 @@ demo: setup
 
 # One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other. Compiled
 # modules are kept: the tests start hundreds of processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) -m "not slow"
 
-# Also the tests that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
-test-all: test
-	$(PYTEST) -m slow
+# All tests, also those that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
+test-all: setup
+	$(PYTEST)
 
 # Injects faults into every tier and prints a table: make faults FAULTS=2000 SEED=7
 FAULTS ?= 100000

@@ -5,12 +5,20 @@ draws more and new ones. No test asserts a time, hypothesis' deadlines included:
 """
 
 import os
+from collections import Counter
 
 # The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("foreword", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with few tests run first: these are the long ones, and a long one at the end would leave the other cores idle."""
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests[item.path])

@@ -1,5 +1,5 @@
 """Two `vllm serve` processes over one disk store, and named prefixes. Needs FOREWORD_VLLM_PYTHON, as test_vllm.py does; skipped
-without. Every start of a server takes a minute, so all tests share two, and the last ones start one of them again."""
+without. All tests share two servers, and the last ones start one of them again, by the command."""
 
 from __future__ import annotations
 

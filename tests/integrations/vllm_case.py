@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import threading
 import time
@@ -25,7 +26,10 @@ WITHIN = 120.0
 def make_llm(job: dict[str, Any]) -> Any:
     """`job`: model, store (None for no connector), connector, role, extra, kv_bytes, llm."""
     from vllm import LLM
+    from vllm.v1.executor import multiproc_executor
 
+    # vLLM's CPU build would start the processes of ranks anew, and each imports everything again.
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     transfer = None
     if job["store"] is not None:
         name = job.get("connector", "PatientConnector")
