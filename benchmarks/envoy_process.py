@@ -14,6 +14,15 @@ from urllib.parse import urlsplit
 
 GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "gateway.md"
 START_SECONDS = 120.0
+_PICK = "          - name: pick\n"
+_SUBSET = """\
+          - name: subset
+            typed_config:
+              "@type": type.googleapis.com/envoy.extensions.filters.http.set_metadata.v3.Config
+              metadata:
+              - metadata_namespace: envoy.lb.subset_hint
+                value: {x-gateway-destination-endpoint-subset: SUBSET}
+"""
 _ROUTER = "          - name: envoy.filters.http.router\n"
 
 
@@ -29,14 +38,17 @@ def free_port() -> int:
 
 
 def configuration(
-    port: int, picker: int, replicas: Sequence[str], mode: str = "two filters", *, opens: bool = True
+    port: int, picker: int, replicas: Sequence[str], mode: str = "two filters", *, opens: bool = True, subset: str = ""
 ) -> str:
-    """The guide's configuration, with these ports. `mode`: `two filters`, `one filter` or `no picker`."""
+    """The guide's configuration, with these ports. `mode`: `two filters`, `one filter` or `no picker`. `subset`: endpoints
+    among which the picker shall choose."""
     found: list[str] = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     text = found[0]
     if mode != "two filters":
-        start, end = text.index("          - name: pick\n"), text.index(_ROUTER)
+        start, end = text.index(_PICK), text.index(_ROUTER)
         text = text[:start] + (found[1] if mode == "one filter" else "") + text[end:]
+    if subset:
+        text = text.replace(_PICK, _SUBSET.replace("SUBSET", subset) + _PICK, 1)
     lines = [line for line in text.splitlines() if "10.0.0." in line]
     ports = [str(urlsplit(url).port) for url in replicas]
     made = [lines[0].replace("10.0.0.1", "127.0.0.1").replace("8000", number) for number in ports]
@@ -65,10 +77,11 @@ class Envoy:
         opens: bool = True,
         patient: bool = False,
         pings: float = 2,
+        subset: str = "",
     ) -> None:
         self.mode, self.port = mode, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        text = configuration(self.port, picker, replicas, mode, opens=opens)
+        text = configuration(self.port, picker, replicas, mode, opens=opens, subset=subset)
         if patient:
             text = text.replace("connect_timeout: 0.25s", "connect_timeout: 60s")
             text = text.replace("message_timeout: 0.5s", "message_timeout: 60s")

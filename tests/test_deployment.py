@@ -119,6 +119,35 @@ def test_chart_without_replicas() -> None:
         rendered({})
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {**PLAIN, "picker": {"inferencePool": {"create": True, "selector": {"app": "vllm"}}}},
+        {**PLAIN, "autoscaling": {"enabled": True, "server": "llama", "model": "m"}},
+        {"router": {"services": ["name-without-namespace"]}},
+        {"router": {**PLAIN["router"], "nodeSelectors": {}}},
+        {"servers": {"llama": {"kind": "vllm"}}},
+    ],
+)
+def test_values_that_fit_nothing(values: dict[str, Any]) -> None:
+    """Unknown values, and values that would make objects without effect, are refused by name."""
+    helm = pytest.importorskip("helm_python")
+    with pytest.raises(helm.HelmError, match=r"inferencePool|autoscaling\.server|services|nodeSelectors|image"):
+        rendered(values)
+
+
+def test_number_of_replicas() -> None:
+    """Zero is a number, for seconds too. Where KEDA sets the number, an upgrade of the release does not."""
+    server = {"kind": "vllm", "image": "i", "replicas": 0, "drainSeconds": 0, "pod": {"runtimeClassName": "nvidia"}}
+    scale = {"autoscaling": {"enabled": True, "server": "llama", "model": "m"}}
+    for values, expected in (({}, 0), (scale, None)):
+        objects = rendered({"servers": {"llama": server}, **values})
+        [spec] = [one["spec"] for one in objects if one["kind"] == "Deployment" and "llama" in one["metadata"]["name"]]
+        assert spec.get("replicas") == expected
+        assert spec["template"]["spec"]["runtimeClassName"] == "nvidia"
+        assert "--shutdown-timeout=0" in container(spec["template"])["args"]
+
+
 def test_selectors_ports_and_times() -> None:
     """Services select one workload each and name its ports; probes too; a pod may live as long as its drain takes."""
     objects = rendered(EVERYTHING)

@@ -217,6 +217,7 @@ class ServiceWatch:
             except _Gone:
                 logger.info("Kubernetes: the version of the endpoints of %s is too old; listing them", self._service)
                 self._version = ""
+                await asyncio.sleep(_MIN_PAUSE)
             except CONNECTION_ERRORS as error:
                 pause = await self._failed(f"{type(error).__name__}: {error}", pause)
             except (ForewordError, msgspec.DecodeError) as error:

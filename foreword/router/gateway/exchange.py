@@ -139,7 +139,7 @@ class _Exchange:
         tenant = picker.admit(head)
         self._accounting = Accounting(picker.router, head, tenant)
         if not head.generates:
-            answer = await picker.anywhere(head, tenant)
+            answer = await picker.anywhere(head, tenant, self._allowed())
             self._told(self._accounting, answer)
             await self._write(self._with_headers(answer))
             return
@@ -155,9 +155,7 @@ class _Exchange:
 
     async def _decide(self, tenant: Tenant, accounting: Accounting) -> None:
         picker, raw = self._shared.picker, bytes(self._body)
-        among = envoy.metadata_of(self._first, *_SUBSET)
-        allowed = None if among is None else frozenset(str(one) for one in among)
-        work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, allowed))
+        work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, self._allowed()))
         try:
             if self._buffered:
                 await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
@@ -175,6 +173,13 @@ class _Exchange:
         if self._duplex:
             for piece in self._pieces(raw if answer.body is None else answer.body):
                 await self._write(piece)
+
+    def _allowed(self) -> frozenset[str] | None:
+        """The endpoints that the gateway allows, as a list or separated by commas; None for all."""
+        among = envoy.metadata_of(self._first, *_SUBSET)
+        if among is None:
+            return None
+        return frozenset(str(one).strip() for one in (among.split(",") if isinstance(among, str) else among))
 
     def _told(self, accounting: Accounting, answer: Answer) -> None:
         self._answer = answer

@@ -41,6 +41,7 @@ _ANYWHERE: Final = frozenset(
 )
 # Larger bodies are parsed on a thread.
 _INLINE_BYTES: Final = 128 << 10
+_NONE_ALLOWED: Final = "None of the endpoints that the gateway allows takes requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +116,22 @@ class Picker:
             kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json" and not kind.endswith("+json"):
                 raise UnsupportedMediaType("Send the body as JSON, with the header Content-Type: application/json")
+            if head.headers.get("content-encoding", "identity") != "identity":
+                raise UnsupportedMediaType("Send the body without Content-Encoding, or let the gateway decompress it")
         length = head.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > router.limits().body_bytes:
             raise BodyTooLarge(router.limits().body_bytes)
         return tenant
 
-    async def anywhere(self, head: RequestHead, tenant: Tenant) -> Answer:
-        """For a request that any replica answers. Raises NoReplica."""
-        found = self.router.healthy()
-        if not found:
-            raise NoReplica(self.router.ready() or "No replica takes requests")
-        name, address = self.router.attempt_name(head.id), await self.addresses.of(found[0].url)
-        own: dict[str, str | None] = {DESTINATION: address, PICK: name}
-        return Answer(name, self._headers(head, tenant, tenant.salt, found[0]) | own, endpoints=address)
+    async def anywhere(self, head: RequestHead, tenant: Tenant, among: Collection[str] | None = None) -> Answer:
+        """For a request that any replica answers; `among` as for `pick`. Raises NoReplica."""
+        for upstream in self.router.healthy():
+            address = await self._address(upstream.url)
+            if address and (among is None or address in among):
+                name = self.router.attempt_name(head.id)
+                own: dict[str, str | None] = {DESTINATION: address, PICK: name}
+                return Answer(name, self._headers(head, tenant, tenant.salt, upstream) | own, endpoints=address)
+        raise NoReplica(self.router.ready() or _NONE_ALLOWED)
 
     async def pick(self, head: RequestHead, tenant: Tenant, raw: bytes, among: Collection[str] | None = None) -> Answer:
         """Place a request, after waiting in the router's queue if necessary.
@@ -202,7 +206,7 @@ class Picker:
         upstream = attempt.upstream
         address = await self.addresses.of(upstream.url)
         if among is not None and address not in among:
-            raise NoReplica("None of the endpoints that the gateway allows takes requests")
+            raise NoReplica(_NONE_ALLOWED)
         own, headers = routed.own_fields(upstream.kind), self._headers(head, routed.tenant, routed.salt, upstream)
         prefill = attempt.prefill
         if prefill is not None and prefill.info is not None:
