@@ -12,7 +12,6 @@ from foreword.blocks import BlockTable, PrefixCache
 from foreword.engine.model import LoadedModel
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step
-from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ModelUnsupported
 
 # Tokens of the check's prompts: a few blocks of keys of the kernels, and few words of a vector.
@@ -42,15 +41,7 @@ class _Trial:
         groups = loaded.layers.kv_groups(block_size)
         blocks = sum(-(-len(prompt) // block_size) for prompt in prompts) * len(groups)
         self._loaded, self._size, self._prompts = loaded, block_size, prompts
-        self._runner = TorchRunner(
-            loaded.model,
-            loaded.layers,
-            loaded.kv_dtype,
-            blocks,
-            block_size,
-            kernels=loaded.kernels,
-            choice=loaded.choice,
-        )
+        self._runner = loaded.runner(blocks, block_size)
         self._cache = PrefixCache(blocks, block_size, groups=groups, enabled=False)
         # By prompt, position and what it is.
         self._known: dict[tuple[int, int, str], Tensor] = {}

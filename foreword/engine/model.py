@@ -33,7 +33,7 @@ from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.measure import Measured, describe, measure
 from foreword.engine.quantize import quantize
 from foreword.engine.request import SamplingParams
-from foreword.engine.torch_runner import record_layers
+from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,20 @@ class LoadedModel:
     triton: bool = False
     choice: AttentionChoice | None = None
     backends: tuple[str, ...] = ()
+
+    def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
+        """What computes its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
+        return TorchRunner(
+            self.model,
+            self.layers,
+            self.kv_dtype,
+            num_blocks,
+            block_size,
+            share_prefixes=share_prefixes,
+            kernels=self.kernels,
+            triton=self.triton,
+            choice=self.choice,
+        )
 
 
 def embedded_model() -> Path:

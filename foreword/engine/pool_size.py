@@ -13,7 +13,7 @@ from foreword.engine.model import LoadedModel
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
-from foreword.engine.torch_runner import TorchRunner, bytes_per_block
+from foreword.engine.torch_runner import bytes_per_block
 from foreword.errors import ConfigError
 
 # Shares of the memory that is free. What a GPU's pool leaves is for sampling, CUDA graphs and fragmentation.
@@ -70,10 +70,7 @@ def run_largest_step(config: EngineConfig, loaded: LoadedModel) -> None:
     count = min(config.max_batch_tokens, loaded.max_model_len)
     groups = loaded.layers.kv_groups(config.block_size)
     blocks = (-(-count // config.block_size) + 2) * len(groups)
-    runner = TorchRunner(
-        loaded.model, loaded.layers, loaded.kv_dtype, blocks, config.block_size, kernels=loaded.kernels,
-        triton=loaded.triton,
-    )  # fmt: skip
+    runner = loaded.runner(blocks, config.block_size)
     cache = PrefixCache(blocks, config.block_size, groups=groups)
     scheduler = Scheduler(cache, max_batch_tokens=count)
     request = Request("memory", (0,) * count, SamplingParams())

@@ -15,7 +15,6 @@ from foreword.engine.model import FORWARD_ERRORS, LoadedModel, first_line, has_w
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
-from foreword.engine.torch_runner import TorchRunner
 from foreword.errors import ModelUnsupported
 
 log = logging.getLogger(__name__)
@@ -95,16 +94,7 @@ def _engine_logits(
     one batch, where the first one is a prefix hit; each with a decode step."""
     groups = loaded.layers.kv_groups(block_size)
     blocks = 4 * (len(prompts[0]) // block_size + 2) * len(groups)
-    runner = TorchRunner(
-        loaded.model,
-        loaded.layers,
-        loaded.kv_dtype,
-        blocks,
-        block_size,
-        kernels=loaded.kernels,
-        choice=loaded.choice,
-        triton=loaded.triton,
-    )
+    runner = loaded.runner(blocks, block_size)
     cache = PrefixCache(blocks, block_size, groups=groups)
     found: list[tuple[int, int, Tensor]] = []
     for chunk_size, batch in ((max(block_size + 1, len(prompts[0]) // 3), prompts[:1]), (2 * len(prompts[0]), prompts)):

@@ -222,17 +222,7 @@ def build_engine(
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
     num_blocks = kv_blocks(config, loaded)
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
-    runner = TorchRunner(
-        loaded.model,
-        loaded.layers,
-        loaded.kv_dtype,
-        num_blocks,
-        config.block_size,
-        share_prefixes=config.shared_prefix_attention,
-        kernels=loaded.kernels,
-        triton=loaded.triton,
-        choice=loaded.choice,
-    )
+    runner = loaded.runner(num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention)
     if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
         progress("recording CUDA graphs")
         runner.record_graphs(config.max_num_seqs)
