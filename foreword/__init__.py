@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from foreword.blocks import PrefixCache
 from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
+    from foreword.blocks import PrefixCache
     from foreword.config import EngineConfig
     from foreword.engine.request import Request, SamplingParams
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -24,6 +24,7 @@ _MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
     "EngineConfig": "foreword.config",
+    "PrefixCache": "foreword.blocks",
     "Request": "foreword.engine.request",
     "SamplingParams": "foreword.engine.request",
 }

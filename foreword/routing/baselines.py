@@ -146,8 +146,9 @@ POLICIES: Final = ("cost", *_RULES)
 
 def policy_named(name: str) -> Policy:
     """A new policy. Raises ConfigError for an unknown name."""
-    if name == CostPolicy.name:
-        return CostPolicy()
+    usual = CostPolicy()
+    if name == usual.name:
+        return usual
     if name not in _RULES:
         raise ConfigError(f"unknown policy {name!r}; the policies are {', '.join(POLICIES)}")
     return RulePolicy(name, _RULES[name]())

@@ -159,8 +159,9 @@ class Fleet:
         disaggregation: DisaggregationPolicy | None = None,
     ) -> None:
         self.policy = policy or CostPolicy()
-        self.directory = directory or Directory()
-        self.sessions = sessions or SessionTable()
+        # Both are empty at first, and what is empty counts as false.
+        self.directory = directory if directory is not None else Directory()
+        self.sessions = sessions if sessions is not None else SessionTable()
         self.disaggregation = disaggregation or DisaggregationPolicy()
         self.replicas: dict[str, ReplicaState] = {}
         self.sessions_moved = 0

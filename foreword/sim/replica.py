@@ -163,9 +163,11 @@ class SimulatedReplica:
             self._stores.now = now
         scheduler, decoding = self._scheduler, self._decoding
         loaded = scheduler.collect()
-        # Decoding sequences are scheduled when one of them needs a block, or could be preempted.
-        if not decoding.left or len(scheduler.running) * self._most_blocks > self._cache.pool.num_free:
+        # Decoding sequences are scheduled when they need a block, and all of them when one could be preempted.
+        if (len(scheduler.running) + len(decoding.short)) * self._most_blocks > self._cache.pool.num_free:
             decoding.rejoin()
+        elif decoding.short:
+            decoding.rejoin_short()
         step = scheduler.schedule(others=len(decoding.sequences))
         for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
@@ -204,19 +206,14 @@ class SimulatedReplica:
         self.totals.busy += now - self._started
         self._scheduler.settle(step)
         self._save(self._to_save)
-        decoding = self._decoding
-        decoding.advance(1 + self._repeats)
+        ended = self._decoding.advance(1 + self._repeats)
         answering = [chunk.sequence for chunk in step.chunks if chunk.samples]
         for sequence in answering:
             tokens_of(sequence).length += 1
-        if not decoding.left:
-            decoding.catch_up()
-            answering += [one for one in decoding.sequences if tokens_of(one).length >= one.max_total]
-            answering.sort(key=lambda one: tokens_of(one).admission)
+        if ended:
+            answering = sorted([*answering, *ended], key=lambda one: tokens_of(one).admission)
         for sequence in answering:
             self._answer(sequence, now)
-        if not decoding.left:
-            decoding.recount()
 
     def _answer(self, sequence: SequenceState, now: float) -> None:
         """A sequence has its first token, its last one, or both."""

@@ -28,8 +28,6 @@ from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
 
-_GC_THRESHOLDS = (200_000, 20, 100)
-
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
@@ -77,21 +75,20 @@ def simulate(
     is impossible, or requests that no replica took.
     """
     simulation = _Simulation(list(trace), spec or FleetSpec(), policy, costs or EngineCosts(), progress)
-    with _rare_collections():
+    with _no_collections():
         return simulation.run(name)
 
 
 @contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Garbage collections would go through all requests again and again; a simulation makes few reference cycles."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+def _no_collections() -> Iterator[None]:
+    """Garbage collections would go through all requests again and again; only a replica that ends leaves reference cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 class _Simulation:

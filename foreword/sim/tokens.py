@@ -65,10 +65,11 @@ class SequenceTokens:
         lost: tokens whose KV the replica had that failed before.
         answered: this replica has computed a token of the output.
         admission: numbers the admissions of its replica; the last ones are preempted first.
+        counted_at: number of the replica's step up to which `length` counts.
         computed_for: set if only the prompt is computed here, for a decode replica that waits for its KV.
     """
 
-    __slots__ = ("admission", "answered", "computed_for", "length", "lost", "number", "outcome")
+    __slots__ = ("admission", "answered", "computed_for", "counted_at", "length", "lost", "number", "outcome")
 
     def __init__(self, number: int, outcome: RequestOutcome) -> None:
         self.number = number
@@ -76,6 +77,7 @@ class SequenceTokens:
         self.length = outcome.request.prompt_tokens
         self.lost = 0
         self.answered = False
+        self.counted_at = 0
         self.admission = NOT_RUNNING
         self.computed_for: SimulatedPrefill | None = None
 

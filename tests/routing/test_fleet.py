@@ -13,7 +13,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError, NotFound
 from foreword.routing.baselines import policy_named
 from foreword.routing.costs import ReplicaCosts
-from foreword.routing.directory import CacheTier
+from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet, Role
 from foreword.routing.placement import CostPolicy, Decision, PlacementQuery, SessionAffinity
 from foreword.routing.sessions import SessionTable
@@ -47,6 +47,14 @@ def serve(fleet: Fleet, request: str, asked: PlacementQuery, now: float, cached:
     fleet.first_token(request, now + decision.estimate.total)
     fleet.finished(request, now + decision.estimate.total, cached_tokens=cached, output_tokens=1)
     return decision
+
+
+def test_a_fleet_uses_the_directory_and_the_sessions_that_it_was_given() -> None:
+    """Their limits apply although both are empty when the fleet is made."""
+    directory, sessions = Directory(64), SessionTable(ttl=1.0)
+    fleet = Fleet(directory=directory, sessions=sessions)
+    assert fleet.directory is directory
+    assert fleet.sessions is sessions
 
 
 def test_a_conversation_stays_where_its_prefix_is() -> None:
