@@ -4,7 +4,7 @@
 
 Copies share only the blocks that most requests of the trace have (its system prompt), and begin at different times within a
 minute (`multiplied` in sim/trace.py). Eight replicas per copy of Mooncake's trace is the load of the tables in
-docs/guides/simulator.md. Progress lines go to standard error.
+docs/guides/simulator.md. The simulator is compiled first, unless there is a copy. Progress lines go to standard error.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ from pathlib import Path
 
 from timing import table
 
-from foreword.sim.costs import FleetSpec
-from foreword.sim.report import summarize
-from foreword.sim.run import simulate
-from foreword.sim.trace import block_size_of, multiplied, read_trace
+from foreword.sim.compiled import use_compiled
 
 REPORT_EVERY = 10_000
 
@@ -33,12 +30,25 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--limit", type=int, help="only the first requests")
     parser.add_argument("--policy", default="cost")
+    parser.add_argument("--no-compile", action="store_true", help="run the modules as they are")
     given = parser.parse_args()
+    compiled = not given.no_compile and use_compiled(report=lambda text: print(text, file=sys.stderr, flush=True))
+    run(given, compiled)
+
+
+def run(given: argparse.Namespace, compiled: bool) -> None:
+    # After `use_compiled`, which decides where these come from.
+    from foreword.sim.costs import FleetSpec
+    from foreword.sim.report import summarize
+    from foreword.sim.run import simulate
+    from foreword.sim.trace import block_size_of, multiplied, read_trace
+
     started = time.perf_counter()
     trace = multiplied(read_trace(given.trace), given.copies)[: given.limit]
     prepared = time.perf_counter() - started
     print(
-        f"{platform.machine()}, Python {platform.python_version()}; {len(trace):,} requests, {given.copies} copies",
+        f"{platform.machine()}, Python {platform.python_version()}, {'compiled' if compiled else 'not compiled'}; "
+        f"{len(trace):,} requests, {given.copies} copies",
         file=sys.stderr,
     )
 

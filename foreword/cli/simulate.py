@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
+# Requests from which on compiling takes less time than it saves.
+_MANY = 100_000
 Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
 Replicas = Annotated[
     str | None, typer.Option("--replicas", help=f"Number of replicas: {_LIST}. [default: 8]", show_default=False)
@@ -114,6 +117,14 @@ Runs = Annotated[
     int, typer.Option("--runs", help="With --slo: simulations of each fleet, with costs that differ by up to 10 %.")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", help="With --slo: number of processes that simulate at the same time.")]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compile/--no-compile",
+        help="Run the simulator compiled with mypyc, which takes a minute once and makes it about twice as fast. "
+        "[default: for 100,000 requests and more]",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -153,12 +164,14 @@ def simulate(
     price: Price = None,
     runs: Runs = 3,
     jobs: Jobs = 1,
+    compiled: Compiled = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate hit rate, TTFT and cost for a trace.
 
     Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
+    _use_compiled(compiled, min(_count_lines(traces) * copies, limit or sys.maxsize))
     from foreword.routing.baselines import POLICIES
     from foreword.sim.changes import parse_change
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
@@ -207,6 +220,34 @@ def simulate(
         _size_fleets(cases, numbers, trace, profile.costs, slo, price, runs, jobs, about, as_json)
         return
     _write_results(_run(cases, trace, profile), about, out, svg, as_json)
+
+
+def _use_compiled(wanted: bool | None, requests: int) -> None:
+    """Start this command again with compiled modules, if that is wanted or worth it."""
+    from foreword.engine.kernels.build import CannotBuild
+    from foreword.sim.compiled import compiled_folder, is_used
+
+    if wanted is False or (wanted is None and requests < _MANY) or is_used():
+        return
+    try:
+        compiled_folder(report=lambda text: print(text, file=sys.stderr, flush=True))
+    except CannotBuild as error:
+        if wanted:
+            raise ConfigError(f"--compile: {error}") from error
+        print(f"the simulator runs at half its speed: {error}", file=sys.stderr)
+        return
+    # This process has imported some of the modules from source.
+    os.execv(sys.executable, [sys.executable, "-m", "foreword.cli.compiled", *sys.argv[1:]])
+
+
+def _count_lines(paths: Sequence[Path]) -> int:
+    """About the number of requests. A file that cannot be read has none; the error follows when it is."""
+    count = 0
+    for path in paths:
+        with suppress(OSError), path.open("rb") as file:
+            while part := file.read(1 << 20):
+                count += part.count(b"\n")
+    return count
 
 
 def _size_fleets(

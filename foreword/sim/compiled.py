@@ -1,7 +1,7 @@
 """The modules that a simulation spends its time in, compiled with mypyc: the same code, about twice as fast.
 
-A copy of their sources is compiled once per user, source, Python and mypyc, into the folder of the compiled kernels. They must be
-imported from there before anything else imports them, so `use_compiled` comes first in a process.
+A copy of their sources is compiled once per user, source, Python and mypyc, into the folder of the compiled kernels. They are
+imported from there only if nothing has imported them yet, so `use_compiled` comes first in a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Final
 
 from foreword.engine.kernels.build import CannotBuild, cache_folder
 
-# Those with types that are lies are left out: a simulated sequence stands in for the tuple of a `Request`.
+# Without engine.request: a simulated sequence stands in for the tuple of a `Request`, and compiled code checks types.
 MODULES: Final = (
     *(f"blocks.{name}" for name in ("common_prefixes", "free_list", "keys", "pool", "prefix_cache", "runs")),
     *(f"engine.{name}" for name in ("scheduler", "sequence")),
@@ -56,31 +56,36 @@ class _Finder(importlib.machinery.PathFinder):
         return importlib.util.spec_from_file_location(fullname, file) if file.exists() else None
 
 
-def use_compiled(*, build: bool = True, report: Callable[[str], None] | None = None) -> bool:
-    """Import the compiled modules in this process, whatever is imported later. True if it does.
+def is_used() -> bool:
+    """Whether this process imports the compiled modules."""
+    return _Finder in sys.meta_path
 
-    Args:
-        build: compile them if there is no compiled copy, which takes about a minute. Without, they are used if there is one.
-        report: gets a line when the compiler starts.
 
-    Raises CannotBuild if they cannot be compiled.
+def use_compiled(report: Callable[[str], None] | None = None) -> bool:
+    """Import the compiled modules in this process, whatever imports them later. False if one is imported already.
+
+    They are compiled if there is no compiled copy, see `compiled_folder`.
     """
-    names = [f"foreword.{name}" for name in MODULES]
-    if _Finder in sys.meta_path:
-        return True
-    if any(name in sys.modules for name in names):
-        return False
+    if not is_used():
+        if any(f"foreword.{name}" in sys.modules for name in MODULES):
+            return False
+        _Finder.folder = str(compiled_folder(report))
+        sys.meta_path.insert(0, _Finder)
+    return True
+
+
+def compiled_folder(report: Callable[[str], None] | None = None) -> Path:
+    """The compiled modules. If there is no copy, they are compiled, which takes about a minute.
+
+    `report` gets a line when the compiler starts. Raises CannotBuild if they cannot be compiled.
+    """
     sources = _sources()
     folder = cache_folder() / f"simulator-{_digest(sources)}"
     if not folder.exists():
-        if not build:
-            return False
         if report is not None:
             report("compiling the simulator with mypyc, which takes a minute and is done once")
         _build(sources, folder)
-    _Finder.folder = str(folder)
-    sys.meta_path.insert(0, _Finder)
-    return True
+    return folder
 
 
 def _sources() -> dict[str, bytes]:
@@ -135,7 +140,13 @@ def _compile(work: Path) -> None:
     command = [sys.executable, "-c", _SETUP, "build_ext", "--inplace", paths]
     try:
         done = subprocess.run(
-            command, cwd=work, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False,
+            command,
+            cwd=work,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
             env=os.environ | {"CFLAGS": "-O2 -g0"},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
