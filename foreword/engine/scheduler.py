@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from foreword.blocks import Copy, Match, PrefixCache
 from foreword.blocks.prefix_cache import NO_MATCH
@@ -27,16 +26,17 @@ from foreword.engine.prompt_logprobs import MAX_ROWS
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 
-@dataclass(slots=True)
 class _StepDraft:
-    """A step in the making."""
+    """A step in the making. `rows` are those of logits, for prompts whose log-probabilities were requested."""
 
-    budget: int
-    rows: int = MAX_ROWS  # of logits, for prompts whose log-probabilities were requested
-    chunks: dict[SequenceState, Chunk] = field(default_factory=dict)
-    copies: list[Copy] = field(default_factory=list)
-    preempted: list[SequenceState] = field(default_factory=list)
-    admitted: list[SequenceState] = field(default_factory=list)
+    __slots__ = ("admitted", "budget", "chunks", "copies", "preempted", "rows")
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.rows = budget, MAX_ROWS
+        self.chunks: dict[SequenceState, Chunk] = {}
+        self.copies: list[Copy] = []
+        self.preempted: list[SequenceState] = []
+        self.admitted: list[SequenceState] = []
 
 
 class Scheduler:

@@ -107,9 +107,10 @@ class Chunk:
     published_before: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """What one step computes. `copies` come first, in order. `preempted` lost their blocks while it was made."""
+    """What one step computes. `copies` come first, in order. `preempted` lost their blocks while it was made. Never changed,
+    see `Chunk`."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...] = ()

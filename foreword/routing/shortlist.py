@@ -181,8 +181,10 @@ class Shortlist:
         longest = max([held[name] for name in able])
         half = [(*loads[name], name) for name in able if 2 * held[name] >= longest]
         half.sort()
-        # The longest ones are among these, unless there are few.
+        loaded_least = [name for _, _, name in half[:_HOLDERS]]
+        # The longest ones are among these, unless there are few. Often all hold the same, such as a system prompt.
         best = [name for _, _, name in half] if len(half) >= _HOLDERS else able
-        first = sorted([(-held[name], *loads[name], name) for name in best])[:_HOLDERS]
-        found = dict.fromkeys([name for *_, name in first] + [name for _, _, name in half[:_HOLDERS]])
+        if any(held[name] != longest for name in best):
+            best = [name for *_, name in sorted([(-held[name], *loads[name], name) for name in best])]
+        found = dict.fromkeys(best[:_HOLDERS] + loaded_least)
         return dict.fromkeys(found, max(len(half) / len(found), 1.0))

@@ -29,7 +29,7 @@ MODULES: Final = (
     *(f"engine.{name}" for name in ("scheduler", "sequence")),
     *(f"routing.{name}" for name in ("costs", "directory", "estimated_directory", "fleet", "load", "placement")),
     *(f"routing.{name}" for name in ("prefix_popularity", "queue", "sessions", "shortlist")),
-    *(f"sim.{name}" for name in ("costs", "decoding", "prefill", "replica", "run", "stores", "tokens")),
+    *(f"sim.{name}" for name in ("costs", "decoding", "prefill", "replica", "run", "stores", "tokens", "trace")),
 )
 _SUFFIX: Final = importlib.machinery.EXTENSION_SUFFIXES[0]
 _SECONDS: Final = 900

@@ -162,7 +162,7 @@ class SimulatedReplica:
         if self._stores is not None:
             self._stores.now = now
         scheduler, decoding = self._scheduler, self._decoding
-        loaded = scheduler.collect()
+        loaded = scheduler.collect() if scheduler.waiting_for_kv else []
         # Decoding sequences are scheduled when they need a block, and all of them when one could be preempted.
         if (len(scheduler.running) + len(decoding.short)) * self._most_blocks > self._cache.pool.num_free:
             decoding.rejoin()

@@ -120,7 +120,8 @@ class _Simulation:
         self.rejected: set[int] = set()
         self.now = 0.0
         self.order = itertools.count()
-        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        # Time, number, and what happens: the step of a replica ends, of which the name is given, or anything else.
+        self.agenda: list[tuple[float, int, str, SimulatedReplica | Callable[[], None]]] = []
         self.outcomes = [RequestOutcome(request) for request in trace]
         chosen = policy_named(policy) if isinstance(policy, str) else policy
         self.fleet = Fleet(chosen, directory=Directory(4 * self._all_blocks()))
@@ -224,7 +225,7 @@ class _Simulation:
 
     # Requests
 
-    def run(self, name: str | None) -> SimulationResult:
+    def run(self, title: str | None) -> SimulationResult:
         started = time.perf_counter()
         arrivals = iter(enumerate(self.trace))
         upcoming = next(arrivals, None)
@@ -241,8 +242,11 @@ class _Simulation:
                 upcoming = next(arrivals, None)
                 self._arrive(number, request)
             else:
-                self.now, _, then = heapq.heappop(self.agenda)
-                then()
+                self.now, _, name, what = heapq.heappop(self.agenda)
+                if isinstance(what, SimulatedReplica):
+                    self._end(name, what)
+                else:
+                    what()
         self._check_ends()
         wall = time.perf_counter() - started
         outcomes = [one for number, one in enumerate(self.outcomes) if number not in self.rejected]
@@ -250,7 +254,7 @@ class _Simulation:
         for replica, started_at in self.started_at.items():
             self.totals[replica].up += max(seconds - started_at, 0.0)
         return SimulationResult(
-            name or policy,
+            title or policy,
             policy,
             self.spec,
             self.costs,
@@ -263,7 +267,7 @@ class _Simulation:
         )
 
     def _at(self, when: float, then: Callable[[], None]) -> None:
-        heapq.heappush(self.agenda, (when, next(self.order), then))
+        heapq.heappush(self.agenda, (when, next(self.order), "", then))
 
     def _arrive(self, number: int, request: TraceRequest) -> None:
         size, tokens = self.spec.block_size, request.prompt_tokens + request.output_tokens
@@ -369,7 +373,7 @@ class _Simulation:
 
     def _await_end(self, name: str) -> None:
         replica = self.replicas[name]
-        self._at(replica.ends_at, lambda: self._end(name, replica))
+        heapq.heappush(self.agenda, (replica.ends_at, next(self.order), name, replica))
 
     def _end(self, name: str, replica: SimulatedReplica) -> None:
         """The step is over, unless an arrival has brought its end forward since this was planned, or the replica failed."""
