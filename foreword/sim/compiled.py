@@ -129,8 +129,11 @@ def _build(sources: dict[str, bytes], folder: Path) -> None:
                     target = found / file.relative_to(work)
                     target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(file, target)
-            if not folder.exists():
+            try:
                 found.rename(folder)
+            except OSError:
+                if not folder.exists():  # else another process has compiled them at the same time
+                    raise
     except OSError as error:
         raise CannotBuild(f"cannot write to {folder.parent}: {error.strerror}") from error
 
