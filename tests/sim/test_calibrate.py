@@ -59,12 +59,12 @@ def test_insufficient_samples_are_refused() -> None:
 def test_a_real_engine(tmp_path: Path) -> None:
     """Measuring the embedded model gives all costs, and the file can be read again and describes its origin."""
     said: list[str] = []
-    profile = measure(CalibrationSetup(threads=1, longest=512, rounds=1, max_batch_tokens=256), said.append)
+    profile = measure(CalibrationSetup(threads=1, longest=512, rounds=3, max_batch_tokens=256), said.append)
     assert profile.costs.prefill > 0 and profile.costs.base + profile.costs.decode_each > 0
     assert profile.kv_bytes_per_token == 2304
     assert profile.about["longest_context"] == 512 and "stdlib-nano" in str(profile.about["model"])
     assert set(profile.about["loads"]) == {"memory", "disk", "shared"}
-    assert any("round 1 of 1" in line for line in said)
+    assert any("round 3 of 3" in line for line in said)
     path = tmp_path / "costs.json"
     path.write_text(profile.to_json())
     assert read_profile(path) == profile
