@@ -708,13 +708,16 @@ def run(faults: int, seed: int, only: Sequence[str] = (), report: Callable[[Row]
     watch = StallWatch()
     rows = []
     folder = Path(tempfile.mkdtemp(prefix="foreword-faults-"))
-    logging.getLogger("foreword").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("foreword")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         for place in places(folder, chains, only):
             count = max(round(faults * place.weight), 10)
             rows.append(Campaign(place, chains, seed, watch).run(count))
             report(rows[-1])
     finally:
+        logger.setLevel(level)
         shutil.rmtree(folder, ignore_errors=True)
     return rows
 
