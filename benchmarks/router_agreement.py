@@ -70,6 +70,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", default=EMBEDDED)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2, help="with one router and with two, each")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--conversations", type=int, default=60)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--at-a-time", type=int, default=12)
@@ -82,7 +83,7 @@ def read_arguments() -> argparse.Namespace:
 
 def conversations(given: argparse.Namespace, tokenizer: Tokenizer) -> list[list[Request]]:
     """The prompts of each, every one a continuation of the one before."""
-    chance = random.Random(1)
+    chance = random.Random(given.seed)
     systems = [cut(tokenizer, text, SYSTEM_TOKENS) for text in library()[: given.systems]]
     weights = [1 / (place + 1) for place in range(len(systems))]
     found = []
@@ -139,7 +140,7 @@ class Run:
 async def measure(
     given: argparse.Namespace, fleet: Sequence[Process], talks: Sequence[list[Request]], count: int
 ) -> Run:
-    run, chance = Run(count), random.Random(2)
+    run, chance = Run(count), random.Random(given.seed + 1)
     queue = iter(enumerate(talks))
     async with AsyncExitStack() as stack:
         routers = [await started(given, stack, fleet)]

@@ -5,8 +5,8 @@
 MODEL is a folder; without it, the embedded model.
 
 burst     equal prompts arrive together at a fleet that has never seen them. With `cost` the fleet should compute the prompt
-          about once, with `round-robin` each replica does, and without prefix caching each prompt is computed. Policies take
-          turns; devices are empty before each burst.
+          about once, with `round-robin` each replica does, and without prefix caching each prompt is computed (one round,
+          which takes more than a minute). Policies take turns; devices are empty before each burst.
 routers   questions after shared system prompts, through one router, and split at random between two that know nothing of each
           other. Both ways take turns. Each router learns from KV events what all replicas hold.
 """
@@ -55,12 +55,12 @@ def main() -> int:
         bursts: dict[str, list[Burst]] = {}
         with servers(folder, names, *flags) as fleet:
             if given.only != "routers":
-                bursts = burst(given, folder, tokenizer, fleet, ("cost", "round-robin"))
+                bursts = burst(given, folder, tokenizer, fleet, ("cost", "round-robin"), given.rounds)
             if given.only != "burst":
                 failed |= routers(given, folder, tokenizer, fleet)
         if given.only != "routers":
             with servers(folder, names, *flags, "--no-enable-prefix-caching") as fleet:
-                [without] = burst(given, folder, tokenizer, fleet, ("round-robin",)).values()
+                [without] = burst(given, folder, tokenizer, fleet, ("round-robin",), rounds=1).values()
             failed |= report_bursts(given, bursts | {"round-robin, no prefix cache": without})
     return int(failed)
 
@@ -71,6 +71,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--only", choices=("burst", "routers"))
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompts", type=int, default=50, help="burst: equal prompts at once")
     parser.add_argument("--prompt-tokens", type=int, default=10_000, help="burst: length of the prompt")
     parser.add_argument("--requests", type=int, default=200, help="routers: in each round")
@@ -117,11 +118,16 @@ class Burst:
 
 
 def burst(
-    given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet: list[Process], policies: Sequence[str]
+    given: argparse.Namespace,
+    folder: Path,
+    tokenizer: Tokenizer,
+    fleet: list[Process],
+    policies: Sequence[str],
+    rounds: int,
 ) -> dict[str, list[Burst]]:
     text = "\n".join(library()[:8])
     found: dict[str, list[Burst]] = {policy: [] for policy in policies}
-    for number in range(given.rounds):
+    for number in range(rounds):
         # The first token differs, so that no round finds another's blocks.
         for place, policy in enumerate(found):
             prompt = [200 + 2 * number + place, *cut(tokenizer, text, given.prompt_tokens - 1)]
@@ -134,6 +140,7 @@ def burst(
                 took = time.perf_counter() - began
             spent = processor_seconds(fleet) - before
             found[policy].append(Burst(took, spent, computed(answers) / len(prompt), answers))
+            print(f"  {policy}: {took:.1f} s, {found[policy][-1].computed:.2f} prompts computed", flush=True)
     return found
 
 
@@ -191,6 +198,7 @@ def routers(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet
                 fronts = [stack.enter_context(router(folder, fleet, *flags)) for _ in range(count)]
                 answers = asyncio.run(split(given, [front.url for front in fronts], requests))
             shares[count].append(hit_share(answers))
+            print(f"  {count} router(s): hit share {shares[count][-1]:.1%}", flush=True)
             failed += failures(answers)
     print(
         f"\n{len(requests)} questions after {given.systems} system prompts of {SYSTEM_TOKENS} tokens, {given.rate:g}/s:"
@@ -202,7 +210,7 @@ def routers(given: argparse.Namespace, folder: Path, tokenizer: Tokenizer, fleet
 
 
 def questions(given: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
-    chance = random.Random(1)
+    chance = random.Random(given.seed)
     systems = [cut(tokenizer, text, SYSTEM_TOKENS) for text in library()[: given.systems]]
     weights = [1 / (place + 1) for place in range(len(systems))]
     own = [[chance.randrange(100, 4000) for _ in range(chance.randrange(10, 60))] for _ in range(given.requests)]
@@ -212,7 +220,7 @@ def questions(given: argparse.Namespace, tokenizer: Tokenizer) -> list[Request]:
 
 async def split(given: argparse.Namespace, urls: Sequence[str], requests: Sequence[Request]) -> list[Answer]:
     """Open loop with Poisson arrivals; each request goes to one of the routers by chance."""
-    chance = random.Random(2)
+    chance = random.Random(given.seed + 1)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(Client(url)) for url in urls]
         running = []

@@ -70,6 +70,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", default=EMBEDDED)
     parser.add_argument("--only", choices=("churn", "join"))
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--rate", type=float, default=4.0, help="requests per second")
     parser.add_argument("--systems", type=int, default=24, help="number of system prompts")
     parser.add_argument("--answer", type=int, default=24, help="tokens of every answer")
@@ -118,7 +119,7 @@ class Load:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        chance = random.Random(3)
+        chance = random.Random(self.bench.given.seed + 2)
         async with asyncio.TaskGroup() as group:
             for request in self.bench.requests:
                 if self._stopped:

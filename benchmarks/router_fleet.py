@@ -100,6 +100,8 @@ def _free_port() -> int:
 def servers(folder: Path, names: Sequence[str], *flags: str) -> Iterator[list[Process]]:
     """Servers that are ready, one thread each. They are killed at the end; their state is not needed."""
     common = ["--threads", "1", "--log-level", "warning", "--no-self-check", *flags]
+    began = time.perf_counter()
+    print(f"  starting {len(names)} servers", end=" ", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         made = []
         for name in names:
@@ -108,6 +110,7 @@ def servers(folder: Path, names: Sequence[str], *flags: str) -> Iterator[list[Pr
             made[-1].start()
         for one in made:
             one.wait_ready()
+        print(f"took {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
         yield made
 
 
