@@ -55,25 +55,26 @@ class _Order:
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, float, str]] = []
-        self._values: dict[str, Load] = {}
+        self._values: dict[str, tuple[float, float, str]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def set(self, name: str, value: Load) -> None:
-        if self._values.get(name) != value:
+        entry = (value[0], value[1], name)
+        if self._values.get(name) != entry:
             self.discard(name)
-            self._values[name] = value
-            insort(self._entries, (*value, name))
+            self._values[name] = entry
+            insort(self._entries, entry)
 
     def discard(self, name: str) -> None:
-        value = self._values.pop(name, None)
-        if value is not None:
-            del self._entries[bisect_left(self._entries, (*value, name))]
+        entry = self._values.pop(name, None)
+        if entry is not None:
+            del self._entries[bisect_left(self._entries, entry)]
 
     def first(self, count: int, avoid: Collection[str], least: float = -math.inf) -> list[str]:
         """The first `count` names that are not to be avoided, of those with a value of at least `least`."""
-        start = bisect_left(self._entries, (least, -math.inf, ""))
+        start = 0 if least == -math.inf else bisect_left(self._entries, (least, -math.inf, ""))
         enough = [name for _, _, name in self._entries[start : start + count + len(avoid)]]
         return [name for name in enough if name not in avoid][:count] if avoid else enough
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Final
 
 from foreword.engine.kernels.build import CannotBuild, cache_folder
+from foreword.sim import constructors
 
 # Without engine.request: a simulated sequence stands in for the tuple of a `Request`, and compiled code checks types.
 MODULES: Final = (
@@ -100,7 +102,8 @@ def _sources() -> dict[str, bytes]:
 
 def _digest(sources: dict[str, bytes]) -> str:
     """A hash of all that the compiled files depend on."""
-    digest = hashlib.sha256(repr((_SETUP, _FLAGS, _mypyc_version(), sys.version, sysconfig.get_platform())).encode())
+    made_by = (_SETUP, _FLAGS, inspect.getsource(constructors), _mypyc_version(), sys.version, sysconfig.get_platform())
+    digest = hashlib.sha256(repr(made_by).encode())
     for path, source in sources.items():
         digest.update(f"{path} {len(source)} ".encode() + source)
     return digest.hexdigest()[:24]
@@ -119,7 +122,7 @@ def _build(sources: dict[str, bytes], folder: Path) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as made:
             work = Path(made, "work")
-            for path, source in sources.items():
+            for path, source in constructors.with_constructors(sources).items():
                 file = work / "foreword" / path
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(source)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
@@ -22,11 +23,15 @@ from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
 from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
+from foreword.sim.huge_pages import collapse
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.replica import MODEL, ReplicaTotals, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
+
+# After every so many arrivals the memory that was added is put on huge pages.
+_COLLAPSE_EVERY: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +283,8 @@ class _Simulation:
             )
         if self._admit(number, request):
             self._place(SequenceTokens(number, self.outcomes[number]))
+        if number % _COLLAPSE_EVERY == _COLLAPSE_EVERY - 1:
+            collapse()
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
 
