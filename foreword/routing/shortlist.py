@@ -46,6 +46,7 @@ Load = tuple[float, float]
 """Queued work that can be compared: lower is less. The first number is at least `QUEUED` if there is any."""
 QUEUED: Final = 1.0
 Group = tuple[str, int]
+_Entry = tuple[float, float, str]
 
 
 class _Order:
@@ -54,18 +55,19 @@ class _Order:
     __slots__ = ("_entries", "_values")
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, float, str]] = []
-        self._values: dict[str, tuple[float, float, str]] = {}
+        self._entries: list[_Entry] = []
+        self._values: dict[str, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def set(self, name: str, value: Load) -> None:
+    def set(self, name: str, value: Load) -> _Entry:
         entry = (value[0], value[1], name)
         if self._values.get(name) != entry:
             self.discard(name)
             self._values[name] = entry
             insort(self._entries, entry)
+        return entry
 
     def discard(self, name: str) -> None:
         entry = self._values.pop(name, None)
@@ -118,7 +120,7 @@ class Shortlist:
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
         self._orders: dict[Group, tuple[_Order, _Order]] = {}
-        self._loads: dict[str, Load] = {}
+        self._loads: dict[str, _Entry] = {}
         self._sent = SentPrefixes()
 
     def update(self, name: str, role: str, prefill: float, queued: Load, recent: float) -> None:
@@ -130,8 +132,7 @@ class Shortlist:
         orders = self._orders.get(group)
         if orders is None:
             orders = self._orders[group] = (_Order(), _Order())
-        self._loads[name] = queued
-        orders[0].set(name, queued)
+        self._loads[name] = orders[0].set(name, queued)
         orders[1].set(name, (recent, 0.0))
 
     def discard(self, name: str) -> None:
@@ -179,13 +180,16 @@ class Shortlist:
         able = [name for name in held if name in loads and name not in avoid]
         if len(able) <= _HOLDERS:
             return dict.fromkeys(able, 1.0)
-        longest = max([held[name] for name in able])
-        half = [(*loads[name], name) for name in able if 2 * held[name] >= longest]
-        half.sort()
+        longest = max(map(held.__getitem__, able))
+        # Entries are sorted as they are: there may be thousands of them.
+        half = sorted(map(loads.__getitem__, [name for name in able if 2 * held[name] >= longest]))
         loaded_least = [name for _, _, name in half[:_HOLDERS]]
-        # The longest ones are among these, unless there are few. Often all hold the same, such as a system prompt.
-        best = [name for _, _, name in half] if len(half) >= _HOLDERS else able
-        if any(held[name] != longest for name in best):
-            best = [name for *_, name in sorted([(-held[name], *loads[name], name) for name in best])]
-        found = dict.fromkeys(best[:_HOLDERS] + loaded_least)
+        if all(held[name] == longest for name in able):
+            best = loaded_least  # often all hold the same, such as a system prompt
+        else:
+            # The longest ones are among these, unless there are few.
+            among = half if len(half) >= _HOLDERS else list(map(loads.__getitem__, able))
+            longest_first = sorted([(-held[name], load, rest, name) for load, rest, name in among])
+            best = [name for _, _, _, name in longest_first[:_HOLDERS]]
+        found = dict.fromkeys(best + loaded_least)
         return dict.fromkeys(found, max(len(half) / len(found), 1.0))

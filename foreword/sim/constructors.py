@@ -76,12 +76,8 @@ def _constructor(node: ast.ClassDef, options: list[ast.keyword], known: Mapping[
 
 def _fields(node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
     """The fields that the constructor sets from arguments, in order."""
-    found = {}
-    for one in node.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            if "ClassVar" not in ast.unparse(one.annotation) and _keyword(one.value, "init") is None:
-                found[one.target.id] = one
-    return found
+    annotated = [one for one in node.body if isinstance(one, ast.AnnAssign) and _keyword(one.value, "init") is None]
+    return {ast.unparse(one.target): one for one in annotated if "ClassVar" not in ast.unparse(one.annotation)}
 
 
 def _from_afar(field: ast.AnnAssign, owner: str) -> ast.AnnAssign:

@@ -17,7 +17,7 @@ from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.decoding import DecodingSequences
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.stores import SimulatedStores
-from foreword.sim.tokens import NOT_RUNNING, SequenceTokens, tokens_of
+from foreword.sim.tokens import NOT_RUNNING, SequenceTokens, SimulatedChain, tokens_of
 
 MODEL = b"simulated"
 _MAX_REPEATS = 1 << 20
@@ -96,8 +96,8 @@ class SimulatedReplica:
         """
         tokens: Any = request
         traced = request.outcome.request
-        table = self._cache.open((), salt=traced.tenant.encode())
-        table.chain.tokens, table.chain.keys = tokens, list(keys)
+        root = self._cache.root(traced.tenant.encode())
+        table = BlockTable(SimulatedChain(root, self._cache.block_size, request, keys))
         prompt_only = request.computed_for is not None
         max_total = len(request) + 1 if prompt_only else traced.prompt_tokens + traced.output_tokens
         sequence = SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total)

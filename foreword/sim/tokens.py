@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b
 from typing import Any
 
-from foreword.blocks.keys import chain_keys
+from foreword.blocks.keys import KEY_BYTES, TokenChain, chain_keys
 from foreword.engine.sequence import SequenceState
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.trace import TraceRequest
@@ -89,20 +90,50 @@ class SequenceTokens:
         known = self.outcome.request.tokens(start, end)
         missing = end - start - len(known)
         if missing > 0:
-            known.extend(array("I", (_UNKNOWN_OUTPUT | self.number & _REQUEST_BITS,)) * missing)
+            known.extend(array("I", (self._unknown(),)) * missing)
         return known
 
     def keys(self, root: bytes, block_size: int) -> list[bytes]:
         """Keys of the full blocks."""
+        return self.block_keys(root, 0, self.length // block_size, block_size)
+
+    def block_keys(self, parent: bytes, start: int, end: int, block_size: int) -> list[bytes]:
+        """Keys of blocks `start` to before `end`; `parent` is the key before them.
+
+        Where a block is one number in the trace, that number is hashed in place of the block's tokens.
+        """
         request = self.outcome.request
-        if request.ids_tokens != block_size or self.length > request.prompt_tokens:
-            return chain_keys(root, self[:], block_size)
-        # The same without an array of all tokens: those of a block are equal.
-        keys, parent = [], root
-        for one in request.ids[: self.length // block_size]:
-            parent = sha256(parent + one.to_bytes(4, "little") * block_size).digest()
+        if request.ids_tokens != block_size:
+            return chain_keys(parent, self[start * block_size : end * block_size], block_size)
+        keys, ids, known = [], request.ids, len(request.ids)
+        for block in range(start, end):
+            one = ids[block] if block < known else self._unknown()
+            parent = blake2b(parent + one.to_bytes(4, "little"), digest_size=KEY_BYTES).digest()
             keys.append(parent)
         return keys
+
+    def _unknown(self) -> int:
+        return _UNKNOWN_OUTPUT | self.number & _REQUEST_BITS
+
+
+class SimulatedChain(TokenChain):
+    """The chain of a simulated sequence, of which some keys are known."""
+
+    __slots__ = ("_sequence",)
+
+    def __init__(self, root: bytes, block_size: int, sequence: SequenceTokens, keys: Sequence[bytes]) -> None:
+        super().__init__(root, block_size)
+        tokens: Any = sequence
+        self.tokens, self.keys = tokens, list(keys)
+        self._sequence = sequence
+
+    def keys_to(self, num_blocks: int) -> list[bytes]:
+        """See `TokenChain.keys_to`."""
+        known = len(self.keys)
+        if known < num_blocks:
+            parent = self.keys[-1] if known else self.root
+            self.keys += self._sequence.block_keys(parent, known, num_blocks, self.block_size)
+        return self.keys
 
 
 def tokens_of(sequence: SequenceState) -> SequenceTokens:
