@@ -3,17 +3,22 @@
     python benchmarks/simulate_validate.py mooncake TRACE [--replicas 3] [--policies cost,round-robin] [--requests 1500]
     python benchmarks/simulate_validate.py agents TRACE... [--copies 4]
     python benchmarks/simulate_validate.py documents
+    python benchmarks/simulate_validate.py sessions
 
 Starts `foreword serve` (one thread each, a small model) and `foreword route` for each policy anew, sends the requests at their
 time, streaming, and compares what the clients saw with what `simulate` expects of the same tokens. The status is 1 if the
 shares of cached tokens differ by more than two points, or the median or the 90th percentile of the time to first token (TTFT)
 by more than 20 %. With --rounds all of it is repeated with other seeds, and the means are compared.
 
-The servers, the router and the clients share the machine's cores. So the costs are those of the servers under this load: in
-each round, before the comparison, the first requests of the trace (--calibrate) go round robin through such servers, and the
-costs of their steps are fitted to the metrics of all rounds (`foreword calibrate --metrics`). What the clients waited beyond
-the servers' own TTFT is the cost of a request. --costs takes a file instead, --idle-costs what `foreword calibrate` measures on
-an idle machine. `cores` in the table is the mean number of cores that servers, router and clients used.
+The servers, the router and the clients share the machine's cores: a server that computes delays the others, which no
+simulation of separate machines knows. With --cores each server has only that share of a core, so that all have theirs at any
+time (as long as the shares of all leave something for the router and the clients); it needs root and Linux's control groups.
+
+The costs are those of the servers under this load: in each round, before the comparison, the first requests of the trace
+(--calibrate) go round robin through such servers, and the costs of their steps are fitted to the metrics of all rounds
+(`foreword calibrate --metrics`). What the clients waited beyond the servers' own TTFT is the cost of a request. --costs takes
+a file instead, --idle-costs what `foreword calibrate` measures on an idle machine. `cores` in the table is the mean number of
+cores that servers, router and clients used.
 
 One request that goes elsewhere changes where later ones go, in the servers and in the simulator. So the simulation is repeated
 with costs that differ by up to a tenth; the mean counts, and the ranges are shown. If about a tenth of the requests are
@@ -38,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from simulate_workloads import documents, scaled, sessions, spread
+from simulate_workloads import documents, growing, scaled, sessions, spread
 from timing import machine, set_up, table
 
 from foreword.sim.costs import EngineCosts, FleetSpec
@@ -53,6 +58,8 @@ WITHIN = 0.02
 TTFT_WITHIN = 0.2
 NEARLY = tuple(0.9 + 0.02 * i for i in range(11))
 STEP_TOKENS = 512
+SESSIONS = 18
+PERIOD = 5000  # microseconds in which a limited server may compute for its share
 
 
 @dataclass
@@ -154,7 +161,7 @@ def in_words(values: Sequence[float], bounds: str) -> list[str]:
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=("mooncake", "agents", "documents"))
+    parser.add_argument("workload", choices=("mooncake", "agents", "documents", "sessions"))
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--model", help="a folder; the embedded model if not given")
     parser.add_argument("--replicas", type=int, default=3)
@@ -162,6 +169,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--copies", type=int, default=4, help="of each agent's session")
     parser.add_argument("--device", type=int, default=16384, help="tokens of KV memory of each server")
+    parser.add_argument("--cores", type=float, help="limit each server to so much of a core, as if on its own machine")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--longest", type=int, default=6000, help="longer prompts are left out")
     parser.add_argument("--answer", type=int, default=24, help="answers are cut to so many tokens")
@@ -222,6 +230,8 @@ def workload(arguments: argparse.Namespace, profile: Profile | None, seed: int) 
         trace = scaled(arguments.traces[0], arguments.block_size, vocabulary)
     elif arguments.workload == "agents":
         trace = sessions(arguments.traces, arguments.copies, 300.0, vocabulary, seed=seed)
+    elif arguments.workload == "sessions":
+        trace = growing(SESSIONS, -(-arguments.requests // SESSIONS), 10.0, vocabulary, seed=seed)
     else:
         lengths = (arguments.longest // 8, arguments.longest // 2)
         trace = documents(
@@ -271,6 +281,29 @@ def started(*command: str, says: str) -> Iterator[tuple[str, int]]:
         process.wait()
 
 
+@contextmanager
+def limited(process: int, cores: float) -> Iterator[None]:
+    """The process in a control group of its own, with the weight of this one. Needs root; raises OSError without it."""
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    is_first, quota = first.is_dir(), round(cores * PERIOD)
+    weight = 1.25 ** -os.getpriority(os.PRIO_PROCESS, 0)
+    group = (first if is_first else second) / f"foreword-validate-{process}"
+    group.mkdir()
+    try:
+        if is_first:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+            (group / "cpu.shares").write_text(str(round(1024 * weight)))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {PERIOD}")
+            (group / "cpu.weight").write_text(str(min(max(round(100 * weight), 1), 10_000)))
+        (group / "cgroup.procs").write_text(str(process))
+        yield
+        (group.parent / "cgroup.procs").write_text(str(process))
+    finally:
+        group.rmdir()
+
+
 def until_said(lines: "queue.Queue[str]", says: str) -> str:
     said = ""
     while True:
@@ -313,6 +346,9 @@ async def measured(arguments: argparse.Namespace, trace: Sequence[TraceRequest],
         urls = [url for url, _ in servers]
         for url in urls:
             until_ready(url)
+        if arguments.cores:
+            for _, one in servers:
+                stack.enter_context(limited(one, arguments.cores))
         replicas = [part for url in urls for part in ("--replica", url)]
         waiting = ["--max-waiting", str(len(trace) + 1)]
         router, process = stack.enter_context(

@@ -312,7 +312,7 @@ class _Simulation:
         """Send a request to a replica; if it was continued, with its output so far. It waits if there is none."""
         size, outcome = self.spec.block_size, request.outcome
         keys = request.keys(self._root(outcome.request.tenant), size)
-        query = PlacementQuery(keys, len(request), size, outcome.request.session)
+        query = PlacementQuery(keys, len(request), size, outcome.request.session, outcome.request.output_tokens)
         decision = self.fleet.place(query, self.now)
         if decision.replica is None:
             self.unplaced.append(request)

@@ -1,6 +1,7 @@
 """Costs of steps, fitted to the metrics of running servers (`foreword calibrate --metrics URL`).
 
-A Foreword server reports the time of its steps and the context of their tokens: two seconds of its metrics are a mean step.
+A Foreword server reports the time of its steps and the context of their tokens: the time between two polls is a mean step.
+Longer periods would all have about as many decoding sequences in a step, and not show what a step and what a sequence costs.
 vLLM reports times of requests only. Three kinds of periods show the times of its steps, one at each load:
 
 - Requests that are computed alone: the prefill time of a request that ended, if no other request had its first token then.
@@ -261,7 +262,7 @@ def _rows(snapshots: Sequence[Snapshot], whole: _Period, budget: int) -> Iterato
             yield found
         steps, busy = row.delta(f"{_STEP_TOKENS}_count"), min(row.running) >= _BUSY
         longest = _LONGEST_ROW if busy and steps < _FEWEST_STEPS else _ROW_SECONDS
-        if row.seconds < longest:
+        if row.seconds < longest and not whole.has_steps:
             continue
         start = i
         if whole.has_steps:
