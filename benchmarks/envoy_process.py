@@ -23,6 +23,8 @@ _SUBSET = """\
               - metadata_namespace: envoy.lb.subset_hint
                 value: {x-gateway-destination-endpoint-subset: SUBSET}
 """
+_PICKER = "  - name: picker\n"
+_HERE = "127.0.0.1, port_value: "
 _ROUTER = "          - name: envoy.filters.http.router\n"
 
 
@@ -38,10 +40,18 @@ def free_port() -> int:
 
 
 def configuration(
-    port: int, picker: int, replicas: Sequence[str], mode: str = "two filters", *, opens: bool = True, subset: str = ""
+    port: int,
+    picker: int,
+    replicas: Sequence[str],
+    mode: str = "two filters",
+    *,
+    opens: bool = True,
+    subset: str = "",
+    second: int | None = None,
+    certificate: Path | None = None,
 ) -> str:
     """The guide's configuration, with these ports. `mode`: `two filters`, `one filter` or `no picker`. `subset`: endpoints
-    among which the picker shall choose."""
+    among which the picker shall choose. `second`: the port of a second picker. `certificate`: of the pickers."""
     found: list[str] = re.findall(r"```yaml\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     text = found[0]
     if mode != "two filters":
@@ -49,6 +59,16 @@ def configuration(
         text = text[:start] + (found[1] if mode == "one filter" else "") + text[end:]
     if subset:
         text = text.replace(_PICK, _SUBSET.replace("SUBSET", subset) + _PICK, 1)
+    if second is not None:
+        cluster = next(one for one in found if one.startswith(_PICKER)).replace(
+            "10.0.1.2, port_value: 9002", f"{_HERE}{second}"
+        )
+        start, end = text.index(_PICKER), text.index("  - name: replicas\n")
+        own = text[text.index("    # Two streams") : text.index("    load_assignment:")]
+        text = text[:start] + cluster.replace("10.0.1.1", "127.0.0.1") + own + text[end:]
+    if certificate is not None:
+        encrypted = next(one for one in found if one.startswith("    transport_socket:"))
+        text = text.replace(_PICKER, _PICKER + encrypted.replace("/etc/envoy/picker.crt", str(certificate)))
     lines = [line for line in text.splitlines() if "10.0.0." in line]
     ports = [str(urlsplit(url).port) for url in replicas]
     made = [lines[0].replace("10.0.0.1", "127.0.0.1").replace("8000", number) for number in ports]
@@ -78,10 +98,14 @@ class Envoy:
         patient: bool = False,
         pings: float = 2,
         subset: str = "",
+        second: int | None = None,
+        certificate: Path | None = None,
     ) -> None:
         self.mode, self.port = mode, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        text = configuration(self.port, picker, replicas, mode, opens=opens, subset=subset)
+        text = configuration(
+            self.port, picker, replicas, mode, opens=opens, subset=subset, second=second, certificate=certificate
+        )
         if patient:
             text = text.replace("connect_timeout: 0.25s", "connect_timeout: 60s")
             text = text.replace("message_timeout: 0.5s", "message_timeout: 60s")

@@ -39,15 +39,12 @@ def add_routes(app: web.Application, router: Router) -> None:
     async def models(request: web.Request) -> web.Response:
         """The models of all replicas."""
         authenticate(request)
-        return web.json_response({"object": "list", "data": list(_cards(router).values())})
+        return web.json_response(listed_models(router))
 
     async def model(request: web.Request) -> web.Response:
         """One model."""
         authenticate(request)
-        name, cards = request.match_info["name"], _cards(router)
-        if name not in cards:
-            raise UnknownModel(f"No model named {name!r} is served here{did_you_mean(name, cards)}", param="model")
-        return web.json_response(cards[name])
+        return web.json_response(listed_models(router, request.match_info["name"]))
 
     async def clear_cache(request: web.Request) -> web.StreamResponse:
         """Remove the tenant's blocks from all replicas."""
@@ -89,6 +86,16 @@ def add_routes(app: web.Application, router: Router) -> None:
     app.router.add_delete("/v1/responses/{name}", forget_response)
     for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
         app.router.add_post(path, tokenize)
+
+
+def listed_models(router: Router, name: str = "") -> dict[str, Any]:
+    """The models of all replicas, or the one of this name. Raises UnknownModel."""
+    cards: dict[str, dict[str, Any]] = _cards(router)
+    if not name:
+        return {"object": "list", "data": list(cards.values())}
+    if name not in cards:
+        raise UnknownModel(f"No model named {name!r} is served here{did_you_mean(name, cards)}", param="model")
+    return cards[name]
 
 
 def _cards(router: Router) -> dict[str, Any]:

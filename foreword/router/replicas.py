@@ -65,9 +65,11 @@ def parse_spec(text: str, role: str = "both") -> ReplicaSpec:
 
 
 def url_parts(url: str) -> SplitResult | None:
-    """None if the URL has no host or an invalid port."""
+    """None if the URL has no host, one that no name server can know, or an invalid port."""
     try:
         parts = urlsplit(url)
+        # Name resolution raises no OSError for a label that is empty or too long.
+        (parts.hostname or "").encode("idna")
         return parts if parts.hostname and parts.port != 0 else None
     except ValueError:
         return None

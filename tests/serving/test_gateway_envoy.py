@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -122,7 +123,8 @@ def test_the_gateway_allows_some_endpoints(mode: str, fleet: Fleet, tmp_path: Pa
         try:
             found = complete(envoy.url, words(f"subset {mode}", 20))
             assert (found.status_code, replica_of(found)) == (status, replica), found.text
-            assert http_client.get(f"{envoy.url}/v1/models").status_code == status
+            tokenized = http_client.post(f"{envoy.url}/v1/tokenize", json={"prompt": "import "})
+            assert tokenized.status_code == status, tokenized.text
         finally:
             envoy.kill()
 
@@ -137,7 +139,9 @@ def test_errors_are_the_routers(fleet: Fleet, gateway: Envoy) -> None:
         assert given[0].status_code == given[1].status_code
         assert given[0].json() == given[1].json()
     assert http_client.get(f"{gateway.url}/v1/router/state").status_code == 404
-    assert http_client.get(f"{gateway.url}/v1/models").json()["data"]
+    for path in ("/v1/models", "/v1/models/stdlib-nano", "/v1/models/none"):
+        found, own = (http_client.get(url + path) for url in (gateway.url, fleet.picker.url))
+        assert (found.status_code, found.json()) == (own.status_code, own.json())
     until(lambda: fleet.in_flight() == 0)
 
 
@@ -244,6 +248,78 @@ def test_a_picker_that_shuts_down_refuses_nothing(fleet: Fleet, tmp_path: Path) 
     finally:
         picker.kill()
         envoy.kill()
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate and its key, in place of those that are there."""
+    certificate, key = folder / "picker.crt", folder / "picker.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=picker", "-days", "2"]
+    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.parametrize("mode", ["two filters", "one filter"])
+def test_the_second_picker_takes_over(mode: str, fleet: Fleet, tmp_path: Path) -> None:
+    """Over TLS: after `kill -9` of the first of two pickers, requests are placed by the second. A renewed certificate is used
+    without a restart, and a gateway that trusts another one gets no answer."""
+    certificate, key = make_certificate(tmp_path)
+    files = ("--picker-tls-certificate-file", str(certificate), "--picker-tls-key-file", str(key))
+    ports = [free_port(), free_port()]
+    pickers = [picker_on(port, fleet.urls, *files) for port in ports]
+    envoys = [Envoy(tmp_path, ports[0], fleet.urls, mode, second=ports[1], certificate=certificate)]
+
+    def placed_by(picker: RouterProcess) -> float:
+        return picker.metric("foreword:router_requests_total")
+
+    try:
+        until(lambda: replica_of(complete(envoys[0].url, "import ")) in fleet.urls)
+        assert placed_by(pickers[1]) == 0 < placed_by(pickers[0])
+        pickers[0].kill()
+        until(lambda: replica_of(complete(envoys[0].url, "import ")) in fleet.urls)
+        until(lambda: placed_by(pickers[1]) > 0)
+        old = certificate.rename(tmp_path / "old.crt")
+        make_certificate(tmp_path)
+        for trusted in (certificate, old):
+            envoys.append(Envoy(tmp_path, ports[1], fleet.urls, mode, certificate=trusted))
+        until(lambda: replica_of(complete(envoys[1].url, "import ")) in fleet.urls)
+        assert replica_of(complete(envoys[2].url, "import ")) == ""
+    finally:
+        for one in (*pickers, *envoys):
+            one.kill()
+
+
+def test_prompts_are_computed_by_prefill_replicas(tmp_path: Path) -> None:
+    """While a decode server is busy, a long prompt is computed by the prefill server, in both configurations of the gateway,
+    with the same output."""
+    flags = (*FLOAT, "--transfer-min-tokens", "16")
+    servers = [ControlledProcess("--role", role, *flags) for role in ("prefill", "decode")]
+    port = free_port()
+    gone: list[RouterProcess | Envoy] = []
+    try:
+        first, second = (server.wait_ready() for server in servers)
+        gone.append(picker := picker_on(port, [second], "--prefill", first, "--min-prefill", "128"))
+        picker.wait_for(2)
+        gateways = [Envoy(tmp_path, port, [second, first], mode) for mode in ("two filters", "one filter")]
+        gone += gateways
+        with slow(servers[1]), ThreadPoolExecutor(9) as pool:
+            body = body_of("x", max_tokens=600, ignore_eos=True)
+            busy = [pool.submit(http_client.post, f"{gateways[0].url}/v1/completions", json=body) for _ in range(9)]
+            until(lambda: picker.metric("foreword:router_in_flight", replica=second) == 9)
+            until(lambda: picker.metric("foreword:router_waiting", replica=second) == 0)
+            for gateway in gateways:
+                found = complete(gateway.url, words(gateway.mode, 200), cache_report=True)
+                assert replica_of(found) == f"{second} after {first}", found.text
+                answer = found.json()
+                assert sum(answer["cache_report"]["transferred_tokens"].values()) == answer["usage"]["prompt_tokens"]
+                again = complete(gateway.url, words(gateway.mode, 200)).json()
+                assert again["choices"][0]["text"] == answer["choices"][0]["text"]
+            servers[1].pace(None)
+            assert all(one.result().status_code == 200 for one in busy)
+    finally:
+        for one in gone:
+            one.kill()
+        for server in servers:
+            server.popen.kill()
 
 
 @pytest.mark.parametrize("mode", ["two filters", "one filter"])

@@ -62,6 +62,7 @@ def test_invalid_specifications_are_explained_without_passwords(text: str, said:
         ("https://a:1", "such as http://name:8000"),
         ("http://a:none", "such as http://name:8000"),
         ("http://[::1", "such as http://name:8000"),
+        ("http://a..b:8000", "such as http://name:8000"),
         ("http://me:hunter2@a:1", "key"),
     ],
 )

@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final
+from urllib.parse import unquote
+
+import msgspec
 
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.errors import BodyTooLarge, error_response
@@ -18,7 +21,8 @@ from foreword.errors import BadRequest, ConfigError, ForewordError, QueueFull
 from foreword.router.body import BodyTimeout
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.accounting import Accounting
-from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
+from foreword.router.gateway.picker import DESTINATION, MODELS, PICK, ROUTE, Answer, Picker, RequestHead
+from foreword.router.passthrough import listed_models
 
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
 _ASK_FOR_TIME_SECONDS: Final = 0.05
@@ -138,6 +142,11 @@ class _Exchange:
         picker, head = self._shared.picker, self._head
         tenant = picker.admit(head)
         self._accounting = Accounting(picker.router, head, tenant)
+        if head.lists_models:
+            listed = listed_models(picker.router, unquote(head.path[len(MODELS) :]))
+            await self._write(self._immediate(200, msgspec.json.encode(listed), {}))
+            self._accounting.response(200, {}, "")
+            return
         if not head.generates:
             answer = await picker.anywhere(head, tenant, self._allowed())
             self._told(self._accounting, answer)
@@ -272,11 +281,15 @@ class _Exchange:
         seconds = error.retry_after or router.retry_after()
         dialect = DIALECTS.get(self._head.dialect)  # type: ignore[call-overload]
         made = dialect.error_response(error, seconds, self._head.id) if dialect else error_response(error, seconds)
+        return self._immediate(made.status, made.body, made.headers)
+
+    def _immediate(self, status: int, body: bytes, headers: Mapping[str, str]) -> Any:
+        """A whole response, for the client."""
         message = envoy.ProcessingResponse()
-        message.immediate_response.status.code = made.status
-        message.immediate_response.body = made.body
-        headers: Mapping[str, str] = {"content-type": "application/json", **made.headers, "x-request-id": self._head.id}
-        envoy.mutate(message.immediate_response.headers, dict(headers))
+        message.immediate_response.status.code = status
+        message.immediate_response.body = body
+        own: dict[str, str | None] = {"content-type": "application/json", **headers, "x-request-id": self._head.id}
+        envoy.mutate(message.immediate_response.headers, own)
         return message
 
 

@@ -35,9 +35,10 @@ ROUTE: Final = "x-foreword-route"
 _OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, SALT_HEADER)
 _INTERFACES: Final = {path: interface for interface, path in PATHS.items()}
 _TRANSLATED: Final = {DIALECTS[name].path: DIALECTS[name] for name in ("responses", "messages")}
+MODELS: Final = "/v1/models/"
 # Paths that any replica answers.
 _ANYWHERE: Final = frozenset(
-    ("/v1/models", "/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")
+    ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")
 )
 # Larger bodies are parsed on a thread.
 _INLINE_BYTES: Final = 128 << 10
@@ -66,6 +67,11 @@ class RequestHead:
     def generates(self) -> bool:
         """Whether it is placed by its prompt."""
         return self.method == "POST" and (self.path in _INTERFACES or self.path in _TRANSLATED)
+
+    @property
+    def lists_models(self) -> bool:
+        """Whether the picker itself knows the answer."""
+        return self.method in ("GET", "HEAD") and (self.path + "/").startswith(MODELS)
 
     @property
     def dialect(self) -> str:
@@ -109,7 +115,7 @@ class Picker:
         """
         router = self.router
         tenant = router.auth.tenant(head.headers)
-        if not head.generates and head.path not in _ANYWHERE:
+        if not (head.generates or head.path in _ANYWHERE or head.lists_models):
             # Replicas have paths that only their operator may call.
             raise NotFound(f"There is no {head.method} {head.path}")
         if head.generates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -105,6 +106,35 @@ def check_config(config: RouterConfig) -> None:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
     if (config.picker_tls_certificate_file is None) != (config.picker_tls_key_file is None):
         raise ConfigError("--picker-tls-certificate-file and --picker-tls-key-file are given together")
+    if config.picker_tls_certificate_file is not None and config.picker_tls_key_file is not None:
+        _pair(config.picker_tls_certificate_file, config.picker_tls_key_file)
+
+
+def _pair(certificate: str, key: str) -> tuple[bytes, bytes]:
+    """Key and certificate. Raises ConfigError."""
+    try:
+        # An encrypted key is an error; without a password OpenSSL would ask for it at the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+        return Path(key).read_bytes(), Path(certificate).read_bytes()
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot use --picker-tls-certificate-file {certificate} with its key: {said}") from error
+
+
+def _credentials(grpc: Any, certificate: str, key: str) -> Any:
+    """The files are read again for each connection: certificates are renewed while the picker runs."""
+
+    def configuration() -> Any:
+        return grpc.ssl_server_certificate_configuration([_pair(certificate, key)])
+
+    def renewed() -> Any:
+        try:
+            return configuration()
+        except ConfigError as error:
+            logger.warning("the picker's certificate is unchanged: %s", error)
+            return None
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed)
 
 
 def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
@@ -112,8 +142,8 @@ def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
         if config.picker_tls_certificate_file is None or config.picker_tls_key_file is None:
             port: int = server.add_insecure_port(config.picker)
         else:
-            pair = Path(config.picker_tls_key_file).read_bytes(), Path(config.picker_tls_certificate_file).read_bytes()
-            port = server.add_secure_port(config.picker, grpc.ssl_server_credentials([pair]))
+            credentials = _credentials(grpc, config.picker_tls_certificate_file, config.picker_tls_key_file)
+            port = server.add_secure_port(config.picker, credentials)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot serve the endpoint picker on {config.picker}: {error}") from error
     if not port:
