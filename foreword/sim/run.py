@@ -30,7 +30,7 @@ from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
 
-# After every so many arrivals the memory that was added is put on huge pages.
+# Number of arrivals after which the memory that was added is put on huge pages.
 _COLLAPSE_EVERY: Final = 10_000
 
 

@@ -42,7 +42,7 @@ class Placed(Sent):
 
 
 @pytest.fixture
-def classes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def classes() -> dict[str, Any]:
     """The classes of two modules, with their constructors written out."""
     sources = with_constructors({"base": BASE, "derived": DERIVED})
     found: dict[str, Any] = {"__name__": __name__}
