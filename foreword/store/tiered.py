@@ -254,7 +254,7 @@ class TieredStore(Store):
             except StoreError as error:
                 tier.count_error(error)
                 failures.append(error)
-        if len(failures) == len(self._record_tiers):
+        if failures and len(failures) == len(self._record_tiers):
             raise failures[0]
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from hashlib import sha256
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import vllm
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import Layout
@@ -17,7 +15,8 @@ from foreword.blocks.resume import GroupKind, alignment
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
-from foreword.integrations.vllm.weights import WeightsVersion, fingerprint_folder, model_folder
+from foreword.integrations.vllm.namespace import base_digest, settings_digest, unmeasured
+from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.sockets import parse_address
@@ -148,9 +147,16 @@ def _digest(text: object) -> str:
 
 
 def _continues_prompts(vllm_config: Any) -> bool:
-    """False for latent attention on CPUs without AMX. vLLM's kernels there compute whole prompts only, and vLLM turns off
-    chunked prefill and its own prefix cache (`CpuPlatform.check_and_update_config`)."""
-    if not getattr(vllm_config.model_config, "use_mla", False):
+    """Whether vLLM itself may compute the rest of a prompt whose start is cached.
+
+    It may not for most ways to pool (MEAN, CLS), which need all of a prompt in one step; and not for latent attention on CPUs
+    without AMX, whose kernels compute whole prompts only (`CpuPlatform.check_and_update_config`). A user who turns off vLLM's
+    own prefix cache changes nothing here.
+    """
+    model = vllm_config.model_config
+    if getattr(model, "runner_type", "generate") == "pooling" and not model.is_prefix_caching_supported:
+        return False
+    if not getattr(model, "use_mla", False):
         return True
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     return bool(chunked or vllm_config.cache_config.enable_prefix_caching)
@@ -169,6 +175,8 @@ class KVCacheInfo:
         selective: whether a tier refuses some blocks (`store/admission.py`).
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
+        base: digest of the weights and their configuration (`namespace.py`).
+        model: the namespace of the blocks; b"" until `settle`.
         loads: whether vLLM can compute the rest of a prompt whose start is loaded.
         separate: whether the scheduler is in another process than the workers.
     """
@@ -195,12 +203,18 @@ class KVCacheInfo:
             if getattr(parallel, name, 1) != 1:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
         self.loads = _continues_prompts(vllm_config)
-        self.model = model_digest(vllm_config, settings)
+        self.base = base_digest(vllm_config, settings.fingerprint)
+        self.settings = settings_digest(vllm_config)
+        self.model = b""
         self.loss = loss_of(settings.store.urls)
         self.selective = any(parse(url).rule is not None for url in settings.store.urls)
         self.units(0)
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)
+
+    def settle(self, namespace: bytes = b"") -> None:
+        """From now on blocks have the names of this namespace; of that of servers with exactly these settings without one."""
+        self.model = namespace or unmeasured(self.base, self.settings)
 
     @property
     def portable(self) -> bool:
@@ -246,9 +260,7 @@ class KVCacheInfo:
         return "/".join(
             (
                 "vllm",
-                ".".join(vllm.__version__.split("+")[0].split(".")[:2]),
                 str(self.config.cache_config.cache_dtype),
-                str(getattr(self.config.model_config, "quantization", None)),
                 self._memory_order,
                 *one.formats(lambda spec: _block_format(self.config, spec.dtype, one.block_size, spec.head_size)),
             )
@@ -258,11 +270,9 @@ class KVCacheInfo:
         """How one rank's blocks divide into frames, by group. Raises ConfigError, ModelUnsupported."""
         if self._units is None:
             return tuple(map(whole_blocks, self.layouts(rank)))
-        # It changes computed values; a native layout's `order` has it.
-        quantization = getattr(self.config.model_config, "quantization", None) or ""
         return tuple(
             portable_units(
-                replace(layout, group=f"{layout.group} {quantization}".strip()),
+                layout,
                 unit_tokens=self._units.tokens,
                 head_units=self._units.heads,
                 replicas=one.replicas(self.config),
@@ -298,17 +308,6 @@ def _needs_last_token(one: ConnectorGroup) -> bool:
     if one.group.kind is GroupKind.WINDOW:
         return one.group.span % one.block_size == 1
     return not one.group.whole
-
-
-def model_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
-    """A digest of the weights and of every setting of vLLM that changes what they compute. Raises ModelUnsupported."""
-    model = vllm_config.model_config
-    if settings.fingerprint is not None:
-        weights = bytes.fromhex(settings.fingerprint)
-    else:
-        weights = fingerprint_folder(model_folder(model.model, getattr(model, "revision", None)))
-    overrides = repr(getattr(model, "hf_overrides", None) or {})
-    return sha256(weights + overrides.encode()).digest()
 
 
 def _block_format(config: Any, dtype: torch.dtype, block_size: int, head_size: int) -> str:

@@ -9,7 +9,8 @@ have, and sends loads and saves along with each step. The worker side carries th
 are in one process, which is so with a single rank, they share one `OffloadManager`.
 
 Block keys are Foreword's own, made of token ids, so they are equal across processes and versions. The layout of a block (shape,
-packing for the instruction set, backend, version) is part of its name, so a block is never loaded into another layout.
+packing for the instruction set, backend) is part of its name, so a block is never loaded into another layout. Which servers
+share KV follows from what they resolve and measure at start (`namespace.py`), not from names or versions.
 Written for vLLM 0.31 and later; it depends on `kv_connector/v1/base.py` and what that imports.
 """
 
@@ -32,13 +33,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.metrics import ForewordPromMetrics, ForewordStats
+from foreword.integrations.vllm.probe import calling_worker
 from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.worker import ForewordConnectorWorker
+from foreword.integrations.vllm.worker import ForewordConnectorWorker, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -66,19 +68,30 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # A block that cannot be loaded is a miss. vLLM's default policy would end the request with an error.
         transfer.kv_load_failure_policy = "recompute"
         info = KVCacheInfo(vllm_config, kv_cache_config, settings)
-        engine = str(transfer.engine_id)
-        scheduler_role, worker_role = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
-        self._scheduler_side = ForewordConnectorScheduler(info, settings, engine) if role == scheduler_role else None
-        self._worker_side = ForewordConnectorWorker(info, settings, engine) if role == worker_role else None
+        self._info, self._settings, self._engine = info, settings, str(transfer.engine_id)
+        self._hash_size = 0
+        self._scheduler_side: ForewordConnectorScheduler | None = None
+        worker_role = role == KVConnectorRole.WORKER
+        self._worker_side = ForewordConnectorWorker(info, settings, self._engine) if worker_role else None
 
     @property
     def _scheduler(self) -> ForewordConnectorScheduler:
-        assert self._scheduler_side is not None
-        return self._scheduler_side
+        """The scheduler side. It begins with the workers' handshake, which brings the namespace, or when it is first needed."""
+        return self._scheduler_side if self._scheduler_side is not None else self._begin(b"")
+
+    def _begin(self, namespace: bytes) -> ForewordConnectorScheduler:
+        worker = worker_of(self._engine)
+        self._info.settle(worker.open(None) if worker is not None else namespace)
+        self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
+        if side.events is not None:
+            side.events.hash_size = self._hash_size
+        return side
 
     @property
     def _worker(self) -> ForewordConnectorWorker:
+        """The worker side. Its stores open with the handshake, or when they are first needed."""
         assert self._worker_side is not None
+        self._worker_side.open(None)
         return self._worker_side
 
     @property
@@ -89,8 +102,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        if self._scheduler.events is not None:
-            self._scheduler.events.hash_size = gpu_block_pool.hash_block_size
+        self._hash_size = gpu_block_pool.hash_block_size
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
@@ -118,6 +130,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         workers = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerHandshake)}
+        if self._scheduler_side is None:
+            self._begin(next((one.namespace for one in workers.values()), b""))
         self._scheduler.set_workers(workers)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -139,10 +153,15 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
-        self._worker.register_kv_caches(kv_caches)
+        assert self._worker_side is not None
+        self._worker_side.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
-        return self._worker_side.handshake if self._worker_side is not None else None
+        """vLLM asks each worker once, when the model is loaded, compiled and warm, and before the first request."""
+        if self._worker_side is None:
+            return None
+        self._worker_side.open(calling_worker())
+        return self._worker_side.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

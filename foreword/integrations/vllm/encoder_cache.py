@@ -26,7 +26,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-import vllm
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -37,8 +36,9 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
-from foreword.integrations.vllm.config import ConnectorSettings, model_digest
+from foreword.integrations.vllm.config import ConnectorSettings
 from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
+from foreword.integrations.vllm.namespace import base_digest, settings_digest, unmeasured
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.integrity import KeyRing
@@ -139,14 +139,12 @@ class EncoderStore:
 
 
 def _encoder_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
-    """A digest of the weights and of every setting that changes what encoders compute. Raises ModelUnsupported."""
-    model = vllm_config.model_config
-    media = getattr(model, "multimodal_config", None)
-    version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
-    chosen = [version, model.dtype, getattr(model, "quantization", None)]
-    chosen += [getattr(media, name, None) for name in ("video_pruning_rate", "mm_encoder_attn_dtype")]
+    """A digest of the weights, and of settings and versions: encoders are not measured. Raises ModelUnsupported."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    chosen = [getattr(media, name, None) for name in ("video_pruning_rate", "mm_encoder_attn_dtype")]
     parts = (str(one).encode() for one in chosen)
-    return sha256(framed(b"foreword/encoder", model_digest(vllm_config, settings), *parts)).digest()
+    model = unmeasured(base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config))
+    return sha256(framed(b"foreword/encoder", model, *parts)).digest()
 
 
 def _unpacked(payload: memoryview) -> EncoderOutput | None:

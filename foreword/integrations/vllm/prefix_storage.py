@@ -16,8 +16,9 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES, chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
-from foreword.integrations.vllm.config import ConnectorSettings, model_digest
+from foreword.integrations.vllm.config import ConnectorSettings
 from foreword.integrations.vllm.identity import RequestIdentity
+from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length
@@ -84,11 +85,11 @@ class ConnectorStorage(PrefixStorage):
 
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
-        self._model = model_digest(vllm_config, settings)
+        self._base, self._settings = base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config)
+        self._model = unmeasured(self._base, self._settings)
         self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
         self._name = str(vllm_config.model_config.model)
-        self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self._longest = int(vllm_config.model_config.max_model_len)
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         urls = [url for url in settings.store.urls if parse(url).persistent]
@@ -111,6 +112,8 @@ class ConnectorStorage(PrefixStorage):
         deadline = time.monotonic() + within
         while not self._layouts and self._visible:
             try:
+                # The engine's process has found out the namespace.
+                self._model = recorded(self._store, self._base, self._settings) or self._model
                 self._layouts = self._own(layouts(self._store).values())
             except StoreError as error:
                 logger.warning("Foreword: %s does not answer: %s", self._store.label, error.message)
@@ -120,23 +123,18 @@ class ConnectorStorage(PrefixStorage):
         return bool(self._layouts)
 
     def _own(self, known: Iterable[LayoutRecord]) -> list[_GroupLayout]:
-        """This server's layouts: one per KV group and rank, or head unit. Servers of other versions or dtypes may share the
-        stores. Where that cannot be told apart theirs are taken too, which pins more than needed."""
+        """This server's layouts: one per KV group and rank, or head unit. Servers with other block sizes or ranks may share its
+        namespace. Where that cannot be told apart theirs are taken too, which pins more than needed."""
         same_model = [record for record in known if record.model == self._model]
         own = [record for record in same_model if self._matches(record)] or same_model
         return [_GroupLayout(record.fingerprint, record.group, record.key_size, _block_bytes(record)) for record in own]
 
     def _matches(self, record: LayoutRecord) -> bool:
-        import vllm
-
-        if record.described.get("dtype") != self._dtype:
-            return False
         if self._units is not None:
             return record.described.get("order") == "tokens" and record.key_size == self._units.tokens
-        version = ".".join(vllm.__version__.split("+")[0].split(".")[:2])
         shard = record.described.get("shard")
         return (
-            str(record.described.get("order", "")).startswith(f"vllm/{version}/")
+            str(record.described.get("order", "")).startswith("vllm/")
             and (shard[1] if isinstance(shard, list) and len(shard) == 2 else None) == self._ranks
         )
 

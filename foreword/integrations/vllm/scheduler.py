@@ -7,7 +7,7 @@ import logging
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -30,7 +30,7 @@ from foreword.integrations.vllm.step_messages import (
     GroupBlocks,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.weights import follow_engine
+from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -63,12 +63,16 @@ class ForewordConnectorScheduler:
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
+        self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
+        self._adapted: set[str] = set()  # requests with an adapter
+        self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
         self._replaced = ReplacedCheckpoints()
         self._to_delete: list[tuple[int, bytes, bytes]] = []
         self._events_until = 0.0
         if not info.loads:
             logger.warning(
-                "vLLM cannot continue this model's prompts on this processor: KV is saved, and none is loaded"
+                "vLLM cannot continue prompts of this model here, for the way it pools or for the processor's kernels: KV is "
+                "saved, and none is loaded"
             )
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
@@ -93,10 +97,13 @@ class ForewordConnectorScheduler:
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the computed ones to load, and whether asynchronously. None: ask again later."""
+        if request.lora_request is not None:
+            self._adapted.add(request.request_id)
         state = self._state_of(request)
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
+        state.saves = not (self._spoilt and num_computed_tokens and request.lora_request is None)
         limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
         unread = state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False)
         if num_computed_tokens >= limit or unread or not self._info.loads:
@@ -272,6 +279,8 @@ class ForewordConnectorScheduler:
         block_state = output.kv_connector_block_state
         self._handoff.revoke(output.preempted_req_ids or ())
         states = getattr(block_state, "boundary_state_offloads", {})
+        if self._spoils_base:
+            self._keep_spoilt(output.num_scheduled_tokens)
         for request_id, count in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None or not state.saves or not (request_id in states or self._may_save(state, count)):
@@ -283,6 +292,16 @@ class ForewordConnectorScheduler:
         if metadata.saves or metadata.loads:
             self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
+
+    def _keep_spoilt(self, scheduled: Iterable[str]) -> None:
+        """Nothing is saved that a request without an adapter computes beside adapters, nor what continues it."""
+        base = [name for name in scheduled if name not in self._adapted]
+        if not base or not any(name in self._adapted for name in scheduled):
+            return
+        self._spoilt = True
+        for state in map(self._requests.get, base):
+            if state is not None:
+                state.saves = False
 
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
         """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
@@ -415,6 +434,7 @@ class ForewordConnectorScheduler:
 
     def request_finished(self, request: Any, ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM keeps the blocks until they are reported as sent, and `kv_transfer_params` for a decode instance."""
+        self._adapted.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         last = self._end_of_turn(state, ids) if state is not None else []
         if state is not None and state.ends:

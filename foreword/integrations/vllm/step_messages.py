@@ -18,10 +18,12 @@ from foreword.integrations.vllm.weights import Adapter
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where a worker listens: `memory` for its own scheduler, `peers` for other instances. "" where it does not listen."""
+    """Where a worker listens: `memory` for its own scheduler, `peers` for other instances. "" where it does not listen.
+    `namespace`: that of the blocks, the same for all ranks."""
 
     memory: str
     peers: str
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 
 from foreword.errors import ModelUnsupported
 
 _READ = 8 << 20
 # Keys of config.json that do not change what a model computes.
-_IGNORED = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
 def model_folder(model: str, revision: str | None) -> Path:
@@ -39,17 +39,15 @@ def model_folder(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def fingerprint_folder(folder: Path) -> bytes:
-    """32 bytes: SHA-256 over the relevant keys of config.json and over each weight file's name and XXH3-128.
+def weights_digest(folder: Path) -> bytes:
+    """32 bytes: SHA-256 over each weight file's name and XXH3-128.
 
-    A file's digest is kept in the user's cache until its size or time changes. Raises ModelUnsupported.
+    A file's digest is kept in the user's cache until its size or a time changes. Raises ModelUnsupported.
     """
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not weights:
         raise ModelUnsupported(f"there are no weights (*.safetensors, *.bin) in {folder}")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kept = {key: value for key, value in config.items() if key not in _IGNORED}
-    digest = hashlib.sha256(b"foreword/weights\x00" + json.dumps(kept, sort_keys=True).encode())
+    digest = hashlib.sha256(b"foreword/weights\x00")
     for path in weights:
         digest.update(path.name.encode() + b"\x00" + _digest_of(path))
     return digest.digest()
@@ -142,6 +140,24 @@ class LoadedAdapters:
     def _is_loaded(self, adapter: Adapter) -> bool:
         path, digest = self._in_memory.get(adapter.number, ("", b""))
         return digest == adapter.digest and self._by_path.get(path) == digest
+
+
+def adapters_spoil_base() -> bool:
+    """Whether this vLLM computes requests without an adapter wrongly in steps that also have adapters.
+
+    Its operators for CPUs took "no adapter", -1, for the last one (seen up to vLLM 0.32).
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return False
+    try:
+        from vllm.lora.ops.torch_ops import bgmv_shrink
+    except ImportError:
+        return True  # not known, so nothing is saved that could be wrong
+    output = torch.zeros(1, 1)
+    bgmv_shrink(torch.ones(1, 2), torch.ones(1, 1, 1, 2), output, torch.tensor([-1]))
+    return bool(output.any())
 
 
 _loaded = LoadedAdapters()
@@ -250,7 +266,9 @@ def _named(name: str) -> bytes:
 
 def _digest_of(path: Path) -> bytes:
     status = path.stat()
-    name = hashlib.sha256(f"{path.resolve()}\x00{status.st_size}\x00{status.st_mtime_ns}\x00{status.st_ino}".encode())
+    # A file that is rewritten in place may keep its size and its modification time (rsync --inplace -t); no tool sets ctime.
+    times = f"{status.st_mtime_ns}\x00{status.st_ctime_ns}"
+    name = hashlib.sha256(f"{path.resolve()}\x00{status.st_size}\x00{times}\x00{status.st_ino}".encode())
     cached = _cache_folder() / name.hexdigest()
     try:
         known = cached.read_bytes()

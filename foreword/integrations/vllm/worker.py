@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import vllm
 
 from foreword import __version__
 from foreword.blocks.layout import Layout, chain_prefix
@@ -26,7 +27,9 @@ from foreword.integrations.vllm.events import TierWatch
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.namespace import Evidence, Measured, choose
 from foreword.integrations.vllm.portable import unit_group
+from foreword.integrations.vllm.probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
 from foreword.integrations.vllm.step_messages import (
@@ -101,22 +104,20 @@ class ForewordConnectorWorker:
         self.step_started = 0.0
         self._seen = 0
         self._waits = 0
+        self._rank = 0
+        self._tensors: list[list[torch.Tensor]] = []
+        self._staging: StagingArena | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Open the stores for vLLM's KV cache. Raises ModelUnsupported for an unknown layout."""
-        if _device_of(kv_caches) == "cpu":
-            set_background_cores(_cores_of_parent())
-        # Threads that are started on this thread inherit its cores.
-        with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
-            pool.submit(self._open, kv_caches).result()
-
-    def _open(self, kv_caches: Mapping[str, Any]) -> None:
+        """Prepare copies of vLLM's KV cache. Raises ModelUnsupported for an unknown layout."""
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
+        if _device_of(kv_caches) == "cpu":
+            set_background_cores(_cores_of_parent())
         info, config = self._info, self._settings.store
-        rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
-        tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
-        layouts, units = info.layouts(rank), info.units(rank)
+        self._rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
+        self._tensors = tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
+        units = info.units(self._rank)
         longest = max(_block_bytes(views) for views in tensors)
         frames = 2 * info.num_blocks * max(one.block_units for one in units)
         frame = longest // min(one.block_units for one in units) + HEADER_BYTES
@@ -124,7 +125,7 @@ class ForewordConnectorWorker:
         staged: Sequence[Sequence[torch.Tensor] | StagedGroup] = tensors
         if info.portable:
             staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
-        staging = StagingArena(staged, slots)
+        self._staging = staging = StagingArena(staged, slots)
         for size, divided, one in zip(staging.block_bytes, units, info.groups, strict=True):
             expected = divided.layouts[0].block_bytes
             if size != expected and not one.uneven:
@@ -132,6 +133,59 @@ class ForewordConnectorWorker:
                     f"vLLM's blocks of {one.layer_names[0]} have {size} bytes, but its description of the layers says "
                     f"{expected}"
                 )
+        if info.ranks == 1:
+            with _workers_lock:
+                _workers[self._engine] = self
+
+    def open(self, vllm_worker: Any | None) -> bytes:
+        """Find out the namespace, and open the stores. Returns the namespace, also when it is called again.
+
+        All ranks call it together. Without vLLM's worker nothing is measured (`probe.py`).
+        """
+        if self.offload is None:
+            started = time.monotonic()
+            self._info.settle(self._namespace(vllm_worker))
+            # Threads that are started on this thread inherit its cores.
+            with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
+                pool.submit(self._open, started).result()
+        return self._info.model
+
+    def _namespace(self, vllm_worker: Any | None) -> bytes:
+        """b"" if nothing could be measured."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        info, staging = self._info, self._staging
+        assert staging is not None
+        if vllm_worker is None:
+            return b""
+        measured = measure(vllm_worker, info, staging, info.units(self._rank))
+        if info.ranks > 1:
+            every: list[dict[str, Measured]] = [{} for _ in range(info.ranks)]
+            torch.distributed.all_gather_object(every, measured, group=get_tp_group().cpu_group)
+            measured = {name: one for rank in every for name, one in rank.items()} if all(every) else {}
+        namespace = self._chosen(vllm_worker, measured) if self._rank == 0 and measured else b""
+        return bytes(get_tp_group().broadcast_object(namespace, src=0)) if info.ranks > 1 else namespace
+
+    def _chosen(self, vllm_worker: Any, measured: Mapping[str, Measured]) -> bytes:
+        """The namespace that the records in the stores give to what was measured."""
+        info = self._info
+        config, model = info.config.model_config, vllm_worker.model_runner.get_model()
+        rotary = rotary_embeddings(model, int(config.max_model_len), config.dtype)
+        resolved = resolved_attributes(model, config)
+        evidence = Evidence(vllm.__version__, info.settings, resolved, {**measured, **rotary})
+        urls = [url for url in self._settings.store.urls if parse(url).persistent]
+        store = open_tiers(urls, (), {})
+        try:
+            return choose(store, info.base, evidence)
+        finally:
+            store.close()
+
+    def _open(self, started: float) -> None:
+        info, config, tensors = self._info, self._settings.store, self._tensors
+        rank, staging = self._rank, self._staging
+        assert staging is not None
+        layouts, units = info.layouts(rank), info.units(rank)
+        longest = max(_block_bytes(views) for views in tensors)
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         frames_of = [layout for one in units for layout in one.layouts]
         store = open_tiers(config.urls, frames_of, {"peer": rank_peer_opener(transfer, rank, info.ranks)})
@@ -150,12 +204,11 @@ class ForewordConnectorWorker:
             name = str(info.config.model_config.model)
             facts = {"model": name, "fingerprint": info.model.hex(), "key_size": info.key_size}
             self.offload.describe(facts, [one.facts for one in info.groups])
-        if info.ranks == 1:
-            with _workers_lock:
-                _workers[self._engine] = self
         startup_log.info(
-            "Foreword %s: tiers %s; %s",
+            "Foreword %s: namespace %s, found and opened in %.2f s; tiers %s; %s",
             __version__,
+            info.model.hex()[:12],
+            time.monotonic() - started,
             ", ".join(map(_tier_in_words, store.tiers)) or "none",
             "; ".join(
                 f"{one.group.kind} blocks of {layout.block_bytes} bytes, layout {divided.layouts[0].fingerprint.hex()[:12]}"
@@ -191,7 +244,8 @@ class ForewordConnectorWorker:
     def handshake(self) -> WorkerHandshake:
         """Where this worker listens."""
         memory = self._lookups.address if self._lookups is not None else ""
-        return WorkerHandshake(memory, self._instances.address if self._instances is not None else "")
+        peers = self._instances.address if self._instances is not None else ""
+        return WorkerHandshake(memory, peers, self._info.model)
 
     # Loading
 

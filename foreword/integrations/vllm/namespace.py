@@ -1,0 +1,366 @@
+"""Whose KV a block is: the namespace of a server's blocks.
+
+Servers share KV exactly if their namespaces are equal. A namespace follows from
+
+- the *base*: the digest of the weights, and what the user configured (config.json with the overrides, dtype, quantization);
+- what vLLM *resolved*: the attributes of the model's layers as they are in memory, and the configuration that they read;
+- what a probe *measured*: the KV of fixed tokens, as packed bytes, and the rotary embeddings of far positions (`probe.py`).
+
+No name, folder, flag or version counts. Each server keeps what it resolved and measured in the stores, as a record
+`namespaces/<base>/<settings>-<layouts>-<namespace>-<values>`. A server that starts compares itself with the records of its
+base. What agrees shares a namespace, whatever the version of vLLM; what does not gets a namespace of its own, and the log says
+why.
+
+Two versions of vLLM name some attributes differently, so between versions only attributes that both have are compared. The
+probe covers the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foreword.errors import StoreError
+from foreword.integrations.vllm.weights import IGNORED_KEYS, model_folder, weights_digest
+from foreword.store.tier import StoreTier
+from foreword.store.tiered import TieredStore
+
+# vLLM shows INFO lines only of loggers below its own.
+log = logging.getLogger("vllm.foreword")
+
+RECORDS = "namespaces/"
+_FORMAT = 1
+# Reading and writing records at start; a store that takes longer is not compared with.
+_WITHIN = 5.0
+_MOST_RECORDS = 256
+# Files of a model's folder that vLLM reads its configuration from.
+_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Something measured.
+
+    Attributes:
+        values: float32 `[rows, count]`; a row is a layer's sample, or a position's embedding.
+        tolerance: two rows are equal if their distance is at most this share of their norm.
+        open: one server may have more rows than the other, such as more positions.
+    """
+
+    values: np.ndarray[Any, np.dtype[np.float32]]
+    tolerance: float
+    open: bool = False
+
+    def difference(self, other: Measured) -> str:
+        """Why the two are not equal, "" if they are."""
+        mine, theirs = self.values, other.values
+        if mine.shape[1:] != theirs.shape[1:] or (len(mine) != len(theirs) and not self.open):
+            return f"{mine.shape} values, {theirs.shape} in the store"
+        rows = min(len(mine), len(theirs))
+        mine, theirs = mine[:rows].astype(np.float64), theirs[:rows].astype(np.float64)
+        if not (np.isfinite(mine).all() and np.isfinite(theirs).all()):
+            return "" if np.array_equal(mine, theirs, equal_nan=True) else "values that are not finite"
+        norms = np.maximum(np.linalg.norm(mine, axis=1), np.linalg.norm(theirs, axis=1))
+        distances = np.linalg.norm(mine - theirs, axis=1) / np.maximum(norms, 1e-30)
+        worst = int(distances.argmax()) if rows else 0
+        if rows and distances[worst] > self.tolerance:
+            return f"distance {distances[worst]:.2g} in row {worst}, {self.tolerance:.2g} counts as equal"
+        return ""
+
+    def plain(self) -> dict[str, object]:
+        data = base64.b64encode(np.ascontiguousarray(self.values, "<f4").tobytes()).decode()
+        return {"shape": list(self.values.shape), "tolerance": self.tolerance, "open": self.open, "values": data}
+
+    @classmethod
+    def read(cls, plain: Mapping[str, Any]) -> Measured:
+        """Raises ValueError, TypeError, KeyError for something else."""
+        rows, count = map(int, plain["shape"])
+        values = np.frombuffer(base64.b64decode(plain["values"], validate=True), "<f4").reshape(rows, count)
+        return cls(values.astype(np.float32), float(plain["tolerance"]), bool(plain["open"]))
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a server resolved and measured.
+
+    Attributes:
+        version: of vLLM.
+        settings: digest of vLLM's configuration and versions, hexadecimal.
+        resolved: attributes of layers, and keys of the configuration, as text.
+        measured: by name: `layout <fingerprint>` for the probe's KV, `rotary <number>` for embeddings.
+    """
+
+    version: str
+    settings: str
+    resolved: Mapping[str, str] = field(default_factory=dict)
+    measured: Mapping[str, Measured] = field(default_factory=dict)
+
+    def difference(self, other: Evidence) -> str:
+        """Why KV of `other` is not this server's, "" if it is."""
+        if self.measured.keys() != other.measured.keys():
+            names = sorted(self.measured.keys() ^ other.measured.keys())
+            return f"{names[0]} is on one side only"
+        for name, mine in self.measured.items():
+            why = mine.difference(other.measured[name])
+            if why:
+                return f"{name}: {why}"
+        same = self.version == other.version
+        for name in sorted(self.resolved.keys() | other.resolved.keys()):
+            one, two = self.resolved.get(name), other.resolved.get(name)
+            if one != two and (same or (one is not None and two is not None and not _unset(one, two))):
+                return f"{name} is {one}, {two} in the store"
+        return ""
+
+    @property
+    def name(self) -> str:
+        """The record's name, before its namespace."""
+        layouts = sha256("\x00".join(sorted(self.measured)).encode()).hexdigest()
+        return f"{self.settings[:32]}-{layouts[:16]}"
+
+    @property
+    def values(self) -> bytes:
+        """A digest of exactly what was measured."""
+        digest = sha256()
+        for name in sorted(self.measured):
+            digest.update(name.encode() + b"\x00" + self.measured[name].values.tobytes())
+        return digest.digest()
+
+    def record(self, namespace: bytes) -> bytes:
+        measured = {name: one.plain() for name, one in self.measured.items()}
+        plain = {
+            "format": _FORMAT, "namespace": namespace.hex(), "vllm": self.version, "settings": self.settings,
+            "resolved": dict(self.resolved), "measured": measured, "started": time.time(),
+        }  # fmt: skip
+        return json.dumps(plain, sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """What a server that wrote into a store resolved and measured, its namespace, and when it started last (Unix time)."""
+
+    namespace: bytes
+    evidence: Evidence
+    started: float = 0.0
+
+    @classmethod
+    def read(cls, data: bytes) -> NamespaceRecord | None:
+        """None for a record that is damaged or of another format."""
+        try:
+            plain = json.loads(data)
+            if plain["format"] != _FORMAT:
+                return None
+            measured = {str(name): Measured.read(one) for name, one in plain["measured"].items()}
+            resolved = {str(name): str(value) for name, value in plain["resolved"].items()}
+            evidence = Evidence(str(plain["vllm"]), str(plain["settings"]), resolved, measured)
+            return cls(bytes.fromhex(plain["namespace"]), evidence, float(plain["started"]))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+
+
+def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
+    """32 bytes: a digest of the weights and of what the user configured about them. `fingerprint` (hexadecimal) replaces the
+    digest of the weights. Raises ModelUnsupported."""
+    model = vllm_config.model_config
+    revision = getattr(model, "revision", None)
+    weights = bytes.fromhex(fingerprint) if fingerprint else weights_digest(model_folder(model.model, revision))
+    drafts = b""
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None and draft.model != model.model:  # its layers are among the KV cache's
+        drafts = weights_digest(model_folder(draft.model, getattr(draft, "revision", None)))
+    given = {
+        "config": _merged(_configured(model), getattr(model, "hf_overrides", None)),
+        "dtype": str(model.dtype),
+        "quantization": str(getattr(model, "quantization", None)),
+        "arguments": _plain(getattr(model, "quantization_config", None)),
+    }
+    text = json.dumps(given, sort_keys=True, default=_plain)
+    return sha256(b"foreword/base\x00" + weights + drafts + text.encode()).digest()
+
+
+def _configured(model: Any) -> dict[str, Any]:
+    """The configuration files that vLLM reads, as one object, without what says nothing about KV."""
+    path = getattr(model, "hf_config_path", None) or model.model
+    folder = model_folder(path, getattr(model, "revision", None)) if not Path(path).is_dir() else Path(path)
+    found: dict[str, Any] = {}
+    for name in _CONFIGS:
+        file = folder / name
+        if file.is_file():
+            found |= json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def _merged(config: Mapping[str, Any], overrides: object) -> object:
+    """The configuration with overrides in it, without keys that do not change what a model computes."""
+    if not isinstance(overrides, Mapping):
+        return {key: value for key, value in config.items() if key not in IGNORED_KEYS} | (
+            {"": repr(overrides)} if overrides else {}
+        )
+    merged = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+    for key, value in overrides.items():
+        before = merged.get(key)
+        nested = isinstance(before, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(before, value) if nested else value  # type: ignore[arg-type]
+    return merged
+
+
+def settings_digest(vllm_config: Any) -> str:
+    """64 hexadecimal digits: a digest of vLLM's configuration as far as it may change KV, and of the versions. The API server
+    and the engine of one server have the same."""
+    import torch
+    import transformers
+    import vllm
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    names = ("max_model_len", "quantization", "override_generation_config", "disable_sliding_window", "dtype")
+    chosen = {name: _plain(getattr(model, name, None)) for name in names}
+    chosen["arguments"] = _plain(getattr(model, "quantization_config", None))
+    chosen["config"] = resolved_config(model)
+    chosen["cache"] = str(getattr(vllm_config.cache_config, "cache_dtype", None))
+    chosen["attention"] = _plain(getattr(vllm_config, "attention_config", None))
+    speculative = getattr(vllm_config, "speculative_config", None)
+    chosen["drafts"] = [str(getattr(speculative, name, None)) for name in ("method", "model", "num_speculative_tokens")]
+    chosen["versions"] = [vllm.__version__, transformers.__version__, torch.__version__]
+    chosen["device"] = str(current_platform.get_device_name())
+    return sha256(json.dumps(chosen, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def resolved_config(model: Any) -> dict[str, str]:
+    """The keys of the configuration that layers read, with overrides and defaults in it."""
+    found: dict[str, str] = {}
+    for prefix, config in (("config", model.hf_config), ("text", getattr(model, "hf_text_config", None))):
+        if config is not None and not (prefix == "text" and config is model.hf_config):
+            _flatten(found, prefix, config.to_dict())
+    return found
+
+
+def _flatten(found: dict[str, str], prefix: str, value: object) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key not in IGNORED_KEYS:
+                _flatten(found, f"{prefix}.{key}", inner)
+    else:
+        found[prefix] = short(json.dumps(value, sort_keys=True, default=_plain))
+
+
+def short(text: str) -> str:
+    """A text, or a digest of a long one."""
+    return text if len(text) <= 80 else sha256(text.encode()).hexdigest()[:32]
+
+
+def _plain(value: object) -> object:
+    """A value of vLLM's configuration as JSON. Objects as their type's name and their fields, without addresses."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        found = [_plain(one) for one in value]
+        return sorted(found, key=str) if isinstance(value, set | frozenset) else found
+    fields = getattr(value, "__dataclass_fields__", None)
+    if fields is not None:
+        return {name: _plain(getattr(value, name, None)) for name in fields}
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
+
+
+def _unset(one: str, two: str) -> bool:
+    """Whether both say that something is not set, each in its way."""
+    return {one, two} <= {"None", "null", "0", "0.0", "-1", "False", "false", "''", '""'}
+
+
+def unmeasured(base: bytes, settings: str) -> bytes:
+    """The namespace of a server that could not measure: that of servers with the same settings and versions."""
+    return sha256(b"foreword/unmeasured\x00" + base + settings.encode()).digest()
+
+
+def choose(store: TieredStore, base: bytes, mine: Evidence) -> bytes:
+    """The namespace of this server, 32 bytes: that of a record that agrees with it, or a new one. Writes this server's record.
+
+    Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
+    taken, so that nothing can be shared by mistake.
+    """
+    where = f"{RECORDS}{base.hex()[:32]}/"
+    known, complete = _records(store, where, mine.name)
+    compared = [(record, mine.difference(record.evidence)) for record in known]
+    reasons = [(record, why) for record, why in compared if why]
+    # A namespace that a server with other KV has too is not used: both have started at the same time.
+    others = {record.namespace for record, _ in reasons}
+    equal = next((record for record, why in compared if not why and record.namespace not in others), None)
+    if equal is not None:
+        _write(store, where, mine, equal.namespace)
+        log.info("Foreword: KV in the stores that vLLM %s saved is used", equal.evidence.version)
+        return equal.namespace
+    resolved = json.dumps(dict(mine.resolved), sort_keys=True)
+    names = "\x00".join(sorted(mine.measured))
+    fresh = sha256(
+        b"foreword/namespace\x00" + unmeasured(base, mine.settings) + f"{resolved}\x00{names}".encode()
+    ).digest()
+    if not complete or fresh in others:
+        fresh = sha256(fresh + mine.values).digest()
+    if reasons:
+        record, why = reasons[0]
+        log.warning(
+            "Foreword: KV in the stores that vLLM %s saved with these weights is not used: %s",
+            record.evidence.version,
+            why,
+        )
+    if not complete:
+        log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
+    _write(store, where, mine, fresh)
+    written, _ = _records(store, where + mine.name, mine.name)
+    if any(record.namespace == fresh and mine.difference(record.evidence) for record in written):
+        return choose(store, base, mine)
+    return fresh
+
+
+def _records(store: TieredStore, where: str, first: str) -> tuple[list[NamespaceRecord], bool]:
+    """The records with keys from `where` on, that named `first` before others; and whether every tier answered."""
+    found: dict[str, NamespaceRecord] = {}
+    complete = True
+    for tier in store.tiers:
+        if not store.keeps_records(tier):
+            continue
+        try:
+            for key in _keys(tier, where)[:_MOST_RECORDS]:
+                deadline = time.monotonic() + _WITHIN
+                data = tier.call(partial(tier.store.get_record, key, deadline=deadline), deadline)
+                record = NamespaceRecord.read(data) if data is not None else None
+                if record is not None:
+                    found.setdefault(key, record)
+        except StoreError as error:
+            complete = False
+            log.warning("Foreword: %s does not answer: %s", tier.label, error.message)
+    ordered = sorted(found, key=lambda key: (f"/{first}-" not in key, key))
+    return [found[key] for key in ordered], complete
+
+
+def _keys(tier: StoreTier, where: str) -> Sequence[str]:
+    deadline = time.monotonic() + _WITHIN
+    return tier.call(partial(tier.store.records, where, deadline=deadline), deadline)
+
+
+def _write(store: TieredStore, where: str, mine: Evidence, namespace: bytes) -> None:
+    # Servers that start at the same time do not overwrite each other's records, so that each sees what the other measured.
+    key = f"{where}{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}"
+    try:
+        store.put_record(key, mine.record(namespace), deadline=time.monotonic() + _WITHIN)
+    except StoreError as error:
+        log.warning("Foreword: this server's namespace is not recorded: %s", error.message)
+
+
+def recorded(store: TieredStore, base: bytes, settings: str) -> bytes | None:
+    """The namespace of the server with these settings, as its engine has recorded it; None if there is no record."""
+    records, _ = _records(store, f"{RECORDS}{base.hex()[:32]}/{settings[:32]}-", "")
+    latest = max(records, key=lambda one: one.started, default=None)
+    return latest.namespace if latest is not None else None

@@ -1,0 +1,285 @@
+"""What a server computes, measured when it starts: the KV of a fixed prompt, and the embeddings of far positions.
+
+The probe is a request that only the worker sees: it computes a few hundred fixed tokens with vLLM's own runner, in blocks that
+no request uses yet, before vLLM is ready. A sample of the blocks' packed bytes says what the layout means and what the layers
+compute. Positions that a short prompt does not reach are given to the rotary embeddings alone. What neither reaches, such as a
+window longer than the prompt, is in the attributes of the layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from foreword.blocks.portable import BlockUnits
+from foreword.blocks.resume import GroupKind
+from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
+from foreword.integrations.vllm.groups import ConnectorGroup
+from foreword.integrations.vllm.namespace import Measured, resolved_config, short
+from foreword.offload.staging import StagingArena
+
+_NAME = "foreword-probe"
+# Tokens: enough for every kind of layer to show what it does, and a fraction of a second on a small model.
+_TOKENS = 256
+# Elements per layer and block.
+_SAMPLE = 128
+_POSITIONS = (
+    1,
+    17,
+    255,
+    1_023,
+    2_047,
+    2_048,
+    *(power - at for power in (1 << n for n in range(12, 21)) for at in (1, 0)),
+)
+# Distances that rounding explains, as a share of the norm. Bytes of a format that is not known must be equal.
+_TOLERANCE = {
+    "float32": 2e-4,
+    "float16": 3e-3,
+    "bfloat16": 0.01,
+    "float8_e4m3fn": 0.03,
+    "float8_e5m2": 0.06,
+    "uint8": 0.0,
+}
+# Attributes of layers that do not change KV: names and places, and how tensor parallelism divides a layer. The layouts say
+# which heads a rank has.
+_NO_MATTER = frozenset({
+    "prefix", "layer_name", "layer_idx", "training", "tp_rank", "tp_size", "tp_size_", "num_heads", "num_kv_heads", "q_size",
+    "kv_size", "num_local_heads", "total_num_heads", "total_num_kv_heads", "num_queries_per_kv", "output_partition_sizes",
+    "input_is_parallel", "reduce_results", "gather_output", "disable_tp", "parallel_group", "isa", "ep_rank", "ep_size",
+    "dp_rank", "dp_size", "pcp_rank", "dcp_rank", "total_cp_rank", "num_kv_head_replicas", "use_all_gather",
+})  # fmt: skip
+_NO_MATTER_ENDS = ("_per_partition", "_per_partition_padded", "_world_size", "_per_rank")
+_UNREADABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError, KeyError)
+
+
+def calling_worker() -> Any | None:
+    """vLLM's worker that is calling this process's connector. vLLM gives connectors no access to it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if owner is not None and hasattr(owner, "model_runner") and hasattr(owner, "execute_model"):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def probe_tokens(info: KVCacheInfo) -> int:
+    """How many tokens the probe has: whole blocks of every group. 0 if vLLM's KV cache or its steps are too small for it."""
+    step, model = info.step, info.config.model_config
+    most = min(info.chunk, int(model.max_model_len) - 1)
+    wanted = step if any(one.group.kind is GroupKind.STATE for one in info.groups) else -(-_TOKENS // step) * step
+    tokens = min(wanted, most // step * step)
+    return tokens if tokens and sum(map(len, _tables(info, tokens))) < info.num_blocks else 0
+
+
+def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
+    """Block ids of the probe, by group of vLLM. The groups share vLLM's blocks; each gets one more for what it looks ahead."""
+    found, first = [], NULL_BLOCK + 1
+    speculative = getattr(info.config, "speculative_config", None)
+    ahead = int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+    for one in info.groups:
+        count = -(-(tokens + 1 + ahead) // one.block_size) + 1 + ahead * (one.group.kind is GroupKind.STATE)
+        found.append(list(range(first, first + count)))
+        first += count
+    return found
+
+
+def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> dict[str, Measured]:
+    """Compute the probe on this rank, and sample its blocks; all ranks together. Empty if there is no room for it."""
+    tokens = probe_tokens(info)
+    if not tokens:
+        return {}
+    tables = _tables(info, tokens)
+    _compute(worker, _prompt(info, tokens), tables)
+    found: dict[str, Measured] = {}
+    for number, (one, divided, table) in enumerate(zip(info.groups, units, tables, strict=True)):
+        for name, values in _samples(one, divided, table, tokens, staging, number):
+            found[name] = values
+    return found
+
+
+def _prompt(info: KVCacheInfo, tokens: int) -> list[int]:
+    """The first tokens of a fixed sequence, from the middle of the vocabulary: special tokens stand at its ends."""
+    size = int(info.config.model_config.get_vocab_size())
+    draw = random.Random("foreword/probe")
+    return [size // 8 + int(draw.random() * (size // 2)) for _ in range(tokens)]
+
+
+def _compute(worker: Any, prompt: list[int], tables: list[list[int]]) -> None:
+    """Let vLLM's runner compute a prompt in these blocks, and forget the request."""
+    pooling = worker.model_config.runner_type == "pooling"
+    given: dict[str, Any] = {one.name: None for one in dataclasses.fields(NewRequestData)}
+    given |= {
+        "req_id": _NAME, "prompt_token_ids": prompt, "prefill_token_ids": prompt, "mm_features": [], "num_computed_tokens": 0,
+        "block_ids": tuple(tables), "sampling_params": None, "pooling_params": None, "replay_start": 0,
+    }  # fmt: skip
+    given["pooling_params" if pooling else "sampling_params"] = _parameters(worker, pooling)
+    known = {one.name for one in dataclasses.fields(NewRequestData)}
+    request = NewRequestData(**{name: value for name, value in given.items() if name in known})
+    step = dataclasses.replace(
+        SchedulerOutput.make_empty(),
+        scheduled_new_reqs=[request],
+        num_scheduled_tokens={_NAME: len(prompt)},
+        total_num_scheduled_tokens=len(prompt),
+    )
+    end = dataclasses.replace(SchedulerOutput.make_empty(), finished_req_ids={_NAME})
+    for one in (step, end):
+        one.num_common_prefix_blocks = [0] * len(tables)
+    with _without_connector(worker):
+        output = worker.execute_model(step)
+        if output is None and not pooling:
+            output = worker.sample_tokens(None)
+        if hasattr(output, "get_output"):
+            output.get_output()  # asynchronous scheduling
+        worker.execute_model(end)
+
+
+def _parameters(worker: Any, pooling: bool) -> Any:
+    from vllm import PoolingParams, SamplingParams
+
+    if not pooling:
+        return SamplingParams(temperature=0.0, max_tokens=1)
+    tasks = worker.get_supported_tasks() if hasattr(worker, "get_supported_tasks") else ()
+    parameters = PoolingParams()
+    parameters.task = next(iter(tasks), "embed")
+    return parameters
+
+
+@contextmanager
+def _without_connector(worker: Any) -> Iterator[None]:
+    """vLLM's runner computes as if it had no connector: nothing of the probe is loaded or saved."""
+    agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    second = getattr(worker.model_runner, "kv_connector", None)  # model runner V2 keeps it
+    switch = getattr(second, "set_disabled", lambda _: None)
+    switch(True)
+    try:
+        yield
+    finally:
+        switch(False)
+        kv_transfer_state._KV_CONNECTOR_AGENT = agent
+
+
+def _samples(
+    one: ConnectorGroup, divided: BlockUnits, table: Sequence[int], tokens: int, staging: StagingArena, number: int
+) -> Iterator[tuple[str, Measured]]:
+    """A sample of one group's blocks, for each of its layouts."""
+    size = one.block_size
+    last = max(min(tokens, _TOKENS) // size, 1) - 1
+    blocks = [0] if not one.positional or last == 0 else [0, last]
+    if not one.positional:
+        table = table[tokens // size - 1 :]
+    for head, layout in enumerate(divided.layouts):
+        starts = [divided.of_blocks([table[block]])[head] for block in blocks]
+        payloads = []
+        for slot, unit in enumerate(starts):
+            staging.gather([unit], [slot], number)
+            payloads.append(bytes(staging.buffer(slot)[: staging.block_bytes[number]]))
+        for part, (kind, rows) in enumerate(_typed(one, payloads)):
+            yield (
+                f"layout {layout.fingerprint.hex()} {part}",
+                Measured(_chosen(rows), _TOLERANCE.get(kind, 0.0), open=True),
+            )
+
+
+def _typed(one: ConnectorGroup, payloads: Sequence[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Elements of payloads as tensors `[payloads * layers, elements]` of a dtype each, and its name."""
+    data = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).view(len(payloads), -1)
+    layers = 1 if one.uneven or data.shape[1] % len(one.specs) else len(one.specs)
+    rows = data.view(len(payloads) * layers, -1)
+    spec = one.specs[0]
+    if not isinstance(spec, MambaSpec):
+        kind = one.dtype if one.dtype in _TOLERANCE else "uint8"
+        whole = rows.shape[1] % getattr(torch, kind).itemsize == 0
+        yield (kind, rows.view(getattr(torch, kind))) if whole else ("uint8", rows)
+        return
+    sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    if layers == 1 or sum(sizes) != rows.shape[1]:
+        yield "uint8", rows
+        return
+    offset = 0
+    for size, dtype in zip(sizes, spec.dtypes, strict=True):
+        yield str(dtype).removeprefix("torch."), rows[:, offset : offset + size].contiguous().view(dtype)
+        offset += size
+
+
+def _chosen(rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Some elements of each row, from all parts of it."""
+    count = min(rows.shape[1], _SAMPLE)
+    bounds = np.linspace(0, rows.shape[1], count + 1).astype(np.int64)
+    draw = np.random.default_rng(0).random(count)
+    places = bounds[:-1] + (draw * np.diff(bounds)).astype(np.int64)
+    return np.asarray(rows[:, torch.from_numpy(places)].float().numpy(), np.float32)
+
+
+def rotary_embeddings(model: torch.nn.Module, longest: int, dtype: torch.dtype) -> dict[str, Measured]:
+    """Fixed vectors rotated to near and far positions below `longest`, by each rotary embedding of the model."""
+    found: dict[str, Measured] = {}
+    modules = {id(one): one for one in model.modules() if ".rotary_embedding" in type(one).__module__}
+    for number, module in enumerate(one for one in modules.values() if hasattr(one, "head_size")):
+        found[f"rotary {number}"] = _rotated(module, longest, dtype)
+    return found
+
+
+@torch.inference_mode()
+def _rotated(module: Any, longest: int, dtype: torch.dtype) -> Measured:
+    tables = [one for one in module.buffers() if one.dim() >= 2]
+    longest = min(longest, *(len(one) for one in tables)) if tables else longest
+    positions = [position for position in _POSITIONS if position < longest]
+    device = tables[0].device if tables else torch.device("cpu")
+    vector = torch.randn(int(module.head_size), generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    query = vector.repeat(len(positions), 1)
+    try:
+        rotated, _ = module(torch.tensor(positions, device=device), query.clone(), query.clone())
+        values = rotated.reshape(len(positions), -1).float().cpu().numpy()
+    except _UNREADABLE:  # another signature; the tables say at least what it multiplies with
+        rows = [one[positions].reshape(len(positions), -1).float().cpu() for one in tables]
+        values = torch.cat(rows, 1).numpy() if rows else np.zeros((len(positions), 1), np.float32)
+    tolerance = _TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0)
+    return Measured(np.asarray(values, np.float32), tolerance, open=True)
+
+
+def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, str]:
+    """The plain attributes and scalar buffers of all layers by class and name, and the keys of the configuration they read."""
+    collected: dict[str, list[str]] = {}
+    plain = set(vars(torch.nn.Module()))
+    for module in model.modules():
+        for owner in (module, getattr(module, "impl", None)):
+            # What vLLM wraps around layers for adapters changes nothing without one; requests with one have keys of their own.
+            if owner is None or not hasattr(owner, "__dict__") or type(owner).__module__.startswith("vllm.lora."):
+                continue
+            for name, value in vars(owner).items():
+                if name not in plain and _matters(name) and _is_plain(value):
+                    collected.setdefault(f"{type(owner).__name__}.{name}", []).append(_text(value))
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer is not None and buffer.dim() == 0:
+                collected.setdefault(f"{type(module).__name__}.{name}", []).append(repr(buffer.item()))
+    found = {
+        name: short(values[0] if len(set(values)) == 1 else ", ".join(values)) for name, values in collected.items()
+    }
+    return found | resolved_config(model_config)
+
+
+def _matters(name: str) -> bool:
+    return name not in _NO_MATTER and not name.endswith(_NO_MATTER_ENDS)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)

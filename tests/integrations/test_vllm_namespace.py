@@ -1,0 +1,228 @@
+"""Whose KV a block is under vLLM: servers share a namespace exactly if what they resolve and measure agrees."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from foreword.errors import StoreError
+from foreword.integrations.vllm.namespace import Evidence, Measured, NamespaceRecord, base_digest, choose, recorded
+from foreword.integrations.vllm.weights import weights_digest
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import open_store
+
+BASE = bytes(range(32))
+LAYOUT = "layout 0011 0"
+
+
+def evidence(
+    seed: int = 1, version: str = "0.32.0", settings: str = "5e", noise: float = 0.0, rows: int = 4, **resolved: str
+) -> Evidence:
+    """What a server measures. `noise`: distance from what another one with this seed measures, as a share of the norm."""
+    draw = np.random.default_rng(seed)
+    values = draw.standard_normal((4, 64)).astype(np.float32)
+    values += noise * np.random.default_rng(seed + 1_000).standard_normal(values.shape).astype(np.float32)
+    far = np.outer(np.arange(1, 7), np.ones(8)).astype(np.float32)[:rows]
+    measured = {LAYOUT: Measured(values, 0.01), "rotary 0": Measured(far, 0.01, open=True)}
+    return Evidence(version, (settings * 32)[:64], {"RMSNorm.eps": "1e-06", **resolved}, measured)
+
+
+def store_in(folder: Path) -> TieredStore:
+    return open_store([f"disk://{folder}?size=64MiB"])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        evidence(),
+        evidence(noise=0.002),
+        evidence(rows=6),
+        evidence(version="0.33.0", settings="77"),
+        evidence(version="0.33.0", settings="77", **{"Attention.new": "True"}),
+        evidence(version="0.33.0", settings="77", **{"Attention.soft_cap": "0"}),
+    ],
+    ids=[
+        "equal",
+        "rounding",
+        "more positions",
+        "another version",
+        "an attribute of that version",
+        "not set, in another way",
+    ],
+)
+def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Evidence) -> None:
+    """What rounding explains, more positions, another version and an attribute that only that version has are the same KV."""
+    store = store_in(tmp_path)
+    first = choose(
+        store,
+        BASE,
+        evidence(**{"Attention.soft_cap": "None"}) if "Attention.soft_cap" in other.resolved else evidence(),
+    )
+    assert choose(store, BASE, other) == first
+    assert recorded(store, BASE, other.settings) == first
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (evidence(seed=2), LAYOUT),
+        (evidence(noise=0.05), LAYOUT),
+        (evidence(noise=0.05, version="0.33.0", settings="77"), LAYOUT),
+        (evidence(**{"RMSNorm.eps": "1e-05"}), "RMSNorm.eps"),
+        (evidence(version="0.33.0", settings="77", **{"RMSNorm.eps": "1e-05"}), "RMSNorm.eps"),
+        (evidence(**{"Attention.window": "128"}), "Attention.window"),
+    ],
+    ids=[
+        "other weights",
+        "1 of 20",
+        "another version computes otherwise",
+        "eps",
+        "eps there",
+        "an attribute, same version",
+    ],
+)
+def test_servers_that_differ_do_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: Evidence, reason: str
+) -> None:
+    """Another value of anything that was measured or resolved is another namespace, the log says why, and each server finds its
+    own namespace again."""
+    store = store_in(tmp_path)
+    first = choose(store, BASE, evidence())
+    with caplog.at_level("WARNING", "vllm.foreword"):
+        second = choose(store, BASE, other)
+    assert first != second
+    assert reason in caplog.text and "is not used" in caplog.text
+    assert (choose(store, BASE, evidence()), choose(store, BASE, other)) == (first, second)
+    store.close()
+
+
+def test_without_records_equal_settings_agree(tmp_path: Path) -> None:
+    """Servers that share no store, such as prefill and decode instances, agree if settings and attributes are equal; another
+    base, setting or attribute gives another namespace."""
+    namespaces = [
+        choose(store_in(tmp_path / str(number)), base, one)
+        for number, (base, one) in enumerate([
+            (BASE, evidence()), (BASE, evidence(noise=0.001)), (bytes(32), evidence()), (BASE, evidence(settings="77")),
+            (BASE, evidence(**{"RMSNorm.eps": "1e-05"})),
+        ])
+    ]  # fmt: skip
+    assert namespaces[0] == namespaces[1]
+    assert len(set(namespaces)) == 4
+    assert choose(TieredStore([]), BASE, evidence()) == namespaces[0]
+
+
+def test_servers_that_start_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers with equal settings that compute other KV, and find no record because both have just started, get two
+    namespaces."""
+    store = store_in(tmp_path)
+    put = store.put_record
+    seen: list[bytes] = []
+
+    def put_after_the_other(key: str, data: bytes, *, deadline: float) -> None:
+        monkeypatch.setattr(store, "put_record", put)
+        # The whole start of the other, between reading and writing of this one.
+        seen.append(choose(store, BASE, evidence(seed=2)))
+        put(key, data, deadline=deadline)
+
+    monkeypatch.setattr(store, "put_record", put_after_the_other)
+    mine = choose(store, BASE, evidence(seed=1))
+    assert mine != seen[0]
+    assert choose(store, BASE, evidence(seed=1)) == mine
+    assert choose(store, BASE, evidence(seed=2)) not in (mine, seen[0])
+    store.close()
+
+
+def test_a_store_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the records of a store nothing is shared by mistake: the namespace is that of exactly these measurements. What
+    another store says is used."""
+    store = store_in(tmp_path / "a")
+    known = choose(store, BASE, evidence())
+    inner = store.tiers[0].store
+
+    def fails(*_: object, **__: object) -> Any:
+        raise StoreError("the store is stopped")
+
+    monkeypatch.setattr(inner, "records", fails)
+    alone = choose(store, BASE, evidence(noise=0.002))
+    assert alone != known
+    assert alone == choose(store, BASE, evidence(noise=0.002)) != choose(store, BASE, evidence(noise=0.003))
+    store.close()
+    both = open_store([f"disk://{tmp_path / 'b'}?size=64MiB", f"disk://{tmp_path / 'c'}?size=64MiB"])
+    known = choose(both, BASE, evidence())
+    monkeypatch.setattr(both.tiers[1].store, "records", fails)
+    assert choose(both, BASE, evidence(noise=0.002)) == known
+    both.close()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"[]", b'{"format": 1}', b"\xff", b'{"format": 1, "measured": 5}'])
+def test_damaged_records_are_skipped(tmp_path: Path, damage: bytes) -> None:
+    """A record that cannot be read is no evidence, and stops no server."""
+    store = store_in(tmp_path)
+    first = choose(store, BASE, evidence())
+    [key] = store.records("namespaces/", deadline=float("inf"))
+    store.put_record(key, damage, deadline=float("inf"))
+    assert NamespaceRecord.read(damage) is None
+    assert choose(store, BASE, evidence()) == first
+    store.close()
+
+
+# The base
+
+
+def folder_with(folder: Path, config: dict[str, Any], value: float = 1.0) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file({"weight": np.full(8, value, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def base_of(folder: Path, **more: Any) -> bytes:
+    model = {
+        "model": str(folder),
+        "revision": None,
+        "dtype": "float32",
+        "quantization": None,
+        "hf_overrides": {},
+        **more,
+    }
+    return base_digest(SimpleNamespace(model_config=SimpleNamespace(**model), speculative_config=None), None)
+
+
+def test_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base follows from weights and configuration, wherever they stand; not from a folder's or a model's name."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain = {"rope_theta": 10_000.0, "rope": {"type": "yarn", "factor": 2}}
+    one = folder_with(tmp_path / "one", plain)
+    two = folder_with(tmp_path / "two", {**plain, "_name_or_path": "x", "transformers_version": "9"})
+    theta = folder_with(tmp_path / "theta", {**plain, "rope_theta": 500.0})
+    assert base_of(one) == base_of(two)
+    assert base_of(one, hf_overrides={"rope_theta": 500.0}) == base_of(theta) == base_of(one, hf_config_path=str(theta))
+    assert base_of(one, hf_overrides={"rope": {"factor": 2}}) == base_of(one)
+    others = [
+        base_of(one), base_of(theta), base_of(folder_with(tmp_path / "three", plain, 2.0)), base_of(one, dtype="bfloat16"),
+        base_of(one, hf_overrides={"rope": {"factor": 4}}), base_of(one, quantization="fp8"),
+        base_of(one, quantization="fp8", quantization_config={"linear": "e5m2"}),
+    ]  # fmt: skip
+    assert len(set(others)) == len(others)
+
+
+def test_weights_replaced_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight file that is rewritten in place, with its old size and modification time, has another digest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = folder_with(tmp_path / "model", {})
+    file, before = folder / "model.safetensors", weights_digest(folder)
+    times = file.stat()
+    with file.open("r+b") as weights:
+        weights.seek(-4, os.SEEK_END)
+        weights.write(b"\x00\x00\x00\x41")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_mtime_ns == times.st_mtime_ns
+    assert weights_digest(folder) != before
