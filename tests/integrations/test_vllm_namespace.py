@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from vllm_process import PYTHON, disk, run
 
+import foreword
 from foreword.errors import StoreError
 from foreword.integrations.vllm.namespace import Evidence, Measured, NamespaceRecord, base_digest, choose, recorded
 from foreword.integrations.vllm.weights import weights_digest
+from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 
 BASE = bytes(range(32))
+EMBEDDED_MODEL = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 LAYOUT = "layout 0011 0"
 
 
@@ -226,3 +232,87 @@ def test_weights_replaced_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert file.stat().st_mtime_ns == times.st_mtime_ns
     assert weights_digest(folder) != before
+
+
+# Under vLLM
+
+_LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 512,
+    "short_factor": [1.0 + 0.05 * n for n in range(16)], "long_factor": [1.0 + n for n in range(16)],
+}  # fmt: skip
+
+
+def servers(folder: Path, kind: str, store: Path, settings: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Ask vLLMs with these settings, one after the other, the same prompts over one store: for each, the cached tokens of each
+    prompt when it is asked first, and again after a reset of vLLM's own cache."""
+    asks = ["ask", "forget", "ask"]
+    runs = [{"store": [disk(store)], "passes": asks, "llm": one} for one in settings]
+    job = {"model": str(folder), "llm": KINDS[kind].arguments(), "runs": runs, "prompts": fresh_prompts(3, 3, 300)}
+    found = run("vllm_kinds_script.py", job)["results"]
+    return [[answer["cached"] for answers in one["answers"] for answer in answers] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "same", "other"),
+    [
+        (
+            "Llama",
+            {},
+            [{"max_model_len": 1_024, "max_num_seqs": 4}, {"served_model_name": "another"}],
+            [{"hf_overrides": {"rms_norm_eps": 1e-2}}, {"hf_config_path": "THETA"}, {"kv_cache_dtype": "fp8"}],
+        ),
+        (
+            "Phi-3",
+            {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 512, "max_position_embeddings": 2_048},
+            [{"max_model_len": 1_536}],
+            [{"max_model_len": 512}],
+        ),
+        ("Mistral", {}, [], [{"disable_sliding_window": True}]),
+    ],
+    ids=["llama", "longrope", "windows"],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+def test_settings_under_vllm(
+    kind: str, config: dict[str, Any], same: list[dict[str, Any]], other: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """A server finds nothing of a server whose settings give other KV, and everything of one whose settings give the same."""
+    folder = KINDS[kind].build(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **config}), encoding="utf-8")
+    theta = tmp_path / "theta"
+    theta.mkdir()
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    (theta / "config.json").write_text(json.dumps({**json.loads(file.read_text()), **rope}), encoding="utf-8")
+    other = [{key: str(theta) if value == "THETA" else value for key, value in one.items()} for one in other]
+    first, *found = servers(folder, kind, tmp_path / "store", [{}, *same, *other])
+    assert first[:3] == [0, 0, 0] and min(first[3:]) >= 256
+    for settings, cached in zip([*same, *other], found, strict=True):
+        expected = first[3:] if settings in same else [0, 0, 0]
+        assert cached[:3] == expected, settings
+        assert min(cached[3:]) > 0, "its own KV is found again"
+
+
+@pytest.mark.parametrize("pooling", ["MEAN", "LAST"])
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+def test_embeddings_under_vllm(pooling: str, tmp_path: Path) -> None:
+    """An embeddings server survives equal texts and returns vLLM's own vectors, whether vLLM may continue a prompt (LAST) or
+    not (MEAN)."""
+    folder = KINDS["Llama"].build(tmp_path / "model")
+    for file in EMBEDDED_MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    llm = {"runner": "pooling", "convert": "embed", "pooler_config": {"seq_pooling_type": pooling}}
+    settings = {**KINDS["Llama"].arguments(), **llm, "skip_tokenizer_init": False, "max_num_batched_tokens": 2_048}
+    runs = [
+        {"store": None, "passes": ["embed"]},
+        {"store": [disk(tmp_path)], "passes": ["embed", "embed", "forget", "embed"]},
+    ]
+    job = {"model": str(folder), "llm": settings, "prompts": fresh_prompts(5, 3, 200), "runs": runs}
+    alone, connected = run("vllm_kinds_script.py", job)["results"]
+    [expected] = alone["vectors"]
+    for found in connected["vectors"]:
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert (connected["tiers"][0]["hit"] > 0) == (pooling == "LAST")

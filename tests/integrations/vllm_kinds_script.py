@@ -31,6 +31,7 @@ class Passes:
     """What one vLLM is asked to do.
 
     Attributes:
+        vectors: embeddings of each prompt, by pass.
         preempted: how often requests were preempted.
         drafted: how many tokens were drafted for speculative decoding.
     """
@@ -39,6 +40,7 @@ class Passes:
         self.llm = llm
         self.prompts = prompts
         self.answers: list[list[Answer]] = []
+        self.vectors: list[list[list[float]]] = []
         self.preempted = 0
         self.drafted = 0
         self.worker = worker_of(llm) if llm.llm_engine.vllm_config.kv_transfer_config is not None else None
@@ -77,6 +79,11 @@ class Passes:
         self._run()
         self.answers.append([self._answer(name) for name in names])
 
+    def embed(self) -> None:
+        """One prompt after the other, under a pooling model."""
+        found = [self.llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)[0] for prompt in self.prompts]
+        self.vectors.append([one.outputs.embedding for one in found])
+
     def forget(self) -> None:
         """Reset vLLM's own cache, once everything is written."""
         if self.worker is not None:
@@ -87,6 +94,7 @@ class Passes:
     def result(self) -> dict[str, Any]:
         found = {
             "answers": self.answers,
+            "vectors": self.vectors,
             "preempted": self.preempted,
             "drafted": self.drafted,
             "groups": groups(self.llm),

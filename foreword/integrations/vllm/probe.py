@@ -26,7 +26,7 @@ from foreword.blocks.portable import BlockUnits
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
-from foreword.integrations.vllm.namespace import Measured, resolved_config, short
+from foreword.integrations.vllm.namespace import Measured, log, resolved_config, short
 from foreword.offload.staging import StagingArena
 
 _NAME = "foreword-probe"
@@ -61,7 +61,7 @@ _NO_MATTER = frozenset({
     "dp_rank", "dp_size", "pcp_rank", "dcp_rank", "total_cp_rank", "num_kv_head_replicas", "use_all_gather",
 })  # fmt: skip
 _NO_MATTER_ENDS = ("_per_partition", "_per_partition_padded", "_world_size", "_per_rank")
-_UNREADABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError, KeyError)
+_REFUSED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError, KeyError)
 
 
 def calling_worker() -> Any | None:
@@ -85,24 +85,33 @@ def probe_tokens(info: KVCacheInfo) -> int:
 
 
 def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
-    """Block ids of the probe, by group of vLLM. The groups share vLLM's blocks; each gets one more for what it looks ahead."""
+    """Block ids of the probe, by group of vLLM, with room for the next tokens. The groups share vLLM's blocks."""
     found, first = [], NULL_BLOCK + 1
     speculative = getattr(info.config, "speculative_config", None)
     ahead = int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+    last = min(tokens + 1 + ahead, int(info.config.model_config.max_model_len))
     for one in info.groups:
-        count = -(-(tokens + 1 + ahead) // one.block_size) + 1 + ahead * (one.group.kind is GroupKind.STATE)
+        count = -(-last // one.block_size) + ahead * (one.group.kind is GroupKind.STATE)
         found.append(list(range(first, first + count)))
         first += count
     return found
 
 
 def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> dict[str, Measured]:
-    """Compute the probe on this rank, and sample its blocks; all ranks together. Empty if there is no room for it."""
+    """Compute the probe on this rank, and sample its blocks; all ranks together. Empty if there is no room for it, or if this
+    vLLM's runner takes no such request."""
     tokens = probe_tokens(info)
     if not tokens:
         return {}
     tables = _tables(info, tokens)
-    _compute(worker, _prompt(info, tokens), tables)
+    try:
+        _compute(worker, _prompt(info, tokens), tables)
+    except _REFUSED as error:
+        log.warning(
+            "Foreword: this vLLM's KV cannot be measured (%s: %s), so only servers with exactly its version and settings "
+            "share it", type(error).__name__, error,
+        )  # fmt: skip
+        return {}
     found: dict[str, Measured] = {}
     for number, (one, divided, table) in enumerate(zip(info.groups, units, tables, strict=True)):
         for name, values in _samples(one, divided, table, tokens, staging, number):
@@ -175,15 +184,17 @@ def _samples(
     one: ConnectorGroup, divided: BlockUnits, table: Sequence[int], tokens: int, staging: StagingArena, number: int
 ) -> Iterator[tuple[str, Measured]]:
     """A sample of one group's blocks, for each of its layouts."""
-    size = one.block_size
-    last = max(min(tokens, _TOKENS) // size, 1) - 1
-    blocks = [0] if not one.positional or last == 0 else [0, last]
+    size, width = one.block_size, divided.tokens
     if not one.positional:
         table = table[tokens // size - 1 :]
+    # The first frame, and one further behind: at the same token for every block size, where blocks are divided.
+    behind = _TOKENS * 3 // 4 // width * width if one.positional and tokens >= _TOKENS else 0
+    places = sorted({0, behind})
     for head, layout in enumerate(divided.layouts):
-        starts = [divided.of_blocks([table[block]])[head] for block in blocks]
         payloads = []
-        for slot, unit in enumerate(starts):
+        for slot, place in enumerate(places):
+            at = (place % size) // width * len(divided.layouts) + head
+            unit = divided.of_blocks([table[place // size]])[at]
             staging.gather([unit], [slot], number)
             payloads.append(bytes(staging.buffer(slot)[: staging.block_bytes[number]]))
         for part, (kind, rows) in enumerate(_typed(one, payloads)):
@@ -243,7 +254,7 @@ def _rotated(module: Any, longest: int, dtype: torch.dtype) -> Measured:
     try:
         rotated, _ = module(torch.tensor(positions, device=device), query.clone(), query.clone())
         values = rotated.reshape(len(positions), -1).float().cpu().numpy()
-    except _UNREADABLE:  # another signature; the tables say at least what it multiplies with
+    except _REFUSED:  # another signature; the tables say at least what it multiplies with
         rows = [one[positions].reshape(len(positions), -1).float().cpu() for one in tables]
         values = torch.cat(rows, 1).numpy() if rows else np.zeros((len(positions), 1), np.float32)
     tolerance = _TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0)
