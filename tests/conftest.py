@@ -18,6 +18,12 @@ settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failing test is named at once, and not only at the end of the run."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with few tests run first: these are the long ones, and a long one at the end would leave the other cores idle."""
     tests = Counter(item.path for item in items)

@@ -96,6 +96,17 @@ def test_damaged_outputs_are_encoded(model: Path, tmp_path: Path) -> None:
     assert ask(other, [asked], encoder_store=[disk(tmp_path)])[0]["encoded"] == 6
 
 
+def test_outputs_of_a_server_with_other_settings(model: Path, tmp_path: Path) -> None:
+    """A server whose settings differ in what does not change outputs encodes one image again, sees that the store's output is
+    the same, and uses all others, also after a restart."""
+    asked, other = [[number] for number in range(8)], {"max_model_len": 448}
+    first = ask(model, [asked], encoder_store=[disk(tmp_path)])[0]
+    one = ask(model, [asked[:1]], encoder_store=[disk(tmp_path)], llm=other)[0]
+    rest = ask(model, [asked], encoder_store=[disk(tmp_path)], llm=other)[0]
+    assert (first["encoded"], one["encoded"], rest["encoded"]) == (8, 1, 0)
+    assert tokens(rest) == tokens(first)
+
+
 def test_images_in_prompts(model: Path, tmp_path: Path) -> None:
     """KV of prompts with images is found after a restart, images that are covered are not encoded, and prompts with other
     images, or images elsewhere, miss. An identifier that a client gives to other pixels in another process does not hit."""

@@ -267,9 +267,8 @@ def servers(folder: Path, kind: str, store: Path, settings: Sequence[dict[str, A
             [{"max_model_len": 1_536}],
             [{"max_model_len": 512}],
         ),
-        ("Mistral", {}, [], [{"disable_sliding_window": True}]),
     ],
-    ids=["llama", "longrope", "windows"],
+    ids=["llama", "longrope"],
 )
 @pytest.mark.slow
 @pytest.mark.timeout(600)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from foreword.integrations.vllm import connector as vllm
+from foreword.integrations.vllm.step_messages import WorkerHandshake
 from foreword.store.tier_counters import Rate
 
 
@@ -18,10 +17,12 @@ class _Unknown(Rate):
 class PatientConnector(vllm.ForewordConnector):
     """Without a measured prefill rate the connector loads everything that it finds, within `load_timeout`."""
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        super().register_kv_caches(kv_caches)
-        assert self._worker.offload is not None
-        self._worker.offload.prefill_rate = _Unknown()
+    def get_handshake_metadata(self) -> WorkerHandshake | None:
+        found = super().get_handshake_metadata()
+        if self._worker_side is not None:
+            assert self._worker_side.offload is not None
+            self._worker_side.offload.prefill_rate = _Unknown()
+        return found
 
 
 # The name that the middleware for named prefixes looks for.

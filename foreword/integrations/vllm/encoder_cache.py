@@ -10,6 +10,10 @@ the request waits, and sends them to the workers with the step. The first worker
 
 An output is found by weights, settings, tenant and the content of the processed media, not by the name that a client
 gives it.
+
+An encoder has no fixed input that every model takes, so it is measured with what clients send. A server with other settings or
+versions than those that filled a store begins a namespace of its own. The first time that it encodes media of which the store
+has an output in another namespace of these weights, it compares the two: if they agree, it uses that namespace from then on.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -38,7 +42,7 @@ from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings
 from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
-from foreword.integrations.vllm.namespace import base_digest, settings_digest, unmeasured
+from foreword.integrations.vllm.namespace import base_digest, log, settings_digest, tolerance, unmeasured
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.integrity import KeyRing
@@ -51,14 +55,18 @@ _WRITE_TIMEOUT = 60.0
 _READ_SECONDS = 5.0
 # An output that was read and not used for so long is dropped.
 _UNUSED_SECONDS, _UNUSED_SECONDS_IF_FULL = 60.0, 1.0
+# How often a server reads which namespaces there are, and with how many it compares.
+_FOLLOW_SECONDS = 5.0
+_MOST_OTHERS = 4
 # A payload begins with the tensor's dtype and shape: 16 letters, then two uint32.
 _SHAPE = struct.Struct("<16sII")
 
 
 @dataclass(frozen=True, slots=True)
 class OutputName:
-    """Where an encoder output is stored: the key of its frame, and the key before it, the root of its tenant."""
+    """Where an encoder output is stored: the namespace, the key of its frame, and the key before it, the root of its tenant."""
 
+    model: bytes
     key: bytes
     parent: bytes
 
@@ -79,10 +87,12 @@ class EncoderOutput:
 
 @dataclass(slots=True)
 class ForewordECMetadata(ECConnectorMetadata):  # type: ignore[misc]
-    """Instructions for one step, by vLLM's identifier of the media: outputs to use, and where to save computed ones."""
+    """Instructions for one step, by vLLM's identifier of the media: outputs to use, where to save computed ones, and where
+    other namespaces may have them."""
 
     loads: dict[str, EncoderOutput] = field(default_factory=dict)
     saves: dict[str, OutputName] = field(default_factory=dict)
+    others: dict[str, list[OutputName]] = field(default_factory=dict)
 
 
 class EncoderStore:
@@ -92,26 +102,54 @@ class EncoderStore:
         for url in map(parse, settings.store.urls):
             if url.codec != "raw" or not url.persistent:
                 raise ConfigError(f"{url.shown}: encoder outputs need stores that processes share, without a codec")
-        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-        self._model = _encoder_digest(vllm_config, settings)
-        self._layout = Layout(self._model, 1, (), dtype, order="encoder").fingerprint
+        self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        base = base_digest(vllm_config, settings.fingerprint)
+        self.model = self._own = _encoder_digest(vllm_config, base)
+        self._record = f"encoders/{base.hex()[:32]}/{self._own.hex()}"
         self._store: TieredStore = open_store(settings.store.urls, keys=KeyRing.from_environment())
         self._settings = settings
+        self._asked = 0.0
+        self.others: list[bytes] = []
 
-    def name(self, request: Any, version: bytes, content: bytes) -> OutputName:
-        root = Scope(self._model, 1, tenant_salt(request)).root()
-        return OutputName(sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
+    def follow(self) -> None:
+        """Read which namespaces these weights have, at most every few seconds: this server's, which its other process may have
+        changed, and others to compare with. A store that fails changes nothing."""
+        if time.monotonic() < self._asked + _FOLLOW_SECONDS:
+            return
+        self._asked = time.monotonic()
+        deadline = self._asked + self._settings.store.lookup_timeout
+        try:
+            found = self._store.get_record(self._record, deadline=deadline)
+            keys = self._store.records(self._record.rpartition("/")[0] + "/", deadline=deadline)
+            self.model = bytes.fromhex(found.decode()) if found else self._own
+            known = {bytes.fromhex(key.rpartition("/")[2]) for key in keys}
+        except (StoreError, ValueError):
+            return
+        self.others = sorted(known - {self._own, self.model})[:_MOST_OTHERS] if self.model == self._own else []
 
-    def read(self, name: OutputName, rows: int, size: int) -> EncoderOutput | None:
-        """The verified output with `rows` rows; None if there is none. `size`: bytes that it has at most."""
-        full, config = chain_prefix(self._layout, name.parent) + name.key, self._settings.store
+    def adopt(self, model: bytes) -> None:
+        """From now on this server's outputs are those of this namespace."""
+        self.model = model
+        with contextlib.suppress(StoreError):  # the tier counts the error; the next output is compared again
+            self._store.put_record(self._record, model.hex().encode(), deadline=time.monotonic() + _WRITE_TIMEOUT)
+
+    def _layout(self, model: bytes) -> bytes:
+        return Layout(model, 1, (), self._dtype, order="encoder").fingerprint
+
+    def name(self, request: Any, version: bytes, content: bytes, model: bytes) -> OutputName:
+        root = Scope(model, 1, tenant_salt(request)).root()
+        return OutputName(model, sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
+
+    def read(self, name: OutputName, rows: int | None, size: int) -> EncoderOutput | None:
+        """The verified output with `rows` rows (None: any number); None if there is none. `size`: bytes that it has at most."""
+        full, config = chain_prefix(self._layout(name.model), name.parent) + name.key, self._settings.store
         if not self._store.locate([full], deadline=time.monotonic() + config.lookup_timeout):
             return None
         buffer = memoryview(bytearray(HEADER_BYTES + _SHAPE.size + size))
         until = time.monotonic() + config.load_timeout
         found = self._store.fetch([full], [buffer], deadline=until, on_late=used_once)[0]
         output = _unpacked(found.frame.payload) if found is not None else None
-        return output if output is not None and output.shape[0] == rows else None
+        return output if output is not None and rows in (None, output.shape[0]) else None
 
     def pack(self, name: OutputName, output: torch.Tensor) -> Frame:
         """A frame with a copy of the output."""
@@ -122,29 +160,31 @@ class EncoderStore:
         _SHAPE.pack_into(buffer, 0, dtype, *output.shape)
         buffer[_SHAPE.size : size] = data
         root = name.parent[:ROOT_BYTES]
-        return seal(Header(self._layout, root, name.key, name.parent, 0, 0, size, size), buffer)
+        return seal(Header(self._layout(name.model), root, name.key, name.parent, 0, 0, size, size), buffer)
 
     def write(self, frame: Frame) -> None:
         self._store.put([frame], deadline=time.monotonic() + _WRITE_TIMEOUT)
 
     def describe(self, facts: Mapping[str, object]) -> None:
         """Write the record that tells tools what these frames are."""
-        layout = {"model": self._model.hex(), "block_size": 1, "order": "encoder"}
+        layout = {"model": self._own.hex(), "block_size": 1, "order": "encoder"}
         data = json.dumps({**facts, "layout": layout}, sort_keys=True).encode()
         with contextlib.suppress(StoreError):  # the tier counts the error; outputs are found without the record
-            self._store.put_record(f"layouts/{self._layout.hex()}", data, deadline=time.monotonic() + _WRITE_TIMEOUT)
+            deadline = time.monotonic() + _WRITE_TIMEOUT
+            self._store.put_record(f"layouts/{self._layout(self._own).hex()}", data, deadline=deadline)
+            if self._store.get_record(self._record, deadline=deadline) is None:
+                self._store.put_record(self._record, self._own.hex().encode(), deadline=deadline)
 
     def close(self) -> None:
         self._store.close()
 
 
-def _encoder_digest(vllm_config: Any, settings: ConnectorSettings) -> bytes:
-    """A digest of the weights, and of settings and versions: encoders are not measured. Raises ModelUnsupported."""
+def _encoder_digest(vllm_config: Any, base: bytes) -> bytes:
+    """The namespace of servers with exactly these weights, settings and versions."""
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     chosen = [getattr(media, name, None) for name in ("video_pruning_rate", "mm_encoder_attn_dtype")]
     parts = (str(one).encode() for one in chosen)
-    model = unmeasured(base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config))
-    return sha256(framed(b"foreword/encoder", model, *parts)).digest()
+    return sha256(framed(b"foreword/encoder", unmeasured(base, settings_digest(vllm_config)), *parts)).digest()
 
 
 def _unpacked(payload: memoryview) -> EncoderOutput | None:
@@ -197,6 +237,7 @@ class EncoderReader:
         follow_engine(vllm_config, "set_weight_version", self._version.set)
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
         self._pool.submit(self._store.describe, {"model": str(vllm_config.model_config.model)})
+        self._pool.submit(self._store.follow)
 
     def ready(self, request: Any, computed: int) -> bool:
         """Start to read what the request's next step may need. Whether all of it was read, or is known to be missing."""
@@ -217,12 +258,13 @@ class EncoderReader:
         identifier = request.mm_features[index].identifier
         read = self._reads.get(identifier)
         if read is None:
-            name, size = self._name(request, index), self._size(request, index)
+            name, size = self._name(request, index, self._store.model), self._size(request, index)
             if name is None or not size:
                 return True
             if not self._has_memory(size):
                 return False
             rows = request.get_num_encoder_embeds(index)
+            self._pool.submit(self._store.follow)
             read = self._reads[identifier] = _Read(self._pool.submit(self._store.read, name, rows, size), size)
         return read.future.done() or read.age > self._patience
 
@@ -234,13 +276,13 @@ class EncoderReader:
                 return True
         return False
 
-    def _name(self, request: Any, index: int) -> OutputName | None:
-        """None for what cannot be identified, or is no encoder's output."""
+    def _name(self, request: Any, index: int, model: bytes) -> OutputName | None:
+        """In a namespace. None for what cannot be identified, or is no encoder's output."""
         feature = request.mm_features[index]
         if feature.modality == "prompt_embeds" or (self._tower_adapters and request.lora_request is not None):
             return None
         item = self._media.item(feature)
-        return self._store.name(request, self._version.salt, item.content) if item is not None else None
+        return self._store.name(request, self._version.salt, item.content, model) if item is not None else None
 
     def _size(self, request: Any, index: int) -> int:
         """Bytes of an output; 0 if vLLM has not measured its width."""
@@ -262,9 +304,11 @@ class EncoderReader:
             self._next.loads[identifier] = output
             return
         self._version.note_computed()
-        name = self._name(request, index) if saves else None
+        name = self._name(request, index, self._store.model) if saves else None
         if name is not None:
             self._next.saves[identifier] = name
+            others = (self._name(request, index, model) for model in self._store.others)
+            self._next.others[identifier] = [other for other in others if other is not None]
 
     def step(self, freed: list[str]) -> ForewordECMetadata:
         """The instructions for the step. `freed`: what vLLM drops from its own cache."""
@@ -293,20 +337,47 @@ class EncoderWriter:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "foreword-encoder-save")
         self._queue: list[Future[None]] = []
+        self._differ: set[bytes] = set()  # namespaces with other outputs
 
-    def save(self, name: OutputName, output: torch.Tensor) -> None:
+    def save(self, name: OutputName, output: torch.Tensor, others: Sequence[OutputName] = ()) -> None:
+        """`others`: where other namespaces may have this output."""
         size = output.numel() * output.itemsize
         with self._lock:
             if output.dim() != 2 or self._budget < size:
                 return
             self._budget -= size
         self._queue = [future for future in self._queue if not future.done()]
-        self._queue.append(self._pool.submit(self._write, self._store.pack(name, output), size))
+        self._queue.append(self._pool.submit(self._write, self._store.pack(name, output), size, name, others))
 
-    def _write(self, frame: Frame, size: int) -> None:
+    def _write(self, frame: Frame, size: int, name: OutputName, others: Sequence[OutputName]) -> None:
         self._store.write(frame)
+        if name.model == self._store.model:
+            self._compare(name, others, size)
         with self._lock:
             self._budget += size
+
+    def _compare(self, name: OutputName, others: Sequence[OutputName], size: int) -> None:
+        """Use another namespace if it has the output that was just computed, and the two agree."""
+        written = self._store.read(name, None, size)
+        for other in others:
+            theirs = self._store.read(other, None, size) if other.model not in self._differ else None
+            if written is None or theirs is None or theirs.dtype != written.dtype:
+                continue
+            mine, known = (one.tensor(torch.device("cpu")).float() for one in (written, theirs))
+            distance = (
+                float((mine - known).norm() / known.norm().clamp(min=1e-30)) if mine.shape == known.shape else 1.0
+            )
+            if distance <= tolerance(written.dtype):
+                self._store.adopt(other.model)
+                log.info(
+                    "Foreword: encoder outputs in the stores that a server with other settings or versions saved are used"
+                )
+                return
+            self._differ.add(other.model)
+            log.warning(
+                "Foreword: encoder outputs that a server with other settings or versions saved are not used: distance %.2g",
+                distance,
+            )
 
     def close(self) -> None:
         """Write what is queued, within `flush_seconds`."""
@@ -355,7 +426,7 @@ class ForewordECConnector(ECConnectorBase):  # type: ignore[misc]
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **_: Any) -> None:
         name = self._step().saves.get(mm_hash)
         if name is not None and self._writer is not None:
-            self._writer.save(name, encoder_cache[mm_hash])
+            self._writer.save(name, encoder_cache[mm_hash], self._step().others.get(mm_hash, ()))
 
     def _step(self) -> ForewordECMetadata:
         metadata = self._get_connector_metadata()

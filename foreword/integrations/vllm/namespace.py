@@ -47,6 +47,15 @@ _MOST_RECORDS = 256
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
 
 
+# Distances that rounding explains, as a share of the norm. Bytes of a format that is not known must be equal.
+_TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.01, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
+
+
+def tolerance(dtype: str) -> float:
+    """The largest distance of two computations of the same values that counts as equal, as a share of their norm."""
+    return _TOLERANCE.get(dtype, 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Something measured.

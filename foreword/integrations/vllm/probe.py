@@ -26,7 +26,7 @@ from foreword.blocks.portable import BlockUnits
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
-from foreword.integrations.vllm.namespace import Measured, log, resolved_config, short
+from foreword.integrations.vllm.namespace import Measured, log, resolved_config, short, tolerance
 from foreword.offload.staging import StagingArena
 
 _NAME = "foreword-probe"
@@ -43,15 +43,6 @@ _POSITIONS = (
     2_048,
     *(power - at for power in (1 << n for n in range(12, 21)) for at in (1, 0)),
 )
-# Distances that rounding explains, as a share of the norm. Bytes of a format that is not known must be equal.
-_TOLERANCE = {
-    "float32": 2e-4,
-    "float16": 3e-3,
-    "bfloat16": 0.01,
-    "float8_e4m3fn": 0.03,
-    "float8_e5m2": 0.06,
-    "uint8": 0.0,
-}
 # Attributes of layers that do not change KV: names and places, and how tensor parallelism divides a layer. The layouts say
 # which heads a rank has.
 _NO_MATTER = frozenset({
@@ -200,7 +191,7 @@ def _samples(
         for part, (kind, rows) in enumerate(_typed(one, payloads)):
             yield (
                 f"layout {layout.fingerprint.hex()} {part}",
-                Measured(_chosen(rows), _TOLERANCE.get(kind, 0.0), open=True),
+                Measured(_chosen(rows), tolerance(kind), open=True),
             )
 
 
@@ -211,7 +202,7 @@ def _typed(one: ConnectorGroup, payloads: Sequence[bytes]) -> Iterator[tuple[str
     rows = data.view(len(payloads) * layers, -1)
     spec = one.specs[0]
     if not isinstance(spec, MambaSpec):
-        kind = one.dtype if one.dtype in _TOLERANCE else "uint8"
+        kind = one.dtype if tolerance(one.dtype) else "uint8"
         whole = rows.shape[1] % getattr(torch, kind).itemsize == 0
         yield (kind, rows.view(getattr(torch, kind))) if whole else ("uint8", rows)
         return
@@ -257,8 +248,7 @@ def _rotated(module: Any, longest: int, dtype: torch.dtype) -> Measured:
     except _REFUSED:  # another signature; the tables say at least what it multiplies with
         rows = [one[positions].reshape(len(positions), -1).float().cpu() for one in tables]
         values = torch.cat(rows, 1).numpy() if rows else np.zeros((len(positions), 1), np.float32)
-    tolerance = _TOLERANCE.get(str(dtype).removeprefix("torch."), 0.0)
-    return Measured(np.asarray(values, np.float32), tolerance, open=True)
+    return Measured(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
 
 
 def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, str]:
