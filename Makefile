@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all faults faults-system mutants gpu check lint docs clean
+.PHONY: setup demo test test-all faults faults-system mutants drift gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,12 @@ faults-system: setup
 # Plants defects in a copy of the sources; the tests must catch each. With FOREWORD_VLLM_PYTHON also those of the connector.
 mutants: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
+
+# What a release of vLLM changed of all that Foreword uses: make drift OLD=.venv-vllm NEW=vllm-0.34.0-cp38-abi3-manylinux.whl
+OLD ?= .venv-vllm
+
+drift:
+	$(PYTHON) tests/integrations/vllm_drift.py $(OLD) $(NEW)
 
 # Everything that needs a GPU, in below nine minutes, with the Python of the machine: make gpu PYTHON=python3
 gpu:

@@ -137,6 +137,11 @@ class StoreLoad:
             self.finished = True
             return self.tiers
 
+    def discard(self) -> None:
+        """End the load as if no block had been loaded: the device is about to lose its contents."""
+        with self._lock:
+            self.finished, self.tiers = True, []
+
     def fill(self, tiers: list[int], copy: Callable[[], None]) -> bool:
         """Copy the next blocks, which came from `tiers`, into the device. False, without a copy, if the load was closed."""
         with self._lock:

@@ -1,9 +1,11 @@
-"""Parts of the vLLM connector that need no vLLM: the hand-off message, and the middleware for named prefixes."""
+"""Parts of the vLLM connector that need no vLLM: the versions that fit, the hand-off message, and the middleware for named
+prefixes."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +27,41 @@ def vllm() -> Iterator[Callable[[str], Any]]:
     """Imports a module of the connector."""
     with stubbed_vllm():
         yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.30.0", False),
+        ("0.9.1+cpu", False),
+        ("0.31.0", True),
+        ("0.33.0+cpu", True),
+        ("1.0.0", True),
+        ("0.1.dev1", True),
+    ],
+)
+def test_older_vllm(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, version: str, fits: bool) -> None:
+    """An older vLLM is refused in one sentence before anything else is imported from it; a build from sources is not."""
+    monkeypatch.setattr(importlib.import_module("vllm"), "__version__", version, raising=False)
+    package = importlib.import_module("foreword.integrations.vllm")
+    if fits:
+        assert package.NamedPrefixes.__module__ == "foreword.integrations.vllm.middleware"
+        return
+    for name in package.__all__:
+        with pytest.raises(ConfigError) as refused:
+            getattr(package, name)
+        assert str(refused.value) == f"Foreword's connector needs vLLM 0.31 or later; this is {version}"
+
+
+def test_newer_vllm(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that lacks what the connector imports is refused in one sentence, with the versions that were tested."""
+    package = importlib.import_module("foreword.integrations.vllm")
+    monkeypatch.delitem(sys.modules, "foreword.integrations.vllm.connector", raising=False)
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_events", None)
+    with pytest.raises(ConfigError, match=r"does not fit vLLM .*kv_events.*; it was tested with vLLM 0\.31 to 0\.33"):
+        _ = package.ForewordConnector
+    with pytest.raises(AttributeError, match="ForewordConnectr"):
+        _ = package.ForewordConnectr
 
 
 def test_handoff_message(vllm: Callable[[str], Any]) -> None:

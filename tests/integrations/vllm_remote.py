@@ -111,6 +111,25 @@ class Served:
         tiers = self.worker.offload.store.tiers
         return {**found, "read": [tier.counters.hit_blocks for tier in tiers]}
 
+    def sleep(self, version: str = "") -> dict[str, Any]:
+        """vLLM's sleep mode, wake-up, and then this version of the weights. vLLM's worker for CPUs ignores sleep mode, so it
+        gets what the one for GPUs does with the KV cache; its contents are lost meanwhile."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        def sleep(worker: Any, level: int = 1) -> None:
+            get_kv_transfer_group().unregister_kv_caches()
+            for cache in worker.model_runner.kv_caches:
+                cache.fill_(777.0)
+
+        CPUWorker.sleep = sleep
+        CPUWorker.wake_up = lambda worker, tags=None: get_kv_transfer_group().restore_kv_caches()
+        self.llm.sleep(level=1)
+        self.llm.wake_up()
+        if version:
+            self.llm.llm_engine.engine_core.engine_core.set_weight_version(version)
+        return self.state()
+
     def _sum(self, name: str) -> float:
         return sum(float(one.value) for one in metrics(self.llm, name))
 

@@ -1,12 +1,13 @@
 """The vLLM KV connector: `kv_connector_module_path` is `foreword.integrations.vllm`.
 
 `ForewordECConnector` keeps encoder outputs; `NamedPrefixes` is a middleware. vLLM is imported when one of these classes
-is asked for, not before.
+is asked for, not before. A vLLM that does not fit is refused then, in one sentence.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
@@ -15,14 +16,48 @@ if TYPE_CHECKING:
 
 __all__ = ["ForewordConnector", "ForewordECConnector", "NamedPrefixes"]
 
+OLDEST: Final = (0, 31)
+NEWEST_TESTED: Final = (0, 33)
+_MODULES: Final = {
+    "ForewordConnector": "connector",
+    "ForewordECConnector": "encoder_cache",
+    "NamedPrefixes": "middleware",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'foreword.integrations.vllm' has no attribute {name!r}")
     from importlib import import_module
 
-    if name == "ForewordConnector":
-        return import_module("foreword.integrations.vllm.connector").ForewordConnector
-    if name == "ForewordECConnector":
-        return import_module("foreword.integrations.vllm.encoder_cache").ForewordECConnector
-    if name == "NamedPrefixes":
-        return import_module("foreword.integrations.vllm.middleware").NamedPrefixes
-    raise AttributeError(f"module 'foreword.integrations.vllm' has no attribute {name!r}")
+    version = _checked_version()
+    try:
+        return getattr(import_module(f"foreword.integrations.vllm.{_MODULES[name]}"), name)
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "vllm":
+            raise
+        from foreword import __version__
+        from foreword.errors import ConfigError
+
+        raise ConfigError(
+            f"Foreword {__version__} does not fit vLLM {version}: {error}; it was tested with vLLM {_text(OLDEST)} to "
+            f"{_text(NEWEST_TESTED)}"
+        ) from error
+
+
+def _checked_version() -> str:
+    """vLLM's version. Raises ConfigError if it is too old. It must come before any other import from vLLM, which may fail."""
+    import vllm
+
+    version = str(getattr(vllm, "__version__", ""))
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    # A build from sources may have a version like 0.1.dev1, which says nothing.
+    if numbers is not None and "dev" not in version and tuple(map(int, numbers.groups())) < OLDEST:
+        from foreword.errors import ConfigError
+
+        raise ConfigError(f"Foreword's connector needs vLLM {_text(OLDEST)} or later; this is {version}")
+    return version
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

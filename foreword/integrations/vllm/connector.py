@@ -156,6 +156,21 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._worker_side is not None
         self._worker_side.register_kv_caches(kv_caches)
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """True. vLLM sleeps only when no request has blocks, and it resets the connector before (`reset_cache`). Between the
+        two calls below, which vLLM 0.33 and later makes around it, nothing touches the KV cache.
+        """
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        assert self._worker_side is not None
+        self._worker_side.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        assert self._worker_side is not None
+        self._worker_side.restore_kv_caches()
+
     def get_handshake_metadata(self) -> WorkerHandshake | None:
         """vLLM asks each worker once, when the model is loaded, compiled and warm, and before the first request."""
         if self._worker_side is None:

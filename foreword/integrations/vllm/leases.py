@@ -139,6 +139,13 @@ class KVLeases(FrameServer):
             if revoked.ends:
                 self._remove(lease)
 
+    def drop_held(self) -> None:
+        """The device is about to lose its contents. Once this returns, no reader reads them; copies are left."""
+        with self._changed:
+            for lease in self._leases.values():
+                self._drop(lease, list(lease.blocks))
+            self._changed.wait_for(lambda: not any(lease.copying for lease in self._leases.values()))
+
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests that vLLM has finished. It keeps their blocks until `take_ended` names them."""
         with self._changed:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -101,6 +101,9 @@ class ForewordConnectorWorker:
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
         self._changes: TierWatch | None = None
+        self._addresses: Callable[[], list[int]] = list
+        self._registered: list[int] = []
+        self._mapped = True
         self.step_started = 0.0
         self._seen = 0
         self._waits = 0
@@ -114,6 +117,8 @@ class ForewordConnectorWorker:
 
         if _device_of(kv_caches) == "cpu":
             set_background_cores(_cores_of_parent())
+        self._addresses = partial(_addresses_of, kv_caches)
+        self._registered = self._addresses()
         info, config = self._info, self._settings.store
         self._rank = get_tensor_model_parallel_rank() if info.ranks > 1 else 0
         self._tensors = tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
@@ -247,17 +252,39 @@ class ForewordConnectorWorker:
         peers = self._instances.address if self._instances is not None else ""
         return WorkerHandshake(memory, peers, self._info.model)
 
+    # Sleep
+
+    def unregister_kv_caches(self) -> None:
+        """vLLM is about to take the memory from under its KV cache. Once this returns, no thread reads or writes there, until
+        `restore_kv_caches`. Loads count as failed, also those that vLLM has not yet heard of: their blocks are lost."""
+        self._mapped = False
+        for load in self._loading.values():
+            load.discard()
+        if self._leases is not None:
+            self._leases.drop_held()
+
+    def restore_kv_caches(self) -> None:
+        """The KV cache has memory again, with any contents. vLLM maps it to the same addresses; if it ever does not, nothing is
+        saved or loaded until a restart."""
+        self._mapped = self._addresses() == self._registered
+        if not self._mapped:
+            startup_log.error(
+                "Foreword: vLLM's KV cache is at other addresses after sleep mode. It saves and loads nothing until this "
+                "server restarts"
+            )
+
     # Loading
 
     def start_loads(self, loads: Iterable[BlockLoad]) -> None:
         assert self.offload is not None
         for load in loads:
-            if not self._adapters.may_load(load.adapter):
+            if not self._mapped or not self._adapters.may_load(load.adapter):
                 self._refused.append(load)
                 continue
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
             numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
+            store_load.blocks = numbers  # one that never starts has loaded none of them
             start = partial(self.offload.load, store_load, 0, numbers)
             if load.producer is None or self._instances is None:
                 start()
@@ -305,7 +332,7 @@ class ForewordConnectorWorker:
         return set(ended) | self._take_refused()
 
     def _take_refused(self) -> set[str]:
-        """Requests for whose adapter nothing may be loaded: as if all their blocks were missing."""
+        """Requests for which nothing may be loaded: as if all their blocks were missing."""
         refused, self._refused = self._refused, []
         for load in refused:
             if self._info.divisible:
@@ -356,7 +383,7 @@ class ForewordConnectorWorker:
                     self._leases.add(lease)
 
     def _may_save(self, save: BlockSave) -> bool:
-        return self._adapters.may_save(save.adapter)
+        return self._mapped and self._adapters.may_save(save.adapter)
 
     # Hand-off
 
@@ -414,6 +441,12 @@ class ForewordConnectorWorker:
 
 def _block_bytes(views: Sequence[torch.Tensor]) -> int:
     return sum(view[0].numel() * view.element_size() for view in views)
+
+
+def _addresses_of(kv_caches: Mapping[str, Any]) -> list[int]:
+    """Where the tensors of the KV cache are."""
+    parts = (one if isinstance(one, list | tuple) else [one] for one in kv_caches.values())
+    return [int(tensor.data_ptr()) for some in parts for tensor in some]
 
 
 def _device_of(kv_caches: Mapping[str, Any]) -> str:
