@@ -142,12 +142,16 @@ def _store(url: str) -> Finding:
     """Open a store and ask it for a block that it does not have."""
     from foreword.store.integrity import KeyRing
     from foreword.store.redact import redacted
-    from foreword.store.urls import open_store, parse
+    from foreword.store.types import Reach
+    from foreword.store.urls import check_stores, open_store
 
     shown = redacted(url).partition("?")[0]
     try:
-        if parse(url).scheme == "peer":
+        [parsed] = check_stores([url])
+        if parsed.reach is Reach.INSTANCE:
             return Finding("store", f"{shown}: not checked, as only a running server connects to another one")
+        if not parsed.type.exists(parsed):
+            return Finding("store", f"{shown}: not there yet; a server can create it")
         began = time.monotonic()
         with closing(open_store([url], keys=KeyRing.from_environment())) as tiers:
             store = tiers.tiers[0].store

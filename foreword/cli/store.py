@@ -41,13 +41,19 @@ def register(app: typer.Typer) -> None:
     app.command("forget")(forget)
 
 
-def _opened(urls: list[str]) -> closing[TieredStore]:
+def _opened(urls: list[str], *, only_read: bool = False) -> closing[TieredStore]:
+    """Open stores that exist: a tool creates none."""
     from foreword.store.integrity import KeyRing
+    from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse
 
-    if any(parse(url).scheme == "memory" for url in urls):
-        raise ConfigError("a memory:// store is in the memory of its server; name a store that outlives a process")
-    return closing(open_store(urls, keys=KeyRing.from_environment()))
+    for url in map(parse, urls):
+        if url.reach is Reach.PROCESS:
+            raise ConfigError(
+                f"{url.shown}: a {url.scheme}:// store is in the memory of its server; name a store that outlives a process"
+            )
+    keys = KeyRing.from_environment()
+    return closing(open_store(urls, keys=keys, must_exist=True, only_read=only_read))
 
 
 # inspect
@@ -60,7 +66,7 @@ def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
     """
     from foreword.prefixes.erasure import layouts, named_prefixes
 
-    with _opened(urls) as store:
+    with _opened(urls, only_read=True) as store:
         known = layouts(store)
         tiers = [_tier_summary(tier, known) for tier in store.tiers]
         prefixes: list[dict[str, Any]] = [
@@ -187,7 +193,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every block and check its checksum. Status 1 if a damaged block remains."""
-    with _opened(urls) as store:
+    with _opened(urls, only_read=not repair) as store:
         found = {tier.label: _verify_tier(tier, repair) for tier in store.tiers}
     if as_json:
         print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))

@@ -6,6 +6,8 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
         @pytest.fixture
         def store(self): ...
 
+        pins = False              # if `pin` has no effect; it still returns 0, and raises as every call does
+
         bounded = True            # if the store has a budget and evicts; then it needs a second fixture:
 
         @pytest.fixture
@@ -15,6 +17,7 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
         def damage(self): ...     # a function (store, frame, bytes) that replaces the stored bytes of the frame
 
     class MyMachine(StoreMachine):
+        pins, bounded = ..., ...  # as above
         def make_store(self): ...
 
     TestMyMachine = MyMachine.TestCase

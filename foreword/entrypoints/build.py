@@ -48,7 +48,8 @@ from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.integrity import KeyRing
-from foreword.store.urls import Opener, StoreUrl, loss_of, open_store, parse
+from foreword.store.types import Opener, Reach, StoreUrl
+from foreword.store.urls import loss_of, open_store, parse
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 1 << 30
 _FEWEST_SLOTS = 16
@@ -150,7 +151,7 @@ class EngineParts:
                 self.offload.units[0].layouts[0],
                 zip(self.stores.urls, self.offload.store.tiers, strict=True),
             )
-            memory = [tier.store for url, tier in tiers if parse(url).scheme == "memory"]
+            memory = [tier.store for url, tier in tiers if parse(url).reach is Reach.PROCESS]
         else:
             layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []
         slots = min(num_frame_slots(layout.block_bytes), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
@@ -185,7 +186,7 @@ def build_engine(
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
     loaded = models.load_model(config, progress)
-    if readable or any(parse(url).scheme == "peer" for url in stores.urls):
+    if readable or any(parse(url).reach is Reach.INSTANCE for url in stores.urls):
         # What other instances read and write has all layers in a block.
         loaded = replace(loaded, layers=loaded.layers.merged())
     tokenizer = Tokenizer.load(loaded.source, loaded.end_tokens, trust_remote_code=config.trust_remote_code)
@@ -338,7 +339,7 @@ def _open_stores(
     count = len(config.urls)
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
-    openers = {"peer": _peer_opener(transfer)}
+    openers = {Reach.INSTANCE: _peer_opener(transfer)}
     tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=KeyRing.of(config))
     wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)

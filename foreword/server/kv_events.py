@@ -39,6 +39,7 @@ from foreword.routing.kv_event_wire import (
 from foreword.server.kv_event_log import KvEventLog
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
+from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,6 @@ _REPLAY_PAUSE_SECONDS: Final = 1.0
 _KNOWN_BLOCKS: Final = 1 << 14
 # Changes of tiers that are not published yet; further ones are dropped.
 _MAX_CHANGES: Final = 1 << 17
-_LOCAL_SCHEMES: Final = ("memory", "disk")
 
 
 class Place(NamedTuple):
@@ -294,8 +294,8 @@ class KvEvents:
 
 def _place(url: str) -> Place:
     parsed = parse(url)
-    medium = HOST_MEDIUM if parsed.scheme == "memory" else STORAGE_MEDIUM
-    return Place(medium, LOCAL if parsed.scheme in _LOCAL_SCHEMES else REMOTE, parsed.label)
+    medium = HOST_MEDIUM if parsed.reach is Reach.PROCESS else STORAGE_MEDIUM
+    return Place(medium, LOCAL if parsed.reach in (Reach.PROCESS, Reach.HOST) else REMOTE, parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

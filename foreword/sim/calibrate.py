@@ -22,6 +22,7 @@ from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
 from foreword.routing.costs import LoadCost, pairs
 from foreword.sim.costs import EngineCosts
 from foreword.sim.profile import Profile
+from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 _BATCHES: Final = (1, 2, 4, 8, 16)
@@ -30,7 +31,7 @@ _SHORT: Final = (16, 64, 256)
 _SHORTEST: Final = 512
 # Bytes of KV per token of the model behind the default costs.
 _DEFAULT_KV_BYTES: Final = 327_680
-_TIER_OF: Final = {"memory": 0, "disk": 1}
+_TIER_OF: Final = {Reach.PROCESS: 0, Reach.HOST: 1}
 _FLUSH_SECONDS: Final = 120.0
 # Relative error that a sample has at least.
 _NOISE: Final = 0.01
@@ -290,14 +291,14 @@ def _loads(
     with tempfile.TemporaryDirectory(prefix="foreword-calibrate-") as folder:
         size = 4 * setup.longest * bytes_per_token
         for url in setup.stores or (f"memory://?size={size}", f"disk://{folder}?size={max(size, 1 << 28)}"):
-            scheme = parse(url).scheme
-            tier = _TIER_OF.get(scheme, 2)
+            parsed = parse(url)
+            tier = _TIER_OF.get(parsed.reach, 2)
             load = _load(setup, url)
             name = tuple(notes)[tier]
             if load is None:
                 report(f"{name}: computing is faster than loading here; nothing was loaded")
                 continue
-            loads[tier], notes[name] = load, f"measured with {scheme}://"
+            loads[tier], notes[name] = load, f"measured with {parsed.scheme}://"
             rate = bytes_per_token / load.per_token / 1e9 if load.per_token else float("inf")
             report(
                 f"{name}: {load.per_token * 1e6:.2f} us a token ({rate:.2f} GB/s), {load.latency * 1e3:.2f} ms each time"

@@ -83,6 +83,7 @@ class StoreStatus:
     Attributes:
         blocks: -1 if the store does not know without a scan.
         budget: 0 if the store has no limit of bytes itself.
+        pin_budget: bytes that may be pinned; None without a limit.
         notes: further numbers, specific to the backend.
     """
 
@@ -92,6 +93,7 @@ class StoreStatus:
     pinned_bytes: int = 0
     evictions: int = 0
     notes: dict[str, int] = field(default_factory=dict)
+    pin_budget: int | None = None
 
 
 class Store(Protocol):

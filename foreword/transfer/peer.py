@@ -27,7 +27,7 @@ from foreword.errors import (
     TransferTimeout,
 )
 from foreword.store.base import Name, StoreStatus, time_left
-from foreword.store.urls import Opener, Options, StoreUrl, parse_flag, read_options
+from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.endpoint import TransferEndpoint
@@ -187,31 +187,38 @@ def opener(config: TransferConfig) -> Opener:
     """The opener of `peer://` URLs for `foreword.store.urls.open_store`. A URL without a secret uses `config.secret`."""
 
     def open_peer(place: StoreUrl, layout: Layout | None) -> PeerStore:
-        if "secret" in place.options or "@" in place.shown:
-            raise StoreConfigError(
-                "do not write a secret into a URL; name a variable or a file that has it: secret_env=, secret_file="
-            )
-        given = read_options(place, _URL_OPTIONS)
-        variable, secret_file = given.pop("secret_env", ""), given.pop("secret_file", "")
-        if variable and secret_file:
-            raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
-        if variable and variable not in os.environ:
-            raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
-        secret = os.environ[variable] if variable else None if secret_file else config.secret
-        if place.codec != "raw":
-            raise StoreConfigError(f"{place.url}: blocks of a peer are read as they are; remove codec=")
-        try:
-            own = TransferConfig(
-                secret=secret,
-                secret_file=secret_file or None,
-                previous_secrets=() if variable or secret_file else config.previous_secrets,
-                **{key: given.get(key, getattr(config, key)) for key in _CONNECTION_OPTIONS},
-            ).with_secret()
-        except ConfigError as error:
-            raise StoreConfigError(f"{place.url}: {error.message}") from None
+        own = settings_of(place, config)
         return PeerStore(_address(place), layout, config=own, label=place.label)
 
     return open_peer
+
+
+def settings_of(place: StoreUrl, config: TransferConfig) -> TransferConfig:
+    """The settings of the connection that a `peer://` URL describes. Connects to nothing. Raises StoreConfigError."""
+    if "secret" in place.options or "@" in place.shown:
+        raise StoreConfigError(
+            "do not write a secret into a URL; name a variable or a file that has it: secret_env=, secret_file="
+        )
+    given = read_options(place, _URL_OPTIONS)
+    variable, secret_file = given.pop("secret_env", ""), given.pop("secret_file", "")
+    if variable and secret_file:
+        raise StoreConfigError(f"{place.url}: give secret_env or secret_file, not both")
+    if variable and variable not in os.environ:
+        raise StoreConfigError(f"{place.url}: there is no environment variable {variable}")
+    secret = os.environ[variable] if variable else None if secret_file else config.secret
+    if place.codec != "raw":
+        raise StoreConfigError(f"{place.url}: blocks of a peer are read as they are; remove codec=")
+    try:
+        own = TransferConfig(
+            secret=secret,
+            secret_file=secret_file or None,
+            previous_secrets=() if variable or secret_file else config.previous_secrets,
+            **{key: given.get(key, getattr(config, key)) for key in _CONNECTION_OPTIONS},
+        ).with_secret()
+    except ConfigError as error:
+        raise StoreConfigError(f"{place.url}: {error.message}") from None
+    _check_address(_address(place), own)
+    return own
 
 
 def _address(place: StoreUrl) -> str:

@@ -16,6 +16,7 @@ from foreword.server.job import Caller
 from foreword.store.redact import redacted
 from foreword.store.redis.redis_store import RedisStore
 from foreword.store.redis.resp import make_command
+from foreword.store.types import Reach
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
@@ -32,7 +33,7 @@ def shown(error: BaseException) -> str:
 
 def use(url: str) -> None:
     """Open a store and send it a command."""
-    store = open_store([url], None, {"peer": opener(TransferConfig())})
+    store = open_store([url], None, {Reach.INSTANCE: opener(TransferConfig())})
     try:
         store.tiers[0].store.put_record("key", b"data", deadline=time.monotonic() + 20)
     finally:

@@ -22,6 +22,7 @@ from foreword.store.base import Store
 from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
+from foreword.store.types import Opener, Reach
 from foreword.store.urls import open_store, parse
 from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.messages import Buffer
@@ -60,7 +61,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture
 def serve(stack: ExitStack) -> Serve:
     def start(*arguments: object, **settings: object) -> Place:
-        place = Place(*arguments, **settings)  # type: ignore[arg-type]
+        place = Place(*arguments, **settings)
         stack.callback(place.close)
         return place
 
@@ -337,8 +338,8 @@ def test_records_stay_here(serve: Serve, reader: Open) -> None:
 # URLs
 
 
-def peers(settings: TransferConfig | None = None) -> dict[str, object]:
-    return {"peer": opener(settings or config())}
+def peers(settings: TransferConfig | None = None) -> dict[Reach, Opener]:
+    return {Reach.INSTANCE: opener(settings or config())}
 
 
 def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stack: ExitStack) -> None:
@@ -355,7 +356,7 @@ def test_urls(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
         (f"peer://{place.address}/?label=others", with_secret),
         (f"peer://{tmp_path}/socket", with_secret),
     ):
-        store = open_store(["memory://?size=1MiB", url], LAYOUT, peers(settings))  # type: ignore[arg-type]
+        store = open_store(["memory://?size=1MiB", url], LAYOUT, peers(settings))
         stack.callback(store.close)
         assert store.locate(names_of(frames), deadline=soon()) == [1, 1, 1], url
         assert store.tiers[1].label == ("others" if "label" in url else "peer") and store.writable == (0,)
@@ -381,7 +382,7 @@ def test_urls_that_are_wrong(tmp_path: Path) -> None:
         (f"peer://{'x' * 80}:1", "peer://host:port"),
     ):
         with pytest.raises(StoreConfigError, match=word) as caught:
-            open_store([url], LAYOUT, peers())  # type: ignore[arg-type]
+            open_store([url], LAYOUT, peers())
         assert "abcdefgh" not in caught.value.message
     with pytest.raises(StoreConfigError, match="only an engine"):
         open_store(["peer://127.0.0.1:1"])

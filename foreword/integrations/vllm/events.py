@@ -28,11 +28,11 @@ from foreword.integrations.vllm.step_messages import TierChange
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
+from foreword.store.types import Reach
 
 # They take about 60 MB and 70 MB of the scheduler's memory with blocks of 32 tokens.
 _MAX_EXPECTED = 1 << 16
 _MAX_STORED = 1 << 18
-_LOCAL_SCHEMES = ("memory", "disk", "unix")
 
 
 # Worker side
@@ -101,7 +101,7 @@ class TierEvents:
     For older blocks it publishes no more events.
 
     Args:
-        tiers: scheme of the URL and label of each tier.
+        tiers: reach and label of each tier.
         parts: of each KV group, how many layouts keep parts of a block: one per rank, or per head unit.
         block_sizes: tokens per block of each KV group.
 
@@ -109,7 +109,7 @@ class TierEvents:
         hash_size: tokens per block hash of vLLM, which may be a part of a block.
     """
 
-    def __init__(self, tiers: Sequence[tuple[str, str]], parts: Sequence[int], block_sizes: Sequence[int]) -> None:
+    def __init__(self, tiers: Sequence[tuple[Reach, str]], parts: Sequence[int], block_sizes: Sequence[int]) -> None:
         self._tiers = tiers
         self._all = [(1 << count) - 1 for count in parts]
         self._block_sizes = block_sizes
@@ -208,10 +208,10 @@ class TierEvents:
         return BlockRemoved(block_hashes=hashes, **self._tier_fields(tier, group))
 
     def _tier_fields(self, tier: int, group: int) -> dict[str, Any]:
-        scheme, label = self._tiers[tier]
+        reach, label = self._tiers[tier]
         return {
-            "medium": MEDIUM_CPU if scheme == "memory" else MEDIUM_STORAGE,
+            "medium": MEDIUM_CPU if reach is Reach.PROCESS else MEDIUM_STORAGE,
             "group_idx": group,
-            "locality": LOCAL if scheme in _LOCAL_SCHEMES else REMOTE,
+            "locality": LOCAL if reach in (Reach.PROCESS, Reach.HOST) else REMOTE,
             "ownership": label,
         }

@@ -16,7 +16,7 @@ from foreword.offload.policy import search_timeout
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Store
 from foreword.store.tier_counters import Rate
-from foreword.store.urls import StoreUrl
+from foreword.store.types import Reach, StoreUrl
 
 
 class StoreLookup:
@@ -30,8 +30,8 @@ class StoreLookup:
         self._memory: RankStores | None = None
         layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
-            "memory": self._open_memory,
-            "peer": lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
+            Reach.PROCESS: self._open_memory,
+            Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
         }
         self.store = open_tiers(settings.store.urls, (), openers)
         self._timeout = settings.store.lookup_timeout

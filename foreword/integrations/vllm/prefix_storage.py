@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _CALL_WITHIN = 10.0
 _LAYOUT_WITHIN = 10.0
-_DEFAULT_PIN_SHARE = 0.5
 _CONNECTOR = "ForewordConnector"
 
 
@@ -95,7 +94,7 @@ class ConnectorStorage(PrefixStorage):
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"], keys=KeyRing.from_environment())
-        self._limits = [_pin_limit(tier, url) for tier, url in zip(self._store.tiers, urls, strict=False)]
+        self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_GroupLayout] = []
         self._wait = _LAYOUT_WITHIN
@@ -250,13 +249,6 @@ class ConnectorStorage(PrefixStorage):
 
     def close(self) -> None:
         self._store.close()
-
-
-def _pin_limit(tier: StoreTier, url: str) -> int | None:
-    place = parse(url)
-    if place.scheme != "disk":
-        return None
-    return int(tier.store.status().budget * float(place.options.get("pin_share", _DEFAULT_PIN_SHARE)))
 
 
 def _block_bytes(record: LayoutRecord) -> int:

@@ -12,7 +12,8 @@ from foreword.errors import ConfigError
 from foreword.store.base import Name, Store
 from foreword.store.integrity import KeyRing
 from foreword.store.tiered import TieredStore
-from foreword.store.urls import Opener, StoreUrl, open_store
+from foreword.store.types import Opener, Reach, StoreUrl
+from foreword.store.urls import open_store
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
@@ -53,7 +54,7 @@ def worker_memory(address: str, label: str) -> Store:
     return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
 
 
-def open_tiers(urls: Sequence[str], layouts: Sequence[Layout], openers: Mapping[str, Opener]) -> TieredStore:
+def open_tiers(urls: Sequence[str], layouts: Sequence[Layout], openers: Mapping[Reach, Opener]) -> TieredStore:
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
     coded = [layout for layout in layouts[1:] if layout.layers]

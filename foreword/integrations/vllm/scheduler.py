@@ -38,6 +38,7 @@ from foreword.integrations.vllm.worker import (
     worker_of,
 )
 from foreword.offload.search import Found
+from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _MAX_PROVEN = 1 << 16
+# vLLM's names for where loaded tokens were; "p2p" for the others.
+_SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
 
 
 class ForewordConnectorScheduler:
@@ -80,16 +83,16 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
-        schemes = [parse(url).scheme for url in settings.store.urls]
-        labels = [tier.label for tier in stores.store.tiers[: len(schemes)]]
-        self._schemes = dict(zip(labels, schemes, strict=True))
-        self._producers_tier = len(schemes)  # after the stores
+        reaches = [parse(url).reach for url in settings.store.urls]
+        labels = [tier.label for tier in stores.store.tiers[: len(reaches)]]
+        self._reaches = dict(zip(labels, reaches, strict=True))
+        self._producers_tier = len(reaches)  # after the stores
         self._handoff = HandoffScheduler(info, settings)
         per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
         self._retentions = ConnectorRetentions(
             stores.store, self._groups, info.model, info.key_size, info.step, per_key
         )
-        tiers = [(scheme, label) for label, scheme in self._schemes.items()]
+        tiers = [(reach, label) for label, reach in self._reaches.items()]
         sizes = [one.block_size for one in info.groups]
         self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
 
@@ -496,7 +499,7 @@ class ForewordConnectorScheduler:
         state = self._requests.get(request.request_id)
         counts: dict[str, int] = {}
         for label, tokens in (state.tiers if state is not None else {}).items():
-            source = {"memory": "host", "disk": "disk"}.get(self._schemes.get(label, ""), "p2p")
+            source = _SOURCES.get(self._reaches.get(label, Reach.INSTANCE), "p2p")
             counts[source] = counts.get(source, 0) + tokens
         if sum(counts.values()) != num_external_tokens:
             return {"external_unspecified": num_external_tokens} if num_external_tokens else {}

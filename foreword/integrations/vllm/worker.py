@@ -47,6 +47,7 @@ from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
+from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
@@ -193,14 +194,14 @@ class ForewordConnectorWorker:
         longest = max(_block_bytes(views) for views in tensors)
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         frames_of = [layout for one in units for layout in one.layouts]
-        store = open_tiers(config.urls, frames_of, {"peer": rank_peer_opener(transfer, rank, info.ranks)})
+        store = open_tiers(config.urls, frames_of, {Reach.INSTANCE: rank_peer_opener(transfer, rank, info.ranks)})
         if info.events:
             self._changes = TierWatch(store, units)
         self.offload = OffloadManager(
             store, staging, units, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
         self._memory_tiers = [
-            tier.store for url, tier in zip(config.urls, store.tiers, strict=True) if parse(url).scheme == "memory"
+            tier.store for url, tier in zip(config.urls, store.tiers, strict=True) if parse(url).reach is Reach.PROCESS
         ]
         self._saves = [one.writes or bool(self._memory_tiers) for one in units]
         self._listen(transfer, layouts, tensors, store)

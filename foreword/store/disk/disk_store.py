@@ -78,10 +78,7 @@ class DiskStore(Store):
         journal: Literal["wal", "delete"] = "wal",
         tenant_quota: float | None = None,
     ) -> None:
-        if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
-            raise StoreConfigError(
-                f"no disk store of {size} bytes with a pin share of {pin_share} and journal {journal!r}"
-            )
+        self.check_options(size, pin_share=pin_share, journal=journal, tenant_quota=tenant_quota)
         self.label = label
         self.readers = 2
         self.path = os.path.abspath(path)
@@ -105,6 +102,22 @@ class DiskStore(Store):
             self._open_read_only(time.monotonic() + _OPEN_TIMEOUT)
         else:
             self._opener.wait(self._opener.complete, math.inf)
+
+    @staticmethod
+    def check_options(
+        size: int,
+        *,
+        pin_share: float = 0.5,
+        read_only: bool = False,
+        journal: str = "wal",
+        tenant_quota: float | None = None,
+    ) -> None:
+        """Raises StoreConfigError for what the constructor would refuse."""
+        if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
+            raise StoreConfigError(
+                f"no disk store of {size} bytes with a pin share of {pin_share} and journal {journal!r}"
+            )
+        quota_of(tenant_quota, size)
 
     def _create_folder(self) -> None:
         try:
@@ -287,7 +300,8 @@ class DiskStore(Store):
         scanning = not self.read_only and not self._closed and not self._opener.complete()
         no_index = self._opener.failure is not None or (self.read_only and not self._index.usable())
         notes = {**self._notes, "scanning": int(scanning), "no_index": int(no_index), "read_only": int(self.read_only)}
-        return StoreStatus(blocks, size, budget.size, pinned, budget.evictions, notes)
+        limit = 0 if self.read_only else budget.size  # that of the processes that write is not known here
+        return StoreStatus(blocks, size, limit, pinned, budget.evictions, notes, self._pin_limit)
 
     def close(self) -> None:
         with self._lock:

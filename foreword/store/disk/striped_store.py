@@ -207,6 +207,7 @@ class StripedStore(Store):
             sum(one.pinned_bytes for one in open_),
             sum(one.evictions for one in open_),
             dict(notes),
+            sum(one.pin_budget or 0 for one in open_),
         )
 
     def close(self) -> None:

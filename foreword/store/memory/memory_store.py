@@ -49,10 +49,7 @@ class MemoryStore(LocalRecords):
         slot_bytes: int | None = None,
         tenant_quota: float | None = None,
     ) -> None:
-        if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
-            raise StoreConfigError(
-                f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
-            )
+        self.check_options(size, pin_share=pin_share, slot_bytes=slot_bytes, tenant_quota=tenant_quota)
         super().__init__(label)
         self.on_evicted: Callable[[Name], None] | None = None
         self._size = size
@@ -66,6 +63,17 @@ class MemoryStore(LocalRecords):
         self._refused = 0
         self._populator = PagePopulator(self._arena, f"foreword-{label}-pages")
         weakref.finalize(self, self._populator.stop)
+
+    @staticmethod
+    def check_options(
+        size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None
+    ) -> None:
+        """Raises StoreConfigError for what the constructor would refuse."""
+        if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
+            raise StoreConfigError(
+                f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
+            )
+        quota_of(tenant_quota, size)
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         with self._lock:
@@ -174,6 +182,7 @@ class MemoryStore(LocalRecords):
                 budget=self._size,
                 pinned_bytes=slots.pinned_bytes,
                 evictions=self._evictions,
+                pin_budget=int(self._size * self._pin_share),
                 notes={"slots": slots.chains.slots, "slot_bytes": slots.slot_bytes, "refused": self._refused},
             )
 

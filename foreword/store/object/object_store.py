@@ -92,15 +92,8 @@ class ObjectStore(Store):
         touch: float = 0.0,
         **options: str,
     ) -> None:
+        self.check_options(prefix, chunk, parallel, touch)
         prefix = prefix.strip("/")
-        if not _PREFIX.fullmatch(prefix):
-            raise StoreConfigError(f"a prefix is a path of letters, digits and ._-, not {prefix!r}")
-        if parallel < 1:
-            raise StoreConfigError(f"parallel is at least 1, not {parallel}")
-        if not 1 <= chunk <= MAX_BLOCKS:
-            raise StoreConfigError(f"chunk is from 1 to {MAX_BLOCKS}, not {chunk}")
-        if touch < 0:
-            raise StoreConfigError(f"touch is 0 or more days, not {touch}")
         self.label = label
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
@@ -110,6 +103,18 @@ class ObjectStore(Store):
         self._locations: RecentlyUsed[Location] = RecentlyUsed()
         self._loop = ClientLoop(label, parallel)
         self._renewals = Renewals(self._store, self._prefix, self._loop, touch * _DAY)
+
+    @staticmethod
+    def check_options(prefix: str = "", chunk: int = MAX_BLOCKS, parallel: int = 1, touch: float = 0.0) -> None:
+        """Raises StoreConfigError for what the constructor would refuse."""
+        if not _PREFIX.fullmatch(prefix.strip("/")):
+            raise StoreConfigError(f"a prefix is a path of letters, digits and ._-, not {prefix!r}")
+        if parallel < 1:
+            raise StoreConfigError(f"parallel is at least 1, not {parallel}")
+        if not 1 <= chunk <= MAX_BLOCKS:
+            raise StoreConfigError(f"chunk is from 1 to {MAX_BLOCKS}, not {chunk}")
+        if touch < 0:
+            raise StoreConfigError(f"touch is 0 or more days, not {touch}")
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         self._check_open(deadline)

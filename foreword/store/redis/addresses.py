@@ -15,6 +15,7 @@ from foreword.store.redis.cluster import ClusterNodes
 from foreword.store.redis.nodes import RedisNode
 from foreword.store.redis.sentinel import SentinelNodes
 
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 
 Nodes = RedisNode | ClusterNodes | SentinelNodes
@@ -68,4 +69,6 @@ def open_nodes(url: str) -> Nodes:
             raise StoreConfigError("a cluster has database 0 only")
         return ClusterNodes(connection, options, seeds)
     except (TypeError, ValueError, RedisError) as error:
-        raise StoreConfigError(f"the Redis URL is wrong: {redacted(str(error))}") from None
+        unknown = _UNKNOWN_OPTION.search(str(error))
+        wrong = f"unknown option {unknown[1]!r}" if unknown else redacted(str(error))
+        raise StoreConfigError(f"the Redis URL is wrong: {wrong}") from None

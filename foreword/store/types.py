@@ -1,0 +1,169 @@
+"""Types of stores: how the URLs of one type are read, checked and opened.
+
+`store/builtin.py` has the types of this package. Another package adds one as an entry point of the group `foreword.stores`,
+named after its scheme (docs/guides/stores.md, "Writing a backend").
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Final
+
+from foreword.blocks.layout import Layout
+from foreword.config import parse_bytes
+from foreword.errors import ConfigError, StoreConfigError, did_you_mean
+from foreword.store.admission import AdmissionRule
+from foreword.store.base import Store
+
+Options = Mapping[str, Callable[[str], Any]]
+
+# Options of every URL.
+RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes}
+COMMON_OPTIONS: Final = ("codec", "label", *RULE_OPTIONS)
+_ERASE_SECONDS: Final = 60.0
+
+
+class Reach(Enum):
+    """Who can read what a store keeps."""
+
+    PROCESS = "process"  # it is in the memory of this process
+    HOST = "host"  # processes of this host
+    NETWORK = "network"  # other hosts too
+    INSTANCE = "instance"  # a view of another instance's blocks, which ends with that instance; never written to
+
+
+def parse_flag(text: str) -> bool:
+    """`1`, `true`, `0` or `false`. Raises KeyError."""
+    return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """A parsed URL.
+
+    Attributes:
+        url: the URL without its query.
+        options: the query without `codec`, `label` and the options of `rule`.
+        shown: `url` without secrets, for messages.
+        rule: which blocks are written; None: all.
+    """
+
+    scheme: str
+    url: str = field(repr=False)
+    path: str
+    options: dict[str, str] = field(repr=False)
+    codec: str
+    label: str
+    shown: str
+    type: StoreType = field(repr=False, compare=False)
+    rule: AdmissionRule | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return self.type.reach
+
+    @property
+    def persistent(self) -> bool:
+        """Whether the store outlives this process."""
+        return self.reach in (Reach.HOST, Reach.NETWORK)
+
+    @property
+    def writable(self) -> bool:
+        """Whether blocks are written to the store."""
+        return self.reach is not Reach.INSTANCE and self.options.get("read_only", "0").lower() in ("0", "false")
+
+
+# Opens a URL. The layout is that of the engine's blocks, None for tools.
+Opener = Callable[[StoreUrl, Layout | None], Store]
+
+
+class StoreType:
+    """One type of store. Subclasses set the attributes, implement `open`, and override what differs.
+
+    Attributes:
+        label: the default name of such a store in metrics.
+        reach: who can read what it keeps.
+        pins: whether `pin` protects blocks.
+        options: the options of its URLs, and how their values are read: functions that raise ConfigError, ValueError or
+            KeyError for a wrong value. A type with the option `read_only` is opened with it by tools that only read.
+    """
+
+    label: str
+    reach: Reach = Reach.NETWORK
+    pins: ClassVar[bool] = False
+    options: ClassVar[Options] = {}
+
+    def check(self, url: StoreUrl) -> None:
+        """Find what is wrong before anything slow begins: options, libraries, folders. It connects to nothing and leaves
+        nothing behind. Raises StoreError."""
+        read_options(url, self.options)
+
+    def exists(self, url: StoreUrl) -> bool:
+        """Whether there is a store, as far as that can be told without a connection. Tools do not create one. Raises
+        StoreError."""
+        return True
+
+    def open(self, url: StoreUrl, layout: Layout | None) -> Store:
+        """Open the store, and create it if it does not exist. `layout`: of the engine's blocks, None for tools. Raises
+        StoreError."""
+        raise NotImplementedError
+
+    def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
+        """A store in which tests find nothing, in the place of this URL: a folder below it, or another prefix."""
+        return url
+
+    def remove_part(self, part: StoreUrl) -> None:
+        """Remove what tests have left in an `empty_part`. Raises StoreError."""
+        with closing(self.open(part, None)) as store:
+            deadline = time.monotonic() + _ERASE_SECONDS
+            store.erase(deadline=deadline)
+            for key in store.records("", deadline=deadline):
+                store.delete_record(key, deadline=deadline)
+
+
+def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict[str, Any]:
+    """Convert the options of a URL that are in `known`, each with its function.
+
+    Raises StoreConfigError for a wrong value, and for an option that is not in `known` unless `others` is set.
+    """
+    options = {}
+    for key, text in url.options.items():
+        try:
+            if key in known:
+                options[key] = known[key](text)
+            elif not others:
+                suggestion = did_you_mean(key, [*COMMON_OPTIONS, *known])
+                raise StoreConfigError(f"{url.shown}: unknown option {key!r}{suggestion}")
+        except (ConfigError, ValueError, KeyError):
+            raise StoreConfigError(f"{url.shown}: {text!r} is not a value for {key!r}") from None
+    return options
+
+
+def check_folders(folders: Sequence[str]) -> None:
+    """Raises StoreConfigError if none of the folders exists or can be created. Creates none of them."""
+    problems = list(map(_problem_of, folders))
+    if all(problems):
+        raise StoreConfigError(problems[0])
+
+
+def _problem_of(folder: str) -> str:
+    """Why a folder cannot be created; "" if it can. The system alone can tell, so a folder is made beside it and removed."""
+    place = os.path.abspath(folder)
+    if os.path.isdir(place):
+        return ""  # one that cannot be written is only read
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".foreword-", dir=place))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return ""  # the store waits for room
+        return f"the folder {folder} cannot be created: {error.strerror}: {place}"
+    return ""

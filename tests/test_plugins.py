@@ -1,0 +1,134 @@
+"""Parts of other packages: the example store of `examples/sqlite-store`, as if pip had installed it, and broken packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from vllm_process import CHECKOUT, answers, attempt, make_model, needs_vllm, prompts, result
+
+from foreword.errors import ConfigError
+from foreword.plugins import Plugins
+from foreword.store.types import StoreType
+
+_EXAMPLE = CHECKOUT / "examples" / "sqlite-store"
+_WITHIN = 300.0
+_TWICE = """
+import sys
+from foreword import LLM, SamplingParams
+for _ in range(2):
+    with LLM(store=sys.argv[1], kv_memory="4096 tokens") as llm:
+        [output] = llm.generate(["import os\\n" * 60], SamplingParams(max_tokens=1, temperature=0.0))
+        print(output.cached_tokens)
+"""
+
+
+def describe(folder: Path, project: Path) -> None:
+    """Write what pip would write about a package: its name, its version, and the entry points of its pyproject.toml."""
+    declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    info = folder / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {declared['name']}\nVersion: {declared['version']}\n")
+    groups = declared["entry-points"].items()
+    lines = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in some.items()) for group, some in groups]
+    (info / "entry_points.txt").write_text("".join(lines))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """PYTHONPATH of an environment with the example."""
+    (tmp_path / "installed").mkdir()
+    describe(tmp_path / "installed", _EXAMPLE)
+    return os.pathsep.join([str(CHECKOUT), str(tmp_path / "installed"), str(_EXAMPLE)])
+
+
+def run(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+    environment["PYTHONPATH"] = path
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=_WITHIN, check=False)
+
+
+def foreword(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(path, "-m", "foreword", *arguments)
+
+
+def test_the_example_passes_the_contract(path: str) -> None:
+    """The example's own tests, which are those of the contract with a budget and pins, pass."""
+    done = run(path, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(_EXAMPLE))
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_conform_knows_a_store_of_another_package(path: str, tmp_path: Path) -> None:
+    """`foreword conform --store` runs the contract on the URL of a store of another package, and leaves nothing behind."""
+    (tmp_path / "folder").mkdir()
+    done = foreword(path, "conform", "--store", f"sqlite://{tmp_path}/folder/kv.db?size=1GiB")
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout and not list((tmp_path / "folder").iterdir())
+
+
+def test_an_engine_uses_a_store_of_another_package(path: str, tmp_path: Path) -> None:
+    """An engine hits what an earlier one has written to such a store; `inspect` lists it, and creates none."""
+    url = f"sqlite://{tmp_path}/folder/kv.db?size=64MiB"
+    missing = foreword(path, "inspect", url)
+    assert (missing.returncode, missing.stdout) == (
+        1,
+        "",
+    ) and missing.stderr == f"foreword: no store at sqlite://{tmp_path}/folder/kv.db\n"
+    assert not (tmp_path / "folder").exists()
+    done = run(path, "-c", _TWICE, url)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = map(int, done.stdout.split())
+    assert first == 0 and second > 100
+    shown = foreword(path, "inspect", url)
+    assert shown.returncode == 0 and "stdlib-nano" in shown.stdout
+
+
+def test_mistakes_in_the_url_of_such_a_store(path: str, tmp_path: Path) -> None:
+    """Its options are checked like those of built-in stores; without the package its scheme is unknown."""
+    wrong = foreword(path, "serve", "--store", f"sqlite://{tmp_path}/kv.db?sise=1GiB")
+    assert wrong.returncode == 2 and "Did you mean 'size'?" in wrong.stderr
+    unknown = foreword(str(CHECKOUT), "serve", "--store", f"sqlite://{tmp_path}/kv.db")
+    assert unknown.returncode == 2 and "there is no store type 'sqlite'. Known: 'az', 'disk'" in unknown.stderr
+
+
+class TestVllm:
+    pytestmark = needs_vllm
+
+    def test_the_store_setting(self, path: str, tmp_path: Path) -> None:
+        """vLLM's connector opens such a store by its URL: a second process hits what the first has saved."""
+        model, asked = make_model(tmp_path / "model"), prompts(1, [200])
+        url = f"sqlite://{tmp_path}/kv.db?size=64MiB"
+        job = {"model": str(model), "store": [url], "rounds": [asked]}
+        rounds = [result(attempt("vllm_script.py", job, False, PYTHONPATH=path))["rounds"][0] for _ in range(2)]
+        assert [one[0]["cached"] for one in rounds] == [0, 192]
+        assert answers(rounds[0]) == answers(rounds[1])
+
+
+def test_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that cannot be imported, that is missing from its module, or that is something else is an error that names the
+    package. A built-in part cannot be replaced."""
+    parts = {
+        "gone": "no_such_module:X",
+        "missing": "string:no_such_name",
+        "other": "string:digits",
+        "disk": "string:digits",
+    }
+    entries = "".join(f"{name} = '{value}'\n" for name, value in parts.items())
+    (tmp_path / "pyproject.toml").write_text(
+        f"[project]\nname = 'broken-parts'\nversion = '1'\n[project.entry-points.'foreword.stores']\n{entries}"
+    )
+    describe(tmp_path, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    disk = StoreType()
+    plugins = Plugins("foreword.stores", "store type", StoreType, {"disk": disk})
+    assert plugins["disk"] is disk and list(plugins) == ["disk", "gone", "missing", "other"]
+    for name, words in (("gone", "no_such_module"), ("missing", "no_such_name"), ("other", "must be of the class")):
+        with pytest.raises(ConfigError, match=f"the store type '{name}' .*broken-parts.*{words}"):
+            plugins[name]
+    with pytest.raises(ConfigError, match=r"there is no store type 'disc'\. Did you mean 'disk'"):
+        plugins["disc"]
