@@ -46,6 +46,9 @@ def conform(
         str | None,
         typer.Option("--models", help="Kinds of models besides Llama, separated by commas, or `all`."),
     ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", help="Also check the claims that are not in the standard set.")
+    ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Other seeds give other prompts.")] = 1,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
     resume: Annotated[
@@ -80,6 +83,7 @@ def conform(
                 failures,
                 resume or as_json,
                 resume is not None,
+                long,
             ),
             lambda text: print(text, file=sys.stderr, flush=True),
         )

@@ -81,7 +81,25 @@ def swap_files(store: Path) -> int:
 
 
 def swap_layers(folder: Path) -> None:
-    """Exchange the weights of a model's first and last layer, in place: another model of the same shape. Twice is none."""
+    """Exchange the weights of a model's first and last layer: another model of the same shape. Twice is none."""
+    path, data = _swapped(folder)
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(data)
+    draft.replace(path)
+
+
+def swap_layers_in_place(folder: Path) -> None:
+    """The same, written into the file as `rsync --inplace --times` does: its size, inode and time of modification stay."""
+    path, data = _swapped(folder)
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if path.stat().st_size != before.st_size:
+        raise ValueError(f"the exchange has changed the size of {path}")
+
+
+def _swapped(folder: Path) -> tuple[Path, bytes]:
     [path] = folder.glob("*.safetensors")
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -90,8 +108,6 @@ def swap_layers(folder: Path) -> None:
     for name in [name for name in header if ".layers.0." in name]:
         other = name.replace(".layers.0.", f".layers.{last}.")
         header[name], header[other] = header[other], header[name]
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
-    draft = path.with_suffix(".draft")
-    draft.write_bytes(len(words).to_bytes(8, "little") + words + data[8 + length :])
-    draft.replace(path)
+    words = json.dumps(header, separators=(",", ":")).encode()
+    words += b" " * (max(length - len(words), 0) or -len(words) % 8)
+    return path, len(words).to_bytes(8, "little") + words + data[8 + length :]

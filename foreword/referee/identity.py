@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
-from foreword.referee.damage import swap_layers
-from foreword.referee.session import Draw, Evidence, Session
+from foreword.referee.damage import swap_layers, swap_layers_in_place
+from foreword.referee.models import IMAGES
+from foreword.referee.session import Draw, Evidence, Session, arguments
 
 _LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -23,7 +27,7 @@ def salt(session: Session, draw: Draw) -> Evidence:
         worker.settle()
         worker.forget()
     found = worker.ask_all(asked, salt="ann")
-    evidence.must_hit(found, "under its own salt")
+    evidence.must_hit(found, "under its own salt", reference)
     evidence.same(found, reference)
     return evidence
 
@@ -64,33 +68,125 @@ def adapter_version(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
+def mixed(session: Session, draw: Draw) -> Evidence:
+    """Requests without an adapter and with two in one step: what is loaded of it later is right."""
+    evidence, asked = Evidence(), draw.prompts()
+    adapters = (None, ["one", 1, str(session.adapter(1))], ["other", 2, str(session.adapter(2))])
+    alone = session.alone(**_LORA)
+    right = [alone.ask_all(asked, adapter=each) for each in adapters]
+    worker = session.connected(**_LORA)
+    together = session.store(worker, [*asked] * 3, adapter=[each for each in adapters for _ in asked], how="together")
+    # vLLM's kernels for CPUs compute requests without an adapter wrongly in such a step, with and without a connector.
+    in_turn = [one for each in right for one in each]
+    other = sum(one["tokens"] != truth["tokens"] for one, truth in zip(together, in_turn, strict=True))
+    evidence.notes.append(f"{other} of {len(together)} answers of the step itself differ")
+    for each, truth in zip(adapters, right, strict=True):
+        found = worker.ask_all(asked, adapter=each)
+        evidence.same(found, truth)
+        if each is not None:
+            evidence.must_hit(found, f"of the adapter {each[0]}")
+    return evidence
+
+
 def weights(session: Session, draw: Draw) -> Evidence:
     """Other weights under the same model path, after a restart."""
-    evidence, asked = Evidence(), draw.prompts()
     home = session.folder / "replaced"
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(session.model(), home)
+    return _replaced(session, draw, home, swap_layers)
+
+
+def weights_in_place(session: Session, draw: Draw) -> Evidence:
+    """Other weights written into the model's file, whose size, inode and time of modification stay."""
+    home = session.folder / "replaced"
+    if not home.exists():
+        shutil.copytree(session.model(), home)
+    return _replaced(session, draw, home, swap_layers_in_place)
+
+
+def _replaced(session: Session, draw: Draw, home: Path, change: Callable[[Path], None]) -> Evidence:
+    evidence, asked = Evidence(), draw.prompts()
     worker = session.connected(home)
-    session.store(worker, asked)
+    before = session.store(worker, asked)
     evidence.must_hit(session.store(worker, asked), "before the change")
     session.end(connected=True)
-    swap_layers(home)
-    found = session.connected(home).ask_all(asked)
+    change(home)
+    worker = session.connected(home)
+    found = session.store(worker, asked)
+    right = session.computed(worker, asked, home)
     evidence.must_miss(found, "after the change")
-    evidence.same(found, session.alone(home).ask_all(asked))
+    evidence.same(found, right)
+    if not Evidence.differ(before, right):
+        evidence.missing.append("the change changes no answer")
+    return evidence
+
+
+def updated(session: Session, draw: Draw) -> Evidence:
+    """Weights that are changed in memory, then a reset of vLLM's cache and the connector's: nothing from before is found."""
+    evidence, asked = Evidence(), draw.prompts()
+    worker = session.connected()
+    before = session.store(worker, asked)
+    evidence.must_hit(session.store(worker, asked), "before the change")
+    done = worker.tell({"exchange": True})["done"]
+    found = session.store(worker, asked)
+    right = session.computed(worker, asked)
+    session.end(connected=True)
+    if not done:
+        evidence.missing.append("vLLM or the connector would not reset")
+        return evidence
+    evidence.must_miss(found, "after the change")
+    evidence.same(found, right)
+    if not Evidence.differ(before, right):
+        evidence.missing.append("the change changes no answer")
     return evidence
 
 
 def dtype(session: Session, draw: Draw) -> Evidence:
-    """Prompts stored by a server that computes in float32, asked by one that computes in bfloat16."""
+    """Prompts stored by a server that computes in float32, asked by one in bfloat16, then by one in float16."""
     evidence, asked = Evidence(), draw.prompts()
     session.store(session.connected(), asked)
-    worker = session.connected(dtype="bfloat16")
-    found = session.store(worker, asked)
-    evidence.must_miss(found, "of another dtype")
-    evidence.same(found, session.alone(dtype="bfloat16").ask_all(asked))
-    evidence.must_hit(worker.ask_all(asked), "of its own dtype")
+    for kind in ("bfloat16", "float16"):
+        worker = session.connected(dtype=kind)
+        found = session.store(worker, asked)
+        evidence.must_miss(found, f"of another dtype than {kind}")
+        evidence.same(found, session.computed(worker, asked, dtype=kind))
+        evidence.must_hit(session.store(worker, asked), f"of {kind}")
     return evidence
+
+
+def images(session: Session, draw: Draw) -> Evidence:
+    """Images: prompts that differ in pixels, or in the place of an image, miss, also if a client names both alike."""
+    evidence, model, given = Evidence(), session.model(IMAGES.name), arguments(IMAGES)
+    one, two, three, four, five, six = random.Random(draw.seed).sample(range(1 << 30), 6)
+    asked = [_pictured(one, None, two, None), _pictured(two, None, one, None), _pictured(None, one, None, None)]
+    others = [_pictured(three, None, two, None), _pictured(None, two, one, None), _pictured(None, four, None, None)]
+    # One identifier for two images. vLLM keeps what it has processed by identifier, so only another process may see both.
+    named, misnamed = _pictured(five, None, None, uuid="logo"), _pictured(six, None, None, uuid="logo")
+    right = session.reference(
+        [*asked, *others, _pictured(five, None, None), _pictured(six, None, None)], model=model, **given
+    )
+    worker = session.connected(model, **given)
+    evidence.same(session.store(worker, [*asked, named]), [*right[:3], right[6]])
+    found = session.store(worker, others)
+    evidence.must_miss(found, "of other images")
+    evidence.same(found, right[3:6])
+    session.end(connected=True)
+    worker = session.connected(model, **given)
+    found = worker.ask_all(asked)
+    evidence.must_hit(found, "of the same images", right[:3])
+    evidence.same(found, right[:3])
+    found = worker.ask_all([misnamed])
+    evidence.must_miss(found, "of another image under the same identifier")
+    evidence.same(found, right[7:])
+    return evidence
+
+
+def _pictured(*parts: int | None, uuid: str = "") -> dict[str, Any]:
+    """A prompt with images, by the seeds of their pixels; None is twenty words."""
+    words = " ".join(f"t{number}" for number in range(5, 25))
+    text = " ".join(words if part is None else "<image> t3" for part in parts)
+    images = [part for part in parts if part is not None]
+    return {"text": f"t1 t2 {text} {words}", "images": images, "uuids": [uuid] * len(images) if uuid else None}
 
 
 def block_size(session: Session, draw: Draw) -> Evidence:
@@ -101,6 +197,6 @@ def block_size(session: Session, draw: Draw) -> Evidence:
     worker = session.connected(block_size=64)
     evidence.same(session.store(worker, asked), reference)
     found = worker.ask_all(asked)
-    evidence.must_hit(found, "with blocks of its own size")
+    evidence.must_hit(found, "with blocks of its own size", reference)
     evidence.same(found, reference)
     return evidence

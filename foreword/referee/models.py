@@ -20,6 +20,9 @@ from typing import Any
 CONTEXT = 2_048
 VOCABULARY = 512
 WINDOW = 128
+IMAGE = 56  # pixels in each direction
+_SPECIAL = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
+_WORDS = [f"t{number}" for number in range(VOCABULARY - len(_SPECIAL))] + _SPECIAL
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Kind:
         dtype: the type in which vLLM's CPU build computes it.
         exact: whether vLLM's answers are the same whatever is computed together; never in bfloat16.
         llm: vLLM's arguments that it needs.
+        write_more: writes what a folder needs besides weights and configuration, such as a tokenizer.
     """
 
     name: str
@@ -40,6 +44,7 @@ class Kind:
     dtype: str = "float32"
     exact: bool = True
     llm: dict[str, Any] = field(default_factory=dict)
+    write_more: Callable[[Path], None] | None = None
 
     @property
     def reuse_needs_amx(self) -> bool:
@@ -55,6 +60,8 @@ class Kind:
         if model.config.tie_word_embeddings:  # or the model repeats its last token
             model.get_input_embeddings().weight.data.mul_(0.05)
         model.to(getattr(torch, self.dtype)).save_pretrained(folder)
+        if self.write_more is not None:
+            self.write_more(folder)
         return folder
 
     def arguments(self) -> dict[str, Any]:
@@ -140,6 +147,7 @@ _ROUTED = {
 }
 _BIASED = {"q_lora_rank": 64, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _GLM = {"q_lora_rank": 64, "head_dim": 64}
+_LARGE_BLOCKS = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128}
 # fmt: on
 
 # vLLM's CPU operators for Mamba2 export no state from the middle of a chunk, so a chunk may not be longer than a block.
@@ -182,6 +190,70 @@ KINDS = {
         Kind("GLM-4 MoE lite", "latent attention", _model("Glm4MoeLite", **_ROUTED, **_GLM), "bfloat16", False),
     )
 }
+
+
+def _image_model() -> Any:
+    """A small random Idefics 3: its processor needs no torchvision."""
+    import transformers
+
+    common = {"initializer_range": 0.2, "num_attention_heads": 4, "intermediate_size": 192}
+    config = transformers.Idefics3Config(
+        vision_config={**common, "hidden_size": 64, "num_hidden_layers": 2, "image_size": IMAGE, "patch_size": 14},
+        text_config={
+            "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 3,
+            "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": VOCABULARY, "pad_token_id": 0,
+            "bos_token_id": None, "eos_token_id": None, **common,
+        },
+        scale_factor=2, image_token_id=_WORDS.index("<image>"), pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(_WORDS)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t0", pad_token="t0", additional_special_tokens=_SPECIAL
+    ).save_pretrained(folder)
+
+
+def _write_processor(folder: Path) -> None:
+    """A tokenizer, and a processor that makes 4 tokens of an image, and 4 around them."""
+    _write_tokenizer(folder)
+    longest = {"longest_edge": IMAGE}
+    processor = {
+        "image_processor_type": "Idefics3ImageProcessor", "processor_class": "Idefics3Processor",
+        "size": longest, "max_image_size": longest, "do_image_splitting": False, "do_resize": True,
+        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_pad": True, "do_convert_rgb": True,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 1,
+    }  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    (folder / "processor_config.json").write_text(
+        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 4})
+    )
+
+
+# Kinds for claims of their own. A block of 32 tokens of the first has 512 KiB.
+LARGE_BLOCKS = Kind("Llama with large blocks", "full attention", _model("Llama", **_LARGE_BLOCKS))
+IMAGES = Kind(
+    "Idefics 3",
+    "full attention, images",
+    _image_model,
+    llm={"max_model_len": VOCABULARY, "skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 8}},
+    write_more=_write_processor,
+)
+EMBEDDINGS = Kind(
+    "Llama for embeddings",
+    "full attention",
+    _model("Llama"),
+    llm={"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False},
+    write_more=_write_tokenizer,
+)
+_MADE = {**KINDS, **{kind.name: kind for kind in (LARGE_BLOCKS, IMAGES, EMBEDDINGS)}}
 
 
 def kind_named(text: str) -> Kind | None:
@@ -254,7 +326,7 @@ def main(what: str, folder: str, *more: str) -> None:
     if what == "adapter":
         make_adapter(Path(folder), Path(more[0]), int(more[1]))
     else:
-        KINDS[what].build(Path(folder), *map(int, more))
+        _MADE[what].build(Path(folder), *map(int, more))
 
 
 if __name__ == "__main__":

@@ -179,11 +179,13 @@ class Worker:
 
     Attributes:
         transcript: what was sent, and a summary of each answer; for reports.
+        cpu: processor seconds of the process until its last answer.
     """
 
     def __init__(self, process: Process, log: Path) -> None:
         self.process = process
         self.transcript: list[str] = []
+        self.cpu = 0.0
         self._log = log
 
     @classmethod
@@ -247,6 +249,7 @@ class Worker:
         if not text:
             raise Failed(f"vLLM {'crashed' if ready else 'is stuck'}: {last_line(self._log)}")
         found: Answer = json.loads(text)
+        self.cpu = found.pop("cpu", self.cpu)
         self.transcript.append("  -> " + _summary(found))
         return found
 

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Final
 
-from foreword.referee.models import Kind, mixed_prompts
+from foreword.referee.models import EMBEDDINGS, LARGE_BLOCKS, Kind, mixed_prompts
 from foreword.referee.session import BLOCK, Draw, Evidence, Prompts, Session, arguments
+
+_ANSWER: Final = 40
+_LONG: Final = (1_900, 1_230, 700, 1_600)
+_HOW: Final = {"turn": "in turn", "together": "together"}
+_SMALL: Final[dict[str, Any]] = {"kv_cache_memory_bytes": 36 << 20}
 
 
 def common(prompt: list[int], earlier: Prompts) -> int:
@@ -32,8 +38,9 @@ def own(session: Session, draw: Draw) -> Evidence:
     worker = session.connected()
     worker.ask_all(asked)
     found = worker.ask_all(asked)
-    evidence.must_hit(found, "the second time")
-    evidence.same(found, session.reference(asked))
+    reference = session.reference(asked)
+    evidence.must_hit(found, "the second time", reference)
+    evidence.same(found, reference)
     return evidence
 
 
@@ -43,8 +50,9 @@ def reset(session: Session, draw: Draw) -> Evidence:
     worker = session.connected()
     session.store(worker, asked)
     found = worker.ask_all(asked)
-    evidence.must_hit(found, "after the reset")
-    evidence.same(found, session.reference(asked))
+    reference = session.reference(asked)
+    evidence.must_hit(found, "after the reset", reference)
+    evidence.same(found, reference)
     return evidence
 
 
@@ -53,8 +61,9 @@ def restart(session: Session, draw: Draw) -> Evidence:
     evidence, asked = Evidence(), draw.prompts()
     session.store(session.connected(), asked)
     found = session.restarted().ask_all(asked)
-    evidence.must_hit(found, "after the restart")
-    evidence.same(found, session.reference(asked))
+    reference = session.reference(asked)
+    evidence.must_hit(found, "after the restart", reference)
+    evidence.same(found, reference)
     return evidence
 
 
@@ -95,6 +104,71 @@ def position(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
+def turns(session: Session, draw: Draw) -> Evidence:
+    """Conversations: the next turn contains the answer, whose tokens were computed one by one."""
+    evidence, worker = Evidence(), session.connected()
+    asked = draw.prompts()
+    answers = [one["tokens"] for one in session.reference(asked, _ANSWER)]
+    following = [
+        [*prompt, *answer, *draw.tokens(f"turn/{i}", 40)]
+        for i, (prompt, answer) in enumerate(zip(asked, answers, strict=True))
+    ]
+    reference = session.reference(following)
+    # The last token of an answer is computed with the next turn.
+    shared = [len(prompt) + _ANSWER - 1 for prompt in asked]
+    limits = [{**one, "reusable": length // BLOCK * BLOCK} for one, length in zip(reference, shared, strict=True)]
+    session.store(worker, asked, new_tokens=_ANSWER)
+    found = worker.ask_all(following)
+    evidence.must_hit(found, "of the turn before", limits)
+    evidence.at_most(found, shared)
+    evidence.same(found, reference)
+    if not any(one["cached"] > len(prompt) for one, prompt in zip(found, asked, strict=True)):
+        evidence.missing.append("no hit of an answer")
+    return evidence
+
+
+def long(session: Session, draw: Draw) -> Evidence:
+    """Prompts of up to 1,900 tokens with blocks of 512 KiB, in a KV cache for hardly more than one.
+
+    A load has several batches, and memory soon belongs to another request.
+    """
+    evidence, model = Evidence(), session.model(LARGE_BLOCKS.name)
+    lengths = _LONG[: len(draw.lengths)]
+    asked = [draw.tokens(f"long/{i}", length) for i, length in enumerate(lengths)]
+    asked += [prompt[: len(prompt) * 3 // 5] + draw.tokens(f"end/{i}", 90) for i, prompt in enumerate(asked[:2])]
+    reference = session.reference(asked, model=model)
+    worker = session.connected(model, **_SMALL)
+    evidence.same(session.store(worker, asked), reference)
+    for how in ("turn", "together"):
+        found = session.store(worker, asked, how=how)
+        evidence.must_hit(found, f"asked {_HOW[how]}", reference)
+        evidence.same(found, reference)
+    return evidence
+
+
+def pooling_claim(kind: str) -> Callable[[Session, Draw], Evidence]:
+    """The claim that a server of embeddings lives, and that its vectors are those of vLLM alone."""
+
+    def check(session: Session, draw: Draw) -> Evidence:
+        evidence, asked = Evidence(), draw.prompts()
+        model = session.model(EMBEDDINGS.name)
+        given = arguments(EMBEDDINGS, pooler_config={"seq_pooling_type": kind})
+        alone = session.alone(model, **given)
+        reference, local = alone.ask_all(asked), alone.ask_all(asked)
+        worker = session.connected(model, **given)
+        evidence.same(session.store(worker, asked), reference)
+        found = session.store(worker, asked)
+        if any(one["cached"] for one in local):
+            evidence.must_hit(found, "after the reset", [{**one, "reusable": one["cached"]} for one in local])
+        else:
+            evidence.must_miss(found, "though vLLM alone continues no prompt of this model")
+        evidence.same(found, reference)
+        return evidence
+
+    check.__doc__ = f"Embeddings with {kind} pooling, asked again after a reset."
+    return check
+
+
 def kind_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
     """The claim that a kind of model gives right answers cold, from vLLM's own cache, after a reset and after a restart."""
 
@@ -105,14 +179,23 @@ def kind_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
         alone = session.alone(model, **given)
         computed, local = alone.ask_all(asked), alone.ask_all(asked)
         session.end(connected=False)
+        limits = [{**one, "reusable": one["cached"]} for one in local]
         worker = session.connected(model, **given)
         cold = worker.ask_all(asked)
         again = session.store(worker, asked)
-        forgotten = worker.ask_all(asked)
-        fresh = session.restarted(model, **given).ask_all(asked)
-        evidence.must_hit(forgotten, "after the reset")
-        evidence.must_hit(fresh, "after the restart")
+        forgotten = session.store(worker, asked)
+        evidence.must_hit(forgotten, "after the reset", limits)
         evidence.same(cold, computed, kind.exact)
+        # A document and a conversation, which share nothing.
+        few, right = [asked[0], asked[4]], [computed[0], computed[4]]
+        salted = session.store(worker, few, salt="ann")
+        evidence.must_miss(salted, "under a salt")
+        evidence.same(salted, right, kind.exact)
+        salted = worker.ask_all(few, salt="ann")
+        evidence.must_hit(salted, "under the salt")
+        evidence.same(salted, right, kind.exact)
+        fresh = session.restarted(model, **given).ask_all(asked)
+        evidence.must_hit(fresh, "after the restart", limits)
         for found in (again, forgotten, fresh):
             evidence.same(found, computed if kind.exact else local, kind.exact)
         counts = [sum(one["cached"] for one in found) for found in (local, again, forgotten, fresh)]

@@ -17,6 +17,7 @@ from foreword.referee import faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
 from foreword.referee.process import Failed, Refused
 from foreword.referee.session import Draw, Evidence, Session, Target, environment_note
+from foreword.referee.settings import PAIRS, pair_claim
 
 Check = Callable[[Session, Draw], Evidence]
 
@@ -27,6 +28,7 @@ _CLAIMS: Final[dict[str, Check]] = {
     "reuse.reset": reuse.reset,
     "reuse.boundaries": reuse.boundaries,
     "reuse.position": reuse.position,
+    "reuse.turns": reuse.turns,
     "identity.salt": identity.salt,
     "reuse.restart": reuse.restart,
     "fault.flipped": faults.flipped,
@@ -35,17 +37,27 @@ _CLAIMS: Final[dict[str, Check]] = {
     "fault.swapped": faults.swapped,
     "fault.killed": faults.killed,
     "fault.full-disk": faults.full_disk,
+    **{f"identity.settings.{pair.name}": pair_claim(pair) for pair in PAIRS},
     "identity.dtype": identity.dtype,
     "identity.block-size": identity.block_size,
     "identity.weights": identity.weights,
+    "identity.weights-in-place": identity.weights_in_place,
+    "identity.updated": identity.updated,
     "identity.adapter": identity.adapter,
+    "identity.mixed": identity.mixed,
     "identity.adapter-version": identity.adapter_version,
+    "identity.images": identity.images,
+    "reuse.long": reuse.long,
     "schedule.chunked": schedules.chunked,
     "schedule.together": schedules.together,
     "schedule.aborted": schedules.aborted,
     "schedule.preempted": schedules.preempted,
+    "schedule.many": schedules.many,
     "schedule.drafted": schedules.drafted,
+    **{f"pooling.{kind.lower()}": reuse.pooling_claim(kind) for kind in ("LAST", "MEAN", "CLS")},
 }
+# Claims that are checked only with `Plan.long`, or if they are named.
+_LONG: Final = frozenset(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard)
 # What the embedded engine's worker can be asked for.
 _ENGINE_CLAIMS: Final = tuple(name for name in _CLAIMS if name.startswith(("reuse.", "fault.", "identity.salt")))
 
@@ -57,6 +69,7 @@ class Result:
     Attributes:
         result: "pass", "FAIL", or "not shown" if a positive control did not succeed.
         figure: what was counted.
+        cpu_seconds: of vLLM's processes, without the imports that they share.
         reproducer: the script that shows a failure again.
     """
 
@@ -66,6 +79,7 @@ class Result:
     figure: str
     seconds: float
     reproducer: str = ""
+    cpu_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,7 @@ class Plan:
     Attributes:
         only: names of claims, or starts of them; all if empty.
         models: kinds of models besides the Llama.
+        long: whether to check the claims too that are not in the standard set.
         failures: where reproducers are written.
         report: JSON file that is written after each claim; its results are kept if `resume` is set.
     """
@@ -86,6 +101,7 @@ class Plan:
     failures: Path = Path("conform-failures")
     report: Path | None = None
     resume: bool = False
+    long: bool = False
 
     def claims(self) -> dict[str, Check]:
         """The claims by name. Raises ConfigError for an unknown name."""
@@ -95,7 +111,8 @@ class Plan:
         for text in self.only:
             if not any(name.startswith(text) for name in known):
                 raise ConfigError(f"there is no claim {text!r}{did_you_mean(text, known)}")
-        return {name: check for name, check in known.items() if not self.only or name.startswith(self.only)}
+        chosen = (name for name in known if self.long or name not in _LONG or name in self.only)
+        return {name: known[name] for name in chosen if not self.only or name.startswith(self.only)}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -121,7 +138,9 @@ def conform(plan: Plan, say: Callable[[str], None]) -> list[Result]:
                 continue
             say(f"[{number}/{len(claims)}] {name}: {_first_line(check)}")
             result = _check(session, plan, name, check, versions)
-            say(f"    {result.result} ({result.seconds:.1f} s): {result.figure}")
+            say(
+                f"    {result.result} ({result.seconds:.1f} s, {result.cpu_seconds:.1f} s of processor time): {result.figure}"
+            )
             found[name] = result
             _write(plan, versions, list(found.values()))
     return [found[name] for name in claims]
@@ -146,7 +165,7 @@ def _check_folder(plan: Plan, found: dict[str, Result]) -> None:
 
 
 def _check(session: Session, plan: Plan, name: str, check: Check, versions: str) -> Result:
-    began = time.monotonic()
+    began, cpu = time.monotonic(), session.cpu_seconds
     draw = Draw(f"{plan.seed}/{name}")
     evidence, transcript = _attempt(session, check, draw)
     path = ""
@@ -158,7 +177,8 @@ def _check(session: Session, plan: Plan, name: str, check: Check, versions: str)
                 draw, transcript = small, shorter
         path = str(_write_reproducer(plan, name, draw, evidence, transcript, versions))
     seconds = round(time.monotonic() - began, 1)
-    return Result(name, _first_line(check), evidence.result, evidence.figure, seconds, path)
+    used = round(session.cpu_seconds - cpu, 1)
+    return Result(name, _first_line(check), evidence.result, evidence.figure, seconds, path, used)
 
 
 def _attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:

@@ -9,8 +9,13 @@ from foreword.referee.models import fresh_prompts
 from foreword.referee.session import Draw, Evidence, Session
 
 _NEW = 24
-# A step ends inside a block.
-_CHUNKS: Final[dict[str, Any]] = {"max_num_batched_tokens": 72, "max_model_len": 1024}
+_FEW = 3
+# A step ends inside a block. The KV cache has 70 blocks, so memory soon belongs to another request.
+_CHUNKS: Final[dict[str, Any]] = {
+    "max_num_batched_tokens": 72,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 70 * 49_152,
+}
 _DRAFTS: Final[dict[str, Any]] = {
     "speculative_config": {
         "method": "ngram",
@@ -44,7 +49,7 @@ def scheduled(
         worker.settle()
         worker.forget()
         found = worker.ask_all(asked, _NEW)
-        evidence.must_hit(found, "on what was stored")
+        evidence.must_hit(found, "on what was stored", reference)
         evidence.same(found, reference)
         return evidence
 
@@ -57,3 +62,17 @@ together = scheduled("together", "Identical prompts at the same time.", copies=2
 aborted = scheduled("abort", "Half of the requests aborted in prefill, and asked again.")
 preempted = scheduled("preempt", "All requests preempted and resumed.", counted="preempted")
 drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")
+
+
+def many(session: Session, draw: Draw) -> Evidence:
+    """A hundred different prompts at the same time, in a KV cache for a fifth of them; then asked again twice."""
+    evidence = Evidence()
+    asked = [draw.tokens(f"many/{number}", 33 + 2 * number) for number in range(25 * len(draw.lengths))]
+    reference = session.reference(asked, _FEW)
+    worker = session.connected(**_CHUNKS)
+    evidence.same(session.store(worker, asked, new_tokens=_FEW, how="together"), reference)
+    for _ in range(2):
+        found = session.store(worker, asked, new_tokens=_FEW, how="together")
+        evidence.must_hit(found, "at the same time", reference)
+        evidence.same(found, reference)
+    return evidence

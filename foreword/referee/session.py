@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -84,6 +85,8 @@ class Evidence:
     """What a claim has shown so far.
 
     Attributes:
+        apart: the largest difference of a log-probability in a right answer, and `wrong_apart` in a wrong one up to its first
+            other token.
         failing: indexes of wrong answers' prompts, in the order of the claim's prompts.
         problems: why the claim fails, besides wrong answers.
         missing: positive controls that did not succeed.
@@ -93,6 +96,7 @@ class Evidence:
     wrong: int = 0
     cached: int = 0
     apart: float = 0.0
+    wrong_apart: float = 0.0
     failing: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -105,18 +109,25 @@ class Evidence:
             if not exact and mine["cached"] != theirs["cached"]:
                 continue
             self.answers += 1
-            pairs = list(zip(mine["logprobs"], theirs["logprobs"], strict=True))
-            apart = max((abs(a - b) for a, b in pairs), default=0.0)
-            if mine["tokens"] != theirs["tokens"] or apart > _LOGPROB_WITHIN:
+            apart = _apart(mine, theirs)
+            if mine["tokens"] == theirs["tokens"] and apart <= _LOGPROB_WITHIN:
+                self.apart = max(self.apart, apart)
+            else:
                 self.wrong += 1
                 self.failing.append(index)
-            else:
-                self.apart = max(self.apart, apart)
+                self.wrong_apart = max(self.wrong_apart, apart)
 
-    def must_hit(self, found: Sequence[Answer], when: str) -> None:
-        """The positive control."""
-        if not any(one["cached"] for one in found):
+    def must_hit(self, found: Sequence[Answer], when: str, alone: Sequence[Answer] = (), share: float = 0.5) -> None:
+        """The positive control. `alone` is what `Session.reference` says about these prompts: a target that finds fewer than
+        `share` of the tokens that vLLM alone finds when it is asked twice has lost hits."""
+        hits, most = sum(one["cached"] for one in found), sum(one["reusable"] for one in alone)
+        if not hits:
             self.missing.append(f"no hit {when}")
+        elif hits < share * most:
+            self.failing += [
+                i for i, (one, own) in enumerate(zip(found, alone, strict=True)) if one["cached"] < own["reusable"]
+            ]
+            self.problems.append(f"finds {hits:,} tokens {when}, where {most:,} can be found")
 
     def must_miss(self, found: Sequence[Answer], when: str) -> None:
         """The negative control."""
@@ -132,6 +143,13 @@ class Evidence:
         if long:
             self.problems.append(f"{len(long)} hits are longer than the common prefix")
 
+    @staticmethod
+    def differ(one: Sequence[Answer], other: Sequence[Answer]) -> bool:
+        """Whether answers differ, so that something that changes them was shown to."""
+        evidence = Evidence()
+        evidence.same(one, other)
+        return evidence.wrong > 0
+
     @property
     def result(self) -> str:
         if self.wrong or self.problems:
@@ -142,10 +160,17 @@ class Evidence:
     def figure(self) -> str:
         found = [*self.problems, *self.missing]
         if self.answers:
-            found.append(f"{self.wrong} of {self.answers} answers wrong")
+            apart = f"up to {self.wrong_apart:.1g}" if self.wrong else f"at most {self.apart:.0e}"
+            found.append(f"{self.wrong} of {self.answers} answers wrong, with log-probabilities {apart} apart")
             found.append(f"{self.cached:,} cached tokens")
-            found.append(f"logprobs within {self.apart:.0e}")
         return "; ".join([*found, *self.notes])
+
+
+def _apart(one: Answer, other: Answer) -> float:
+    """How far the log-probabilities of two answers are apart, up to the first other token."""
+    alike = next((i for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if a != b), None)
+    pairs = list(zip(one["logprobs"], other["logprobs"], strict=True))[: None if alike is None else alike + 1]
+    return max((abs(a - b) for a, b in pairs), default=0.0)
 
 
 class Session:
@@ -163,16 +188,41 @@ class Session:
         self._live: dict[bool, tuple[str, Worker]] = {}
         self._answers: dict[str, Answer] = {}
         self._started: set[str] = set()
+        self._written: dict[str, tuple[list[Answer], list[Answer]]] = {}
+        self._ended_cpu = 0.0
         environment = {**os.environ, **preload(target.python), **VLLM_VARIABLES}
-        self._forks = Forks(target.python, environment, _ENGINE_MODULES if target.engine else VLLM_MODULES)
+        modules = _ENGINE_MODULES if target.engine else VLLM_MODULES
+        # Processes after a restart are forked from another one, which shares nothing with the first, Python's hash seed
+        # included.
+        self._forks, self._others = (Forks(target.python, environment, modules) for _ in range(2))
 
-    def model(self, name: str = "Llama", seed: int = 0) -> Path:
-        """The folder of a random model; made when it is needed first. The embedded engine uses its embedded model."""
+    def use(self, target: Target) -> None:
+        """Go on with another connector under the same interpreter; models and reference answers are kept."""
+        self.end(connected=True, kill=True)
+        self.target = target
+        self._started.clear()
+        self._written.clear()
+
+    def model(self, name: str = "Llama", seed: int = 0, config: Mapping[str, Any] | None = None) -> Path:
+        """The folder of a random model; made when it is needed first. The embedded engine uses its embedded model.
+
+        `config`: keys of its `config.json` that are other than usual.
+        """
         if self.target.engine:
             return self.folder
         made = self.folder / f"{name}-{seed}"
         if not made.exists():
             self._script(name, str(made), str(seed))
+        return made if not config else self.copy(made, config)
+
+    def copy(self, model: Path, config: Mapping[str, Any]) -> Path:
+        """A copy of a model's folder with other values of these keys of `config.json`."""
+        text = json.dumps(config, sort_keys=True)
+        made = self.folder / f"{model.name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        if not made.exists():
+            shutil.copytree(model, made)
+            path = made / "config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **config}), encoding="utf-8")
         return made
 
     def adapter(self, seed: int) -> Path:
@@ -190,7 +240,11 @@ class Session:
             raise Failed(f"cannot make a model: {last_line(log)}")
 
     def connected(self, model: Path | None = None, **llm: Any) -> Worker:
-        """The process with the connector; one with other settings is ended first. Raises Failed."""
+        """The process with the connector; one with other settings is ended first. Raises Failed.
+
+        Besides vLLM's arguments, `llm` may have `variables`, a dictionary for the environment, and `extra`, more keys of
+        `kv_connector_extra_config`.
+        """
         return self._worker(True, model, llm, self._forks)
 
     def alone(self, model: Path | None = None, **llm: Any) -> Worker:
@@ -200,12 +254,21 @@ class Session:
     def restarted(self, model: Path | None = None, **llm: Any) -> Worker:
         """A new process with the connector, which shares nothing with the one before, Python's hash seed included."""
         self.end(connected=True)
-        return self._worker(True, model, llm, None)
+        return self._worker(True, model, llm, self._others)
 
-    def _worker(self, connected: bool, model: Path | None, llm: Mapping[str, Any], forks: Forks | None) -> Worker:
+    def _job(self, connected: bool, model: Path | None, llm: Mapping[str, Any]) -> dict[str, Any]:
+        given = arguments(KINDS["Llama"], **llm)
+        extra = given.pop("extra", {})
+        given.pop("variables", None)
         transfer = self.target.transfer if connected else None
-        job = {"model": str(model or self.model()), "transfer": transfer, "llm": arguments(KINDS["Llama"], **llm)}
-        key = json.dumps(job, sort_keys=True)
+        if transfer is not None and extra:
+            mine = transfer.get("kv_connector_extra_config", {})
+            transfer = {**transfer, "kv_connector_extra_config": {**mine, **extra}}
+        return {"model": str(model or self.model()), "transfer": transfer, "llm": given}
+
+    def _worker(self, connected: bool, model: Path | None, llm: Mapping[str, Any], forks: Forks) -> Worker:
+        job, variables = self._job(connected, model, llm), llm.get("variables")
+        key = json.dumps([job, variables], sort_keys=True)
         if connected in self._live:
             known, worker = self._live[connected]
             if known == key:
@@ -213,10 +276,10 @@ class Session:
             self.end(connected=connected)
         log = self.folder / ("connected.log" if connected else "alone.log")
         if connected:
-            self.transcript.append(f"start {json.dumps(job)}")
+            self.transcript.append(f"start {json.dumps(job)}" + (f" with {json.dumps(variables)}" if variables else ""))
         script = _ENGINE_WORKER if self.target.engine else WORKER
         try:
-            worker = Worker.start(self.target.python, job, log, script=script, forks=forks)
+            worker = Worker.start(self.target.python, job, log, script=script, variables=variables, forks=forks)
         except Failed as error:
             # With settings that worked before, it is the claim's fault (a damaged file, a restart) that it does not start.
             raise error if key in self._started else Refused(f"does not start: {error.message}") from None
@@ -233,6 +296,12 @@ class Session:
             if connected:
                 self.transcript.append("kill -9" if kill else "end")
             worker.kill() if kill else worker.close()
+            self._ended_cpu += worker.cpu
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Processor seconds of all vLLM processes until now, without the imports that they share."""
+        return self._ended_cpu + sum(worker.cpu for _, worker in self._live.values())
 
     def stop(self) -> None:
         """End both processes without warning."""
@@ -243,6 +312,7 @@ class Session:
         """Also end what starts processes."""
         self.stop()
         self._forks.close()
+        self._others.close()
 
     def begin(self) -> None:
         """A new claim."""
@@ -250,15 +320,34 @@ class Session:
         if True in self._live:
             self.transcript.append(f"started before: {self._live[True][0]}")
 
-    def reference(self, prompts: Prompts, new_tokens: int = 8) -> list[Answer]:
-        """Answers of vLLM alone, computed without any cache."""
-        keys = [f"{new_tokens} {prompt}" for prompt in prompts]
+    def reference(self, prompts: Prompts, new_tokens: int = 8, model: Path | None = None, **llm: Any) -> list[Answer]:
+        """Answers of vLLM alone, computed without any cache. `reusable` of each: cached tokens when it is asked once more."""
+        where = json.dumps([self._job(False, model, llm), new_tokens])
+        keys = [f"{where} {json.dumps(prompt)}" for prompt in prompts]
         for key, prompt in zip(keys, prompts, strict=True):
             if key not in self._answers:
-                worker = self.alone()
+                worker = self.alone(model, **llm)
                 worker.forget()
-                self._answers[key] = worker.ask(prompt, new_tokens)
+                found = worker.ask(prompt, new_tokens)
+                self._answers[key] = {**found, "reusable": worker.ask(prompt, 1)["cached"]}
         return [self._answers[key] for key in keys]
+
+    def computed(self, worker: Worker, prompts: Prompts, model: Path | None = None, **llm: Any) -> list[Answer]:
+        """Answers that are computed without what was stored: by the process itself under a new salt, which saves the start of
+        another one; by vLLM alone if that hits."""
+        found = worker.ask_all(prompts, salt=f"computed {os.urandom(8).hex()}")
+        if any(one["cached"] >= _CHANCE for one in found):
+            return self.alone(model, **llm).ask_all(prompts)
+        return found
+
+    def written(self, prompts: Prompts, model: Path | None = None, **llm: Any) -> tuple[list[Answer], list[Answer]]:
+        """Make a process with these settings store prompts, or know that one has done it: its answers, and those to the same
+        prompts after vLLM reset its own cache."""
+        key = json.dumps([self._job(True, model, llm), llm.get("variables"), list(prompts)], sort_keys=True)
+        if key not in self._written:
+            worker = self.connected(model, **llm)
+            self._written[key] = self.store(worker, prompts), self.store(worker, prompts)
+        return self._written[key]
 
     def store(self, worker: Worker, prompts: Prompts, **how: Any) -> list[Answer]:
         """Ask, wait until it is written, and reset vLLM's own cache."""
@@ -282,12 +371,14 @@ class Session:
         try:
             yield True
         finally:
+            self._written.clear()
             self.end(connected=True, kill=True)
             subprocess.run(["umount", "-l", str(files)], check=True)
 
     def damage(self, change: Callable[[Path], int]) -> int:
         """Damage the files, and return how much was changed."""
         files = self.target.files
+        self._written.clear()
         done = change(files) if files is not None and files.exists() else 0
         self.transcript.append(f"{change.__name__}({str(files)!r}): {done}")
         return done

@@ -6,8 +6,12 @@ one line of JSON as answer on standard output. The first line says what to start
     {"model": DIR, "transfer": null, "llm": {"dtype": "float32", "max_model_len": 8192, "block_size": 32}}
 
 The others: `{"ask": [[token, ...], ...], "new_tokens": 8}`, with `how` (one of HOW), `salt` and `adapter` ([name, number,
-path]); `{"settle": seconds}`, time for background writes; `{"stored": true}`; `{"forget": true}`, vLLM resets its own prefix
-cache; `{"end": true}`. Times are seconds; TTFT counts from the request's arrival. A warm-up of 40 tokens does not count.
+path], or a list with one or null for each prompt). A prompt may also be `{"text": "...", "images": [seed, ...], "uuids": null
+or [name, ...]}`. A server of a pooling model answers with a vector in place of log-probabilities. `{"settle": seconds}`, time
+for background writes; `{"stored": true}`; `{"forget": true}`, vLLM resets its own prefix cache; `{"exchange": true}`, the
+weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; `{"end": true}`.
+Times are seconds; TTFT counts from the request's arrival. A warm-up of 40 tokens does not count. Every answer has `cpu`, the
+processor seconds of this process.
 """
 
 import json
@@ -31,6 +35,7 @@ class Engine:
 
         self._params = SamplingParams
         self._connected = job["transfer"] is not None
+        self._pools = job["llm"].get("runner") == "pooling"
         self._count = self._preempted = self._drafted = 0
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
@@ -38,32 +43,32 @@ class Engine:
         self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
 
     def ask(self, line: dict[str, Any]) -> dict[str, Any]:
-        """Generate greedily."""
+        """Generate greedily; or pool."""
         params = self._params(
             max_tokens=line.get("new_tokens", 8), temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0
         )
         salt = {"cache_salt": line["salt"]} if line.get("salt") else {}
-        prompts = [{"prompt_token_ids": tokens, **salt} for tokens in line["ask"]]
-        adapter = self._adapter(line["adapter"]) if line.get("adapter") else None
+        prompts = [{**_prompt(one), **salt} for one in line["ask"]]
+        adapters = _adapters(line.get("adapter"), len(prompts))
         began = time.perf_counter()
         how = line.get("how", "turn")
         if how == "turn":
-            results = [one for prompt in prompts for one in self._generate([prompt], params, adapter)]
+            pairs = zip(prompts, adapters, strict=True)
+            results = [one for prompt, adapter in pairs for one in self._answer([prompt], params, [adapter])]
         elif how == "together":
-            results = self._generate(prompts, params, adapter)
+            results = self._answer(prompts, params, adapters)
         else:
             results = self._disturbed(prompts, params, how)
         counts = {"preempted": self._preempted, "drafted": self._drafted}
         return {"results": results, "seconds": time.perf_counter() - began, **counts}
 
-    def _adapter(self, given: list[Any]) -> Any:
-        from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
-
-        return LoRARequest(*given)
-
-    def _generate(self, prompts: list[dict[str, Any]], params: Any, adapter: Any) -> list[dict[str, Any]]:
+    def _answer(self, prompts: list[dict[str, Any]], params: Any, adapters: list[Any]) -> list[dict[str, Any]]:
+        if self._pools:
+            vectors = self._llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+            return [_vector(output) for output in vectors]
         began = time.perf_counter()
-        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)
+        given = adapters if any(adapters) else None
+        outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=given)
         whole = time.perf_counter() - began
         return [_result(output, whole) for output in outputs]
 
@@ -140,6 +145,60 @@ class Engine:
             time.sleep(0.001)
         return {"done": done}
 
+    def exchange(self) -> dict[str, Any]:
+        """Exchange the weights of the first and the last layer of a Llama, as an update of weights in place would."""
+        self._llm.apply_model(_exchange_layers)
+        return {"done": bool(self._llm.reset_prefix_cache(reset_connector=True))}
+
+
+def _exchange_layers(model: Any) -> None:
+    # Whole modules: kernels for CPUs keep packed copies of the weights in them.
+    first, last = model.model.layers[0], model.model.layers[-1]
+    for one, other, names in (
+        (first, last, ("mlp", "input_layernorm", "post_attention_layernorm")),
+        (first.self_attn, last.self_attn, ("qkv_proj", "o_proj")),
+    ):
+        for name in names:
+            mine, theirs = getattr(one, name), getattr(other, name)
+            setattr(one, name, theirs)
+            setattr(other, name, mine)
+
+
+def _prompt(one: Any) -> dict[str, Any]:
+    if isinstance(one, list):
+        return {"prompt_token_ids": one}
+    found: dict[str, Any] = {"prompt": one["text"]}
+    if one["images"]:
+        found["multi_modal_data"] = {"image": [_image(seed) for seed in one["images"]]}
+    if one.get("uuids"):
+        found["multi_modal_uuids"] = {"image": one["uuids"]}
+    return found
+
+
+def _image(seed: int) -> Any:
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
+
+
+def _adapters(given: list[Any] | None, count: int) -> list[Any]:
+    if not given:
+        return [None] * count
+    from vllm.lora.request import LoRARequest  # type: ignore[import-not-found,unused-ignore]
+
+    each = [given] * count if isinstance(given[0], str) else given
+    return [LoRARequest(*one) if one else None for one in each]
+
+
+def _vector(output: Any) -> dict[str, Any]:
+    return {
+        "asked": len(output.prompt_token_ids),
+        "cached": output.num_cached_tokens,
+        "tokens": [],
+        "logprobs": output.outputs.data.reshape(-1).tolist(),
+    }
+
 
 def _result(output: Any, whole: float) -> dict[str, Any]:
     [answer] = output.outputs
@@ -181,7 +240,7 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
     os.dup2(2, 1)
 
     def send(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps({**answer, "cpu": time.process_time()}) + "\n")
         answers.flush()
 
     job = json.loads(sys.stdin.readline())
@@ -196,6 +255,8 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
             send(engine.settle(line["settle"]))
         elif "forget" in line:
             send(engine.forget())
+        elif "exchange" in line:
+            send(engine.exchange())
         elif "stored" in line:
             send(engine.stored())
         else:

@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from vllm_process import disk, needs_vllm, run
 
+from foreword.referee.models import IMAGES
+
 pytestmark = needs_vllm
-
-SPECIAL = ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"]
-SIZE = 56
-
-
-def make_vision_model(folder: Path, seed: int = 0) -> Path:
-    """A small random Idefics 3: its processor needs no torchvision."""
-    torch.manual_seed(seed)
-    words = [f"t{number}" for number in range(512 - len(SPECIAL))] + SPECIAL
-    common = {"initializer_range": 0.2, "num_attention_heads": 4, "intermediate_size": 192}
-    config = transformers.Idefics3Config(
-        vision_config={**common, "hidden_size": 64, "num_hidden_layers": 2, "image_size": SIZE, "patch_size": 14},
-        text_config={
-            "model_type": "llama", "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 3,
-            "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "pad_token_id": 0,
-            "bos_token_id": None, "eos_token_id": None, **common,
-        },
-        scale_factor=2, image_token_id=words.index("<image>"), pad_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    transformers.Idefics3ForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="t0", pad_token="t0", additional_special_tokens=SPECIAL
-    ).save_pretrained(folder)
-    longest = {"longest_edge": SIZE}
-    processor = {
-        "image_processor_type": "Idefics3ImageProcessor", "processor_class": "Idefics3Processor",
-        "size": longest, "max_image_size": longest, "do_image_splitting": False, "do_resize": True,
-        "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True, "do_pad": True, "do_convert_rgb": True,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "resample": 1,
-    }  # fmt: skip
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    (folder / "processor_config.json").write_text(
-        json.dumps({"processor_class": "Idefics3Processor", "image_seq_len": 4})
-    )
-    return folder
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
+    return IMAGES.build(tmp_path_factory.mktemp("vision") / "model")
 
 
 def ask(model: Path, rounds: Any, **job: Any) -> list[dict[str, Any]]:
@@ -92,7 +53,7 @@ def test_damaged_outputs_are_encoded(model: Path, tmp_path: Path) -> None:
         path.write_bytes(data)
     second = ask(model, [asked], encoder_store=[disk(tmp_path)])[0]
     assert second["encoded"] == 3 and tokens(second) == tokens(first)
-    other = make_vision_model(tmp_path / "other", 1)
+    other = IMAGES.build(tmp_path / "other", 1)
     assert ask(other, [asked], encoder_store=[disk(tmp_path)])[0]["encoded"] == 6
 
 
