@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all faults faults-system mutants drift gpu check lint docs clean
+.PHONY: setup demo test test-all faults faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -52,6 +52,16 @@ OLD ?= .venv-vllm
 
 drift:
 	$(PYTHON) tests/integrations/vllm_drift.py $(OLD) $(NEW)
+
+# The referee over the supported releases of vLLM, whose environments it makes; writes the table of the docs.
+MATRIX := .venv-vllm-0.31 .venv-vllm .venv-vllm-0.33
+
+matrix: setup
+	.ci/vllm .venv-vllm
+	.ci/vllm .venv-vllm-0.31 0.31.0 --share .venv-vllm
+	.ci/vllm .venv-vllm-0.33 0.33.0 --over 0.32.0 --share .venv-vllm
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
+	  $(MATRIX:%=--matrix %/bin/python) --page docs/operations/conformance.md
 
 # Everything that needs a GPU, in below nine minutes, with the Python of the machine: make gpu PYTHON=python3
 gpu:

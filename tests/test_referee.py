@@ -15,6 +15,7 @@ import pytest
 from foreword.errors import ConfigError
 from foreword.referee import run
 from foreword.referee.damage import cut_files, data_files, empty_files, flip_bytes, swap_files
+from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, environments, write_page
 from foreword.referee.reuse import common
 from foreword.referee.run import Plan, Result, conform
 from foreword.referee.session import Draw, Evidence, Session, Target
@@ -112,6 +113,71 @@ def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.Mo
         conform(Plan(target, 2, (), (), tmp_path, report, resume=True), said.append)
     with pytest.raises(ConfigError, match=r"one\.fails"):
         conform(Plan(target, 1, ("one.fail-",), ()), said.append)
+
+
+def interpreter(folder: Path, name: str, versions: str) -> Path:
+    """An interpreter that can say which versions it has, and nothing else."""
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{versions}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each environment runs all claims over files of its own; an interrupted run continues with what is missing, over other
+    files. The page gets a column for each, between its marks and nowhere else."""
+    ran: list[tuple[str, Path | None]] = []
+
+    def works(session: Session, draw: Draw) -> Evidence:
+        """It works."""
+        ran.append((session.target.python, session.target.files))
+        return Evidence(answers=4, wrong=1 if session.target.python.endswith("new") else 0)
+
+    monkeypatch.setattr(run, "_CLAIMS", {"one.works": works})
+    old = interpreter(tmp_path, "old", "vllm 0.50.0+cpu, torch 3.0")
+    new = interpreter(tmp_path, "new", "vllm 0.51.0, torch 3.0")
+    given = environments([str(old), f"nightly={new}"])
+    assert [one.name for one in given] == ["vLLM 0.50.0", "nightly"]
+
+    def check(folder: Path, resume: bool) -> dict[str, list[Result]]:
+        def own(one: Environment) -> dict[str, Any]:
+            files = folder / one.name
+            return {"files": files, "transfer": {"kv_connector": "X", "store": f"disk://{files}"}}
+
+        target = Target({"kv_connector": "X"}, "", None)
+        plan = Plan(target, 1, (), (), tmp_path / "failures", tmp_path / "report.json", resume)
+        found = conform_matrix(plan, given, own, lambda text: None)
+        write_page(page, plan, given, found)
+        return found
+
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    found = check(tmp_path / "a", resume=False)
+    assert [one.result for some in found.values() for one in some] == ["pass", "FAIL"]
+    (tmp_path / "report-nightly.json").unlink()
+    check(tmp_path / "b", resume=True)
+    assert [where for _, where in ran] == [tmp_path / one for one in ("a/vLLM 0.50.0", "a/nightly", "b/nightly")]
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n") and text.endswith(f"{END}\nafter\n") and "old\n" not in text
+    assert "| claim | what | vLLM 0.50.0 | nightly |" in text
+    assert "| `one.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in text
+    assert "- nightly: vllm 0.51.0, torch 3.0" in text
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="must have the lines"):
+        check(tmp_path / "c", resume=True)
+
+
+def test_environments_of_a_matrix(tmp_path: Path) -> None:
+    """What is wrong with an environment is said before anything runs."""
+    plain = interpreter(tmp_path, "plain", "torch 3.0")
+    twin = interpreter(tmp_path, "twin", "vllm 0.50.0")
+    for given, why in (
+        ([str(plain)], "has no vLLM"),
+        ([str(twin), str(twin)], "NAME=PYTHON"),
+        ([f"x={tmp_path}/no"], "cannot run"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            environments(given)
 
 
 def test_files_of_others_are_not_damaged(tmp_path: Path) -> None:

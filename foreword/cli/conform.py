@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foreword.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foreword.referee.run import Plan, Result
 
 
 def register(app: typer.Typer) -> None:
@@ -57,12 +61,28 @@ def conform(
     failures: Annotated[Path, typer.Option("--failures", help="Folder for scripts that show failures again.")] = Path(
         "conform-failures"
     ),
+    matrix: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--matrix",
+            metavar="[NAME=]PYTHON",
+            help="Interpreter with a release of vLLM; repeat it for each. The table has a column for each release.",
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--page", help="Write the table of --matrix into this Markdown page, between its marks."),
+    ] = None,
 ) -> None:
     """Check that cached KV gives the answers of a computation.
 
     Runs a KV connector in a real vLLM with small random models, and compares tokens and log-probabilities with those of vLLM
     alone. Status 1 if a claim fails.
     """
+    if matrix and (store is not None or engine or python or folder is not None):
+        raise ConfigError("--matrix names interpreters with vLLM; leave out --python, --folder, --engine and --store")
+    if page is not None and not matrix:
+        raise ConfigError("--page is for the table of --matrix")
     if store is not None:
         raise typer.Exit(_check_store(store))
     from foreword.referee.models import KINDS
@@ -74,25 +94,41 @@ def conform(
             folder = folder or Path(made) / "kv"
         chosen = _transfer(transfer, folder, engine)
         kinds = STANDARD_MODELS if models is None else tuple(KINDS) if models == "all" else _names(models)
-        results = conform(
-            Plan(
-                Target(chosen, python or sys.executable, folder, engine),
-                seed,
-                tuple(only or ()),
-                kinds,
-                failures,
-                resume or as_json,
-                resume is not None,
-                long,
-            ),
-            lambda text: print(text, file=sys.stderr, flush=True),
-        )
-    print(table(results))
+        target = Target(chosen, python or sys.executable, folder, engine)
+        only_some = tuple(only or ())
+        plan = Plan(target, seed, only_some, kinds, failures, resume or as_json, resume is not None, long)
+        if matrix:
+            results = _conform_matrix(plan, matrix, page, transfer)
+        else:
+            results = conform(plan, _say)
+            print(table(results))
     failed = [one for one in results if one.result == "FAIL"]
     for one in failed:
         print(f"{one.claim}: run {one.reproducer}")
     print(f"\n{len(results)} claims: {sum(one.result == 'pass' for one in results)} pass, {len(failed)} FAIL")
     raise typer.Exit(1 if failed else 0)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _conform_matrix(plan: Plan, matrix: list[str], page: Path | None, transfer: str | None) -> list[Result]:
+    """All results, the table printed. Foreword's connector gets a folder of its own in each environment."""
+    from foreword.referee.matrix import Environment, conform_matrix, environments, matrix_table, write_page
+
+    def own(one: Environment) -> dict[str, Any]:
+        if plan.target.files is None:
+            return {}
+        folder = plan.target.files / re.sub(r"[^\w.]+", "-", one.name)
+        return {"files": folder, "transfer": _transfer(transfer, folder, False)}
+
+    given = environments(matrix)
+    found = conform_matrix(plan, given, own, _say)
+    print(matrix_table(found))
+    if page is not None:
+        write_page(page, plan, given, found)
+    return [one for some in found.values() for one in some]
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -116,8 +116,10 @@ class Plan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What results must have in common to be in one report."""
-        return {"target": self.target.transfer, "engine": self.target.engine, "seed": self.seed}
+        """What results must have in common to be in one report. Where the files are does not matter."""
+        target, files = json.dumps(self.target.transfer), self.target.files
+        target = target.replace(json.dumps(str(files))[1:-1], "") if files is not None else target
+        return {"target": json.loads(target), "engine": self.target.engine, "seed": self.seed}
 
 
 def _kind(text: str) -> Kind:
@@ -252,14 +254,16 @@ def _write(plan: Plan, versions: str, results: Sequence[Result]) -> None:
             "plan": plan.identity,
             "name": plan.target.name,
             "versions": versions,
-            "processor": _processor(),
+            "processor": processor(),
             "date": time.strftime("%Y-%m-%d"),
             "claims": [asdict(one) for one in results],
         }
+        plan.report.parent.mkdir(parents=True, exist_ok=True)
         plan.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's processor, "" if it is not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

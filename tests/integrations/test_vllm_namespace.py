@@ -315,3 +315,24 @@ def test_embeddings_under_vllm(pooling: str, tmp_path: Path) -> None:
     for found in connected["vectors"]:
         np.testing.assert_allclose(found, expected, atol=1e-5)
     assert (connected["tiers"][0]["hit"] > 0) == (pooling == "LAST")
+
+
+@pytest.mark.parametrize("plant", ["rope_base", "one_layer", "packing"])
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+def test_planted_changes_of_meaning(plant: str, tmp_path: Path) -> None:
+    """A vLLM that computes or packs KV in another way, without a sign of it in its version, configuration or attributes, finds
+    nothing of what another has saved. It finds its own, and its answers are right."""
+    kind = KINDS["Gemma 3"]
+    job = {"model": str(kind.build(tmp_path / "model")), "llm": kind.arguments(), "prompts": fresh_prompts(7, 3, 300)}
+    connected = {"store": [disk(tmp_path)], "passes": ["ask", "forget", "ask"]}
+    [usual] = run("vllm_kinds_script.py", {**job, "runs": [connected]})["results"]
+    runs = [{"store": None, "passes": ["ask"]}, connected]
+    alone, planted = run("vllm_kinds_script.py", {**job, "plant": plant, "runs": runs})["results"]
+    [expected] = alone["answers"]
+    for found in planted["answers"]:
+        assert [one["tokens"] for one in found] == [one["tokens"] for one in expected]
+    assert [one["cached"] for one in planted["answers"][0]] == [0, 0, 0]
+    again = [one["cached"] for one in planted["answers"][1]]
+    assert again == [one["cached"] for one in usual["answers"][1]] and min(again) >= 256

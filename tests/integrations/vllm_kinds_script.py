@@ -5,7 +5,8 @@
 
 `prompts` are the tokens of each, or the arguments of `mixed_prompts`. A pass is the name of a method of `Passes`, or an
 object with that name as `do` and its arguments. Each pass that asks adds a list to the run's `answers`: for each prompt its
-tokens, and how many of them were cached. `results` of the output has a run each, with the model's KV cache groups.
+tokens, and how many of them were cached. `results` of the output has a run each, with the model's KV cache groups. `plant`
+names a change of meaning in this vLLM (`vllm_plants.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 from vllm_case import WITHIN, Engine, finish, make_llm, scheduler_of, worker_of
+from vllm_plants import PLANTS
 
 from foreword.referee.models import mixed_prompts
 
@@ -162,6 +164,8 @@ def main() -> None:
     # Ending a vLLM unfreezes everything, and its collections, ten per start, would go through all modules: most of the time.
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
+    if "plant" in job:
+        PLANTS[job["plant"]]()
     finish({"results": [run(job, one) for one in job["runs"]]})
 
 

@@ -1,0 +1,53 @@
+"""Changes of meaning that a new version of vLLM might bring, planted into the vLLM of this process before a model is loaded.
+
+Each leaves the configuration, the attributes of the layers, names and versions as they are, and vLLM consistent with itself.
+Only what is computed, or how a block is packed, becomes something else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def rope_base() -> None:
+    """Rotary embeddings turn by frequencies of another base: 2 % more."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    inner = RotaryEmbedding._compute_inv_freq
+    RotaryEmbedding._compute_inv_freq = lambda self, base: inner(self, base * 1.02)
+
+
+def one_layer() -> None:
+    """The keys of one attention layer are 1 % longer."""
+    from vllm.model_executor.layers.attention import Attention
+
+    begin, forward = Attention.__init__, Attention.forward
+    made: list[Any] = []
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        made.append(self)
+
+    def longer(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        planted = self is made[min(1, len(made) - 1)]
+        return forward(self, query, key * 1.01 if planted else key, value, *args, **kwargs)
+
+    Attention.__init__, Attention.forward = __init__, longer
+
+
+def packing() -> None:
+    """The CPU backend's blocks have values before keys."""
+    from vllm import _custom_ops as ops
+
+    write, read = ops.cpu_attn_reshape_and_cache, ops.cpu_attention_with_kv_cache
+
+    def exchanged(key: Any, value: Any, keys: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+        write(key, value, values, keys, *args, **kwargs)
+
+    def attention(*args: Any, key_cache: Any, value_cache: Any, **kwargs: Any) -> Any:
+        return read(*args, key_cache=value_cache, value_cache=key_cache, **kwargs)
+
+    ops.cpu_attn_reshape_and_cache, ops.cpu_attention_with_kv_cache = exchanged, attention
+
+
+PLANTS = {one.__name__: one for one in (rope_base, one_layer, packing)}
