@@ -16,7 +16,7 @@ from pathlib import Path
 
 from simulate_workloads import documents, growing, sessions, system_prompts
 
-from foreword.routing.baselines import POLICIES
+from foreword.routing.policies import POLICIES
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.profile import read_profile
 from foreword.sim.report import Summary, summarize, table

@@ -189,7 +189,7 @@ class ServerConfig:
         keep_alive: seconds that an idle connection stays open.
         stream_keep_alive: seconds without an event after which a stream sends a comment, so that proxies keep it open.
         tool_parser: how the model writes tool calls: `auto` (as its chat template does), `none`, hermes, llama3_json, mistral,
-            harmony or qwen3_coder.
+            harmony, qwen3_coder, or a format of an installed package.
         reasoning_parser: how the model writes reasoning: `auto`, `none`, think or mistral_think.
         response_memory: memory for responses that clients may continue (`/v1/responses` with `store`); one tenant uses at most
             a quarter of it.
@@ -474,7 +474,7 @@ class RouterConfig:
         kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
         replica_key: API key for calls to replicas; by default the caller's key.
         policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
-            consistent-hashing, longest-prefix or two-choices.
+            consistent-hashing, longest-prefix, two-choices, or a policy of an installed package.
         tokenizer: folder or Hugging Face name of the tokenizer; by default the replicas tokenize.
         max_waiting: maximum number of requests per replica that wait for their first token; further requests queue in the
             router.

@@ -40,7 +40,7 @@ class Plugins(Generic[T]):
         if name not in self._parts:
             if name not in self._entries():
                 names = list(self)
-                raise self._error(f"there is no {self._what} {name!r}{did_you_mean(name, names, most=len(names))}")
+                raise self._error(f"unknown {self._what} {name!r}{did_you_mean(name, names, most=len(names))}")
             self._parts[name] = self._load(self._entries()[name])
         return self._parts[name]
 

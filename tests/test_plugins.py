@@ -93,7 +93,7 @@ def test_mistakes_in_the_url_of_such_a_store(path: str, tmp_path: Path) -> None:
     wrong = foreword(path, "serve", "--store", f"sqlite://{tmp_path}/kv.db?sise=1GiB")
     assert wrong.returncode == 2 and "Did you mean 'size'?" in wrong.stderr
     unknown = foreword(str(CHECKOUT), "serve", "--store", f"sqlite://{tmp_path}/kv.db")
-    assert unknown.returncode == 2 and "there is no store type 'sqlite'. Known: 'az', 'disk'" in unknown.stderr
+    assert unknown.returncode == 2 and "unknown store type 'sqlite'. Known: 'az', 'disk'" in unknown.stderr
 
 
 class TestVllm:
@@ -107,6 +107,73 @@ class TestVllm:
         rounds = [result(attempt("vllm_script.py", job, False, PYTHONPATH=path))["rounds"][0] for _ in range(2)]
         assert [one[0]["cached"] for one in rounds] == [0, 192]
         assert answers(rounds[0]) == answers(rounds[1])
+
+
+_FORMAT_AND_POLICY = """
+import json
+from foreword.api.tools.formats import ToolFormat
+from foreword.routing.policies import RulePolicy
+
+class Bang(ToolFormat):
+    # `!name {...}` at the start of an answer is a call.
+    def detects(self, template, model_type):
+        return "{{ bang }}" in template
+
+    def read(self, reader, pieces, tools):
+        if (yield from reader.literal("!")):
+            name = []
+            yield from reader.until((" ",), name.append)
+            pieces.call("".join(name))
+            while (yield from reader.peek()):
+                pieces.arguments(reader.available())
+
+    def grammar(self, tools, marker, parallel):
+        return 'calls: "!" name " {}"\\nname: ' + " | ".join(json.dumps(tool.name) for tool in tools)
+
+class Last(RulePolicy):
+    name = "last"
+
+    def pick(self, query, usable):
+        return usable[-1].name
+
+BANG = Bang()
+"""
+_USE = """
+from foreword.api.output import CallArguments, CallStart
+from foreword.api.request import Tool, ToolChoice
+from foreword.api.tools.constraint import forced_calls
+from foreword.api.tools.detection import detect, formats_named
+from foreword.api.tools.parser import parse
+tools = [Tool("dig", "", {})]
+formats = detect("{{ bang }}")
+assert formats == formats_named("bang", None)
+[start, arguments] = parse('!dig {"deep": 1}', formats, tools)
+assert (start.name, arguments.text) == ("dig", '{"deep": 1}'), (start, arguments)
+forced = forced_calls(tools, ToolChoice("required"), formats, lambda text: None, parallel=False, reasoning_open=False)
+assert forced.value.startswith('start: calls') and '"dig"' in forced.value
+from foreword.sim.costs import EngineCosts, FleetSpec
+from foreword.sim.run import simulate
+from foreword.sim.trace import TraceRequest
+requests = [TraceRequest(9.0 * number, [number], 64, 64, 1) for number in range(4)]
+result = simulate(requests, FleetSpec(replicas=3, block_size=64), "last", EngineCosts())
+print([name for name, one in result.replicas.items() if one.steps])
+"""
+
+
+def test_a_tool_format_and_a_policy_of_another_package(tmp_path: Path) -> None:
+    """A format is found by name and in a chat template, reads calls and forces them. A policy places simulated requests, and
+    `--policy` and `--tool-parser` take the names."""
+    (tmp_path / "bang.py").write_text(_FORMAT_AND_POLICY)
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'bang'\nversion = '1'\n"
+        "[project.entry-points.'foreword.tool_formats']\nbang = 'bang:BANG'\n"
+        "[project.entry-points.'foreword.placement_policies']\nlast = 'bang:Last'\n"
+    )
+    describe(tmp_path, tmp_path)
+    path = os.pathsep.join([str(CHECKOUT), str(tmp_path)])
+    used = run(path, "-c", _USE)
+    assert used.returncode == 0, used.stderr[-3000:]
+    assert used.stdout == "['r2']\n"
 
 
 def test_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,5 +197,5 @@ def test_broken_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name, words in (("gone", "no_such_module"), ("missing", "no_such_name"), ("other", "must be of the class")):
         with pytest.raises(ConfigError, match=f"the store type '{name}' .*broken-parts.*{words}"):
             plugins[name]
-    with pytest.raises(ConfigError, match=r"there is no store type 'disc'\. Did you mean 'disk'"):
+    with pytest.raises(ConfigError, match=r"unknown store type 'disc'\. Did you mean 'disk'"):
         plugins["disc"]

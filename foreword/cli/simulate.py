@@ -172,7 +172,7 @@ def simulate(
     Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
     _use_compiled(compiled, min(_count_lines(traces) * copies, limit or sys.maxsize))
-    from foreword.routing.baselines import POLICIES
+    from foreword.routing.policies import POLICIES
     from foreword.sim.changes import parse_change
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
@@ -298,7 +298,7 @@ def _spec(block_size: int, max_batch_tokens: int, max_num_seqs: int, events: boo
 
 
 def _policies(text: str) -> list[str]:
-    from foreword.routing.baselines import POLICIES
+    from foreword.routing.policies import POLICIES
 
     return list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
 

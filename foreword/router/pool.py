@@ -16,19 +16,17 @@ from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
-from foreword.routing.baselines import policy_named
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
+from foreword.routing.policies import policy_named
 from foreword.routing.queue import FairQueue, QueueEntry
 from foreword.routing.sessions import SessionTable
 
 _DEFAULT_BLOCK_SIZE: Final = 16
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
-# Policies that use the prompt.
-_PROMPT_POLICIES: Final = frozenset(("cost", "consistent-hashing", "longest-prefix", "two-choices"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,6 @@ class ReplicaPool:
         )
         self.upstreams: dict[str, Upstream] = {}
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
-        self._policy_needs_prompts = config.policy in _PROMPT_POLICIES
         self._max_waiting = config.max_waiting
         self._timer: asyncio.TimerHandle | None = None
 
@@ -120,7 +117,7 @@ class ReplicaPool:
     @property
     def needs_prompts(self) -> bool:
         """Whether prompts must be tokenized: placement depends on them, or they are recorded."""
-        return (self._policy_needs_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
+        return (self.fleet.policy.needs_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
 
     def query(
         self, prompt: TokenizedPrompt, model: str | None, salt: str | None, session: str | None, max_output: int | None

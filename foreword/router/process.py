@@ -24,7 +24,7 @@ from foreword.router.discovery import Discovery, configured_replicas
 from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
-from foreword.routing.baselines import policy_named
+from foreword.routing.policies import policy_named
 
 logger = logging.getLogger(__name__)
 

@@ -141,7 +141,7 @@ class Fleet:
     """All replicas of one model, and the placement of requests.
 
     Args:
-        policy: the placement policy (`baselines.policy_named`).
+        policy: the placement policy (`policies.policy_named`).
         directory: blocks known from KV events; shared with the event feeds.
         disaggregation: when prompts are computed on a separate replica, if there are prefill replicas.
 

@@ -203,10 +203,12 @@ class Policy(Protocol):
 
     Attributes:
         needs_all: it needs all replicas as candidates, also in a large fleet.
+        needs_prompts: it uses the prompt's tokens.
     """
 
     name: str
     needs_all: bool
+    needs_prompts: bool
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
         """`home` is the replica of the session's last request. Deterministic, given state and arguments."""
@@ -247,6 +249,7 @@ class CostPolicy:
 
     name = "cost"
     needs_all = False
+    needs_prompts = True
 
     def __init__(self, affinity: SessionAffinity | None = None, *, tie: float = 0.05) -> None:
         self.affinity = affinity or SessionAffinity()

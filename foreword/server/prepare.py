@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 _numbers = itertools.count()
 _CHARACTERS_PER_TOKEN = 4
-# Formats whose markers are special tokens, which the text must contain to be parsed.
-_SPECIAL_MARKERS = ("harmony", "mistral", "llama3_json", "mistral_think")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ def _params(engine: AsyncEngine, request: GenerateRequest, formats: AnswerFormat
     given: dict[str, Any] = dict(request.sampling)
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         check_token_ids(engine, tuple(given.get(name) or ()), name)
-    if request.dialect != "completions" and {formats.tools, formats.reasoning}.intersection(_SPECIAL_MARKERS):
+    if request.dialect != "completions" and formats.special_tokens:
         given["skip_special_tokens"] = False
     if request.echo and "logprobs" in given and request.continuation is None:
         given.setdefault("prompt_logprobs", given["logprobs"])

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, did_you_mean
-from foreword.routing.baselines import policy_named
+from foreword.routing.policies import policy_named
 from foreword.sim.costs import FleetSpec, ReplicaGroup
 from foreword.sim.profile import read_profile
 

@@ -17,10 +17,10 @@ from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope
 from foreword.errors import ConfigError, RateLimited
-from foreword.routing.baselines import policy_named
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery, Policy
+from foreword.routing.policies import policy_named
 from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.huge_pages import collapse

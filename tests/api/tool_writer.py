@@ -25,7 +25,7 @@ def _thought(formats: AnswerFormats, reasoning: str) -> str:
     return f"{tags.open}\n{reasoning}\n{tags.close}\n\n"
 
 
-def _calls(tools: f.ToolFormat | None, calls: Sequence[ToolCall]) -> str:
+def _calls(tools: str | None, calls: Sequence[ToolCall]) -> str:
     if not calls:
         return ""
     if tools == "llama3_json":

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.errors import ConfigError, NotFound
-from foreword.routing.baselines import policy_named
 from foreword.routing.costs import ReplicaCosts
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet, Role
 from foreword.routing.placement import CostPolicy, Decision, PlacementQuery, SessionAffinity
+from foreword.routing.policies import policy_named
 from foreword.routing.sessions import SessionTable
 
 BLOCK = 16

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.baselines import POLICIES, policy_named
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery, SessionAffinity, estimate_cost
+from foreword.routing.policies import POLICIES, policy_named
 
 BLOCK = 16
 # 1 ms for each token computed, 0.1 ms from host memory, 0.5 ms from disk, 2 ms from a shared store: slower than computing.

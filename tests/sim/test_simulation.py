@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.baselines import POLICIES
 from foreword.routing.costs import LoadCost
+from foreword.routing.policies import POLICIES
 from foreword.sim import replica
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.report import page, quantile, summarize, table

@@ -3,62 +3,58 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast, get_args
+from typing import Final
 
-from foreword.api.tools.formats import (
-    CODER_FUNCTION,
-    HARMONY_CHANNEL,
-    HERMES_OPEN,
-    LLAMA_TAG,
-    MISTRAL_CALLS,
-    REASONING_TAGS,
-    ReasoningFormat,
-    ToolFormat,
-)
+from foreword.api.tools.coder_calls import Qwen3Coder
+from foreword.api.tools.formats import REASONING_TAGS, ReasoningFormat, ToolFormat
+from foreword.api.tools.harmony import Harmony
+from foreword.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from foreword.errors import ConfigError
+from foreword.plugins import Plugins
+
+_BUILTIN: Final[dict[str, ToolFormat]] = {
+    "harmony": Harmony(),
+    "qwen3_coder": Qwen3Coder(),
+    "hermes": Hermes(),
+    "mistral": Mistral(),
+    "llama3_json": Llama3Json(),
+}
+TOOL_FORMATS: Final = Plugins("foreword.tool_formats", "tool parser", ToolFormat, _BUILTIN)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """How a model writes tool calls and reasoning; None where it has neither. Harmony includes its reasoning."""
+    """How a model writes tool calls (a name in `TOOL_FORMATS`) and reasoning; None where it has neither."""
 
-    tools: ToolFormat | None = None
+    tools: str | None = None
     reasoning: ReasoningFormat | None = None
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        return None if self.tools is None else TOOL_FORMATS[self.tools]
+
+    @property
+    def special_tokens(self) -> bool:
+        """Whether markers are special tokens, which must stay in the text."""
+        form = self.tool_format
+        return (form is not None and form.special_tokens) or (
+            self.reasoning is not None and REASONING_TAGS[self.reasoning].special_tokens
+        )
 
 
 def formats_named(tools: str | None, reasoning: str | None) -> AnswerFormats:
-    """The formats of these names."""
-    return AnswerFormats(
-        cast("ToolFormat | None", _known(tools, get_args(ToolFormat), "tool parser")),
-        cast("ReasoningFormat | None", _known(reasoning, get_args(ReasoningFormat), "reasoning parser")),
-    )
-
-
-def _known(name: str | None, names: tuple[str, ...], what: str) -> str | None:
-    if name is not None and name not in names:
-        raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(names)}")
-    return name
+    """The formats of these names. Raises ConfigError."""
+    if reasoning is not None and reasoning not in REASONING_TAGS:
+        raise ConfigError(f"unknown reasoning parser {reasoning!r}; known: {', '.join(REASONING_TAGS)}")
+    if tools is not None:
+        TOOL_FORMATS[tools]
+    return AnswerFormats(tools, reasoning)
 
 
 def detect(chat_template: str, model_type: str = "") -> AnswerFormats:
     """The formats that a chat template writes for earlier turns, which are the ones that the model writes."""
-    return AnswerFormats(_tools(chat_template, model_type), _reasoning(chat_template))
-
-
-def _tools(template: str, model_type: str) -> ToolFormat | None:
-    if HARMONY_CHANNEL in template or model_type == "gpt_oss":
-        return "harmony"
-    if CODER_FUNCTION in template:
-        return "qwen3_coder"
-    if HERMES_OPEN in template and "<arg_key>" not in template:
-        return "hermes"
-    if MISTRAL_CALLS in template or (not template and model_type.startswith(("mistral", "ministral"))):
-        return "mistral"
-    return "llama3_json" if LLAMA_TAG in template or _asks_for_parameters(template) else None
-
-
-def _asks_for_parameters(template: str) -> bool:
-    return '"parameters":' in template and "<|start_header_id|>" in template
+    found = (name for name in TOOL_FORMATS if TOOL_FORMATS[name].detects(chat_template, model_type))
+    return AnswerFormats(next(found, None), _reasoning(chat_template))
 
 
 def _reasoning(template: str) -> ReasoningFormat | None:

@@ -6,17 +6,23 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 
+from foreword.api.request import Tool
 from foreword.api.tools.formats import (
     HARMONY_CALL,
     HARMONY_CHANNEL,
+    HARMONY_CONSTRAIN,
     HARMONY_END,
     HARMONY_FUNCTIONS,
     HARMONY_MESSAGE,
     HARMONY_RETURN,
     HARMONY_START,
+    ToolFormat,
 )
+from foreword.api.tools.grammar import Markers, json_rule
 from foreword.api.tools.json_calls import NAME_CHARACTERS
 from foreword.api.tools.pieces import PieceCollector
 from foreword.api.tools.reader import Malformed, Reading, TextReader
@@ -28,15 +34,39 @@ _HEADS = (HARMONY_START, HARMONY_CHANNEL, HARMONY_MESSAGE)
 _ANALYSIS = "analysis"
 
 
-def harmony(reader: TextReader, pieces: PieceCollector) -> Reading[None]:
+class Harmony(ToolFormat):
     """Analysis is reasoning, a message with a recipient is a call, every other message is text."""
-    head = yield from reader.literal(" to=", "to=", *_HEADS)
-    while head or (head := (yield from reader.until((*_HEADS, *_ENDS), pieces.text))):
-        if head in (HARMONY_END, HARMONY_CALL, HARMONY_RETURN):
-            pieces.marker()
-            head = ""
-        else:
-            head = yield from _message(reader, pieces, head)
+
+    whole_answer = True
+    special_tokens = True
+
+    def detects(self, template: str, model_type: str) -> bool:
+        return HARMONY_CHANNEL in template or model_type == "gpt_oss"
+
+    def read(self, reader: TextReader, pieces: PieceCollector, tools: Sequence[Tool]) -> Reading[None]:
+        head = yield from reader.literal(" to=", "to=", *_HEADS)
+        while head or (head := (yield from reader.until((*_HEADS, *_ENDS), pieces.text))):
+            if head in (HARMONY_END, HARMONY_CALL, HARMONY_RETURN):
+                pieces.marker()
+                head = ""
+            else:
+                head = yield from _message(reader, pieces, head)
+
+    def grammar(self, tools: Sequence[Tool], marker: Markers, parallel: bool) -> str:
+        """One call, which may follow an analysis. The token that ends a call ends the answer."""
+        channel, message = marker(HARMONY_CHANNEL), marker(HARMONY_MESSAGE)
+        again = f'{marker(HARMONY_END)} {marker(HARMONY_START)} "assistant"'
+        lines = [
+            f'calls: ({channel} "{_ANALYSIS}" {message} /(?s:.*)/ {again})? call',
+            "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+        ]
+        for number, tool in enumerate(tools):
+            head = json.dumps(f"commentary to={HARMONY_FUNCTIONS}{tool.name} ")
+            lines.append(
+                f'call_{number}: {channel} {head} {marker(HARMONY_CONSTRAIN)} "json" {message} arguments_{number}'
+            )
+            lines.append(f"arguments_{number}: {json_rule(tool.parameters, strict=tool.strict)}")
+        return "\n".join(lines)
 
 
 def _message(reader: TextReader, pieces: PieceCollector, head: str) -> Reading[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from foreword.api.request import Tool
 from foreword.api.tools.formats import (
     HERMES_ARGUMENTS,
     HERMES_CLOSE,
@@ -16,8 +17,10 @@ from foreword.api.tools.formats import (
     MISTRAL_ARGUMENTS,
     MISTRAL_CALL_ID,
     MISTRAL_CALLS,
+    ToolFormat,
 )
-from foreword.api.tools.pieces import PieceCollector
+from foreword.api.tools.grammar import Markers, call_objects, more_calls
+from foreword.api.tools.pieces import PieceCollector, short_call_id
 from foreword.api.tools.reader import SPACE, Malformed, Reading, Sink, T, TextReader
 
 NAME_CHARACTERS = 256
@@ -165,30 +168,52 @@ def _object_in(text: str) -> str:
     raise Malformed
 
 
-def hermes(reader: TextReader, pieces: PieceCollector) -> Reading[None]:
+class Hermes(ToolFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes 2 and 3, Qwen 2.5 and Qwen 3 write."""
-    calls = JsonCalls(reader, pieces)
-    markers: tuple[str, ...] = (HERMES_OPEN,)
-    while marker := (yield from reader.until(markers, pieces.text)):
-        if marker == HERMES_CLOSE:
-            pieces.marker()
-            markers = (HERMES_OPEN,)
-        else:
-            yield from calls.attempt(_object_after_space(calls), marker)
-            markers = (HERMES_OPEN, HERMES_CLOSE) if calls.started else (HERMES_OPEN,)
+
+    def detects(self, template: str, model_type: str) -> bool:
+        return HERMES_OPEN in template and "<arg_key>" not in template
+
+    def read(self, reader: TextReader, pieces: PieceCollector, tools: Sequence[Tool]) -> Reading[None]:
+        calls = JsonCalls(reader, pieces)
+        markers: tuple[str, ...] = (HERMES_OPEN,)
+        while marker := (yield from reader.until(markers, pieces.text)):
+            if marker == HERMES_CLOSE:
+                pieces.marker()
+                markers = (HERMES_OPEN,)
+            else:
+                yield from calls.attempt(_object_after_space(calls), marker)
+                markers = (HERMES_OPEN, HERMES_CLOSE) if calls.started else (HERMES_OPEN,)
+
+    def grammar(self, tools: Sequence[Tool], marker: Markers, parallel: bool) -> str:
+        one = f'{marker(HERMES_OPEN)} "\\n" call "\\n" {marker(HERMES_CLOSE)}'
+        more = more_calls('"\\n"', "one", parallel)
+        return f"calls: one{more}\none: {one}\n{call_objects(tools, HERMES_ARGUMENTS)}"
 
 
-def llama3_json(reader: TextReader, pieces: PieceCollector, names: Collection[str] | None = None) -> Reading[None]:
+class Llama3Json(ToolFormat):
     """`{"name": ..., "parameters": {...}}`, separated by `;`, at the start of the answer or after `<|python_tag|>`.
 
     An answer that starts with an object but without the tag is a call only if the client has a tool of this name.
     """
-    calls = JsonCalls(reader, pieces)
-    yield from reader.run(SPACE, pieces.text)
-    if (yield from reader.peek()) == "{":
-        yield from _llama_calls(calls, "", names)
-    while marker := (yield from reader.until((LLAMA_TAG,), pieces.text)):
-        yield from _llama_calls(calls, marker, None)
+
+    special_tokens = True
+
+    def detects(self, template: str, model_type: str) -> bool:
+        asks_for_parameters = '"parameters":' in template and "<|start_header_id|>" in template
+        return LLAMA_TAG in template or asks_for_parameters
+
+    def read(self, reader: TextReader, pieces: PieceCollector, tools: Sequence[Tool]) -> Reading[None]:
+        calls = JsonCalls(reader, pieces)
+        yield from reader.run(SPACE, pieces.text)
+        if (yield from reader.peek()) == "{":
+            yield from _llama_calls(calls, "", {tool.name for tool in tools})
+        while marker := (yield from reader.until((LLAMA_TAG,), pieces.text)):
+            yield from _llama_calls(calls, marker, None)
+
+    def grammar(self, tools: Sequence[Tool], marker: Markers, parallel: bool) -> str:
+        more = more_calls(json.dumps(LLAMA_SEPARATOR + " "), "call", parallel)
+        return f"calls: call{more}\n{call_objects(tools, LLAMA_ARGUMENTS)}"
 
 
 def _llama_calls(calls: JsonCalls, before: str, names: Collection[str] | None) -> Reading[None]:
@@ -205,13 +230,27 @@ def _object_after_space(calls: JsonCalls, names: Collection[str] | None = None) 
     return True
 
 
-def mistral(reader: TextReader, pieces: PieceCollector) -> Reading[None]:
+class Mistral(ToolFormat):
     """`[TOOL_CALLS][{...}, {...}]`, and `[TOOL_CALLS]name[ARGS]{...}` of newer models."""
-    calls = JsonCalls(reader, pieces)
-    while marker := (yield from reader.until((MISTRAL_CALLS,), pieces.text)):
-        form = yield from calls.attempt(_mistral_call(calls), marker)
-        if form == "list":
-            yield from _rest_of_list(calls)
+
+    special_tokens = True
+
+    def detects(self, template: str, model_type: str) -> bool:
+        return MISTRAL_CALLS in template or (not template and model_type.startswith(("mistral", "ministral")))
+
+    def read(self, reader: TextReader, pieces: PieceCollector, tools: Sequence[Tool]) -> Reading[None]:
+        calls = JsonCalls(reader, pieces)
+        while marker := (yield from reader.until((MISTRAL_CALLS,), pieces.text)):
+            form = yield from calls.attempt(_mistral_call(calls), marker)
+            if form == "list":
+                yield from _rest_of_list(calls)
+
+    def grammar(self, tools: Sequence[Tool], marker: Markers, parallel: bool) -> str:
+        more = more_calls('", "', "call", parallel)
+        return f'calls: {marker(MISTRAL_CALLS)} "[" call{more} "]"\n{call_objects(tools, HERMES_ARGUMENTS)}'
+
+    def new_id(self) -> str:
+        return short_call_id()
 
 
 def _mistral_call(calls: JsonCalls) -> Reading[str]:

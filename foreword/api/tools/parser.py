@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 
 from foreword.api.output import Piece
 from foreword.api.request import Tool
-from foreword.api.tools.coder_calls import qwen3_coder
 from foreword.api.tools.detection import AnswerFormats
 from foreword.api.tools.formats import REASONING_TAGS, ReasoningTags
-from foreword.api.tools.harmony import harmony
-from foreword.api.tools.json_calls import hermes, llama3_json, mistral
-from foreword.api.tools.pieces import PieceCollector, call_id, short_call_id
+from foreword.api.tools.pieces import PieceCollector, call_id
 from foreword.api.tools.reader import SPACE, Reading, TextReader
 
 
@@ -37,7 +34,8 @@ class AnswerParser:
         new_id: Callable[[], str] | None = None,
     ) -> None:
         self._reader = TextReader()
-        self._pieces = PieceCollector(new_id or (short_call_id if formats.tools == "mistral" else call_id))
+        form = formats.tool_format
+        self._pieces = PieceCollector(new_id or (call_id if form is None else form.new_id))
         self._reading: Reading[None] | None = _answer(self._reader, self._pieces, formats, tools, reasoning_open)
         self._advance()
 
@@ -66,25 +64,13 @@ class AnswerParser:
 def _answer(
     reader: TextReader, pieces: PieceCollector, formats: AnswerFormats, tools: Sequence[Tool], reasoning_open: bool
 ) -> Reading[None]:
-    if formats.reasoning and formats.tools != "harmony":
+    form = formats.tool_format
+    if formats.reasoning and not (form is not None and form.whole_answer):
         yield from _reasoning(reader, pieces, REASONING_TAGS[formats.reasoning], reasoning_open)
-    if formats.tools == "harmony":
-        yield from harmony(reader, pieces)
-    elif tools and formats.tools:
-        yield from _calls(reader, pieces, formats, tools)
+    if form is not None and (tools or form.whole_answer):
+        yield from form.read(reader, pieces, tools)
     while (yield from reader.peek()):
         pieces.text(reader.available())
-
-
-def _calls(reader: TextReader, pieces: PieceCollector, formats: AnswerFormats, tools: Sequence[Tool]) -> Reading[None]:
-    if formats.tools == "hermes":
-        yield from hermes(reader, pieces)
-    elif formats.tools == "mistral":
-        yield from mistral(reader, pieces)
-    elif formats.tools == "llama3_json":
-        yield from llama3_json(reader, pieces, {tool.name for tool in tools})
-    else:
-        yield from qwen3_coder(reader, pieces, tools)
 
 
 def _reasoning(reader: TextReader, pieces: PieceCollector, tags: ReasoningTags, is_open: bool) -> Reading[None]:
