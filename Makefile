@@ -3,21 +3,27 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
+export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 .PHONY: setup demo test test-all faults faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
-# torch is pinned here, for tests and demo only: a range would fetch gigabytes of CUDA. The package's metadata is open.
-$(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet torch==2.13.0
+$(STAMP): $(VENV)/.server
 	$(BIN)/python -m pip install --quiet --editable . --group dev
 	touch $@
 
-demo: setup
-	$(BIN)/foreword demo
+# What `foreword serve` needs, and nothing else.
+$(VENV)/.server: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	.ci/torch $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[server]'
+	touch $@
+
+demo: $(VENV)/.server
+	@$(BIN)/foreword demo
 
 # One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other. Compiled
 # modules are kept: the tests start hundreds of processes.

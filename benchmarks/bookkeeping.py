@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from timing import machine, median, ratio, set_up, table, version_of
+from timing import machine, median, ratio, set_up, table, version_of, write_figures
 
 BLOCK = 16
 VOCABULARY = 128_000
@@ -410,10 +410,16 @@ def run_worker(python: str, kinds: Sequence[str], rounds: int) -> dict[str, Any]
     return result
 
 
+def set_up_of(result: dict[str, Any]) -> dict[str, str]:
+    """Facts about the run."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version != "absent")
+    about = f"{PROMPT_TOKENS:,} tokens, block size {BLOCK}"
+    return {**result["machine"], "vllm": versions or "not measured", "rounds": str(result["rounds"]), "prompt": about}
+
+
 def report(result: dict[str, Any]) -> str:
     """The set-up and the three tables."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version != "absent")
-    facts = {**result["machine"], "vllm": versions or "not measured", "rounds": str(result["rounds"])}
+    facts = set_up_of(result)
     pools, size = result["pools"], result["block_bytes"]
     return "\n\n".join(
         [
@@ -432,10 +438,17 @@ def report(result: dict[str, Any]) -> str:
 
 
 def compared(medians_by_kind: dict[str, dict[str, float]], unit: str, factor: float) -> str:
+    """The comparison as text."""
+    return table(*comparison(medians_by_kind, unit, factor))
+
+
+def comparison(
+    medians_by_kind: dict[str, dict[str, float]], unit: str, factor: float
+) -> tuple[list[str], list[list[str]]]:
     """One row per operation: ours, theirs, and how many times faster ours is."""
     kinds = list(medians_by_kind)
     head = ["operation", *(f"{kind} {unit}" for kind in kinds), *(["ratio"] if "vllm" in kinds else [])]
-    return table(head, [_compared_row(name, medians_by_kind, factor) for name in medians_by_kind[kinds[0]]])
+    return head, [_compared_row(name, medians_by_kind, factor) for name in medians_by_kind[kinds[0]]]
 
 
 def _compared_row(name: str, medians_by_kind: dict[str, dict[str, float]], factor: float) -> list[str]:
@@ -473,7 +486,8 @@ def main() -> None:
     result = run_worker(arguments.vllm_python if found else sys.executable, kinds, arguments.rounds)
     print(report(result))
     if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2), encoding="utf-8")
+        head, rows = comparison(result["prompt"], "ms", 1e3)
+        write_figures(arguments.json, "Bookkeeping of a prompt", head, rows, set_up_of(result), **result)
 
 
 if __name__ == "__main__":

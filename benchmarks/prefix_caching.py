@@ -13,7 +13,6 @@ ttft      a prompt of 4,096 tokens that is wholly cached: time to first token ag
 
 import argparse
 import inspect
-import json
 import random
 import textwrap
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import machine, median, set_up, table, version_of
+from timing import machine, median, set_up, table, version_of, write_figures
 
 from foreword import LLM, SamplingParams
 
@@ -154,9 +153,10 @@ def main() -> None:
     for name in args.only:
         rows += EXPERIMENTS[name](bench, args.rounds)
         print(f"{name} done", flush=True)
-    print("\n" + table(("measure", "median", "wanted", "runs"), rows))
+    head = ("measure", "median", "wanted", "runs")
+    print("\n" + table(head, rows))
     if args.json:
-        args.json.write_text(json.dumps({"set_up": facts, "rows": rows}, indent=1))
+        write_figures(args.json, "Prefix caching", head, rows, facts)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ one that knows nothing of it finds and loads it. `ideal` is the time for the byt
 import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import random
 import socket
@@ -27,7 +26,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from timing import machine, median, set_up, table, version_of
+from timing import machine, median, set_up, table, version_of, write_figures
 
 from foreword.errors import StoreTimeout
 from foreword.store.frame import HEADER_BYTES, Frame
@@ -217,9 +216,10 @@ def _run(options: argparse.Namespace) -> None:
                 ]
             )
     head = ["tokens", "blocks", f"found in {LIMIT_MS:.0f} ms", "loaded", "lookup", "requests", "per block"]
-    print(table([*head, "load", "ideal", "limit", "requests to store"], rows))
+    head += ["load", "ideal", "limit", "requests to store"]
+    print(table(head, rows))
     if options.json:
-        options.json.write_text(json.dumps({"set-up": facts, "measured": found}, indent=2))
+        write_figures(options.json, "An object store far away", head, rows, facts, prompts=found)
 
 
 if __name__ == "__main__":

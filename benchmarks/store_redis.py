@@ -9,7 +9,6 @@ end with `bytes` objects. Keys are deleted before each save, outside of the time
 """
 
 import argparse
-import json
 import random
 import shutil
 import socket
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
-from timing import machine, median, ratio, set_up, table, version_of
+from timing import machine, median, ratio, set_up, table, version_of, write_figures
 
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
 from foreword.store.redis.redis_store import RedisStore
@@ -204,9 +203,10 @@ def _run(url: str, options: argparse.Namespace) -> None:
     for label, size in SIZES.items():
         found[label] = compare(url, size, options.batch, options.rounds)
         rows += report(label, size, options.batch, found[label])
-    print(table(["GB/s", "Foreword", "redis-py MSET/MGET", "redis-py pipeline", "Foreword / best"], rows))
+    head = ["GB/s", "Foreword", "redis-py MSET/MGET", "redis-py pipeline", "Foreword / best"]
+    print(table(head, rows))
     if options.json:
-        options.json.write_text(json.dumps({"set-up": facts, "seconds": found}, indent=2))
+        write_figures(options.json, "Redis against redis-py", head, rows, facts, seconds=found)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Without --redis the benchmark starts `redis-server` itself, if there is one.
 """
 
 import argparse
-import json
 import random
 import shutil
 import socket
@@ -27,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from timing import machine, median, set_up, table, version_of
+from timing import machine, median, set_up, table, version_of, write_figures
 
 from foreword import LLM, SamplingParams
 
@@ -180,9 +179,10 @@ def main() -> None:
         for name in arguments.only:
             rows += EXPERIMENTS[name](bench)
             print(f"{name} done", flush=True)
-    print("\n" + table(["what", "figure", ""], rows))
+    head = ["what", "figure", ""]
+    print("\n" + table(head, rows))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"set_up": facts, "rows": rows}, indent=2), encoding="utf-8")
+        write_figures(arguments.json, "Serving with stores", head, rows, facts)
 
 
 if __name__ == "__main__":

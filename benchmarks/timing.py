@@ -1,11 +1,16 @@
-"""What the benchmarks share: medians, a description of the machine, and tables."""
+"""What the benchmarks share: medians, a description of the machine, tables, and the files of figures."""
 
+import json
 import os
 import platform
+import shlex
 import statistics
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 
 def median(values: Iterable[float]) -> float:
@@ -50,6 +55,31 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
     return "\n".join(_line(line, widths) for line in [head, rule, *rows])
+
+
+def write_figures(
+    path: Path,
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    facts: Mapping[str, str],
+    **measured: Any,
+) -> None:
+    """Write a table as a file that docs/figures takes (docs/generate.py): with command, date, processor, and the facts of the
+    run. `measured` are the numbers behind the table."""
+    here = machine()
+    figures = {
+        "title": title,
+        "text": "; ".join(f"{name} {value}" for name, value in facts.items() if name not in here) + ".",
+        "head": list(head),
+        "rows": [{"cells": list(row)} for row in rows],
+        "processor": f"{here['cpu']}, {here['instructions']}",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "set_up": dict(facts),
+        **({"measured": measured} if measured else {}),
+    }
+    path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def set_up(facts: dict[str, str]) -> str:

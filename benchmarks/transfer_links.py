@@ -14,7 +14,6 @@ last one. The order of the ways changes from round to round.
 
 import argparse
 import ctypes
-import json
 import mmap
 import multiprocessing
 import os
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
-from timing import machine, median, ratio, set_up, table, version_of
+from timing import machine, median, ratio, set_up, table, version_of, write_figures
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import SharedSecret, TransferConfig, parse_bytes
@@ -241,9 +240,10 @@ def main() -> None:
     print(set_up(facts), flush=True)
     results = {label: compare(size, parse_bytes(options.volume), options.rounds) for label, size in SIZES.items()}
     rows = [row for label, rates in results.items() for row in report(label, rates)]
-    print(table(["blocks, way", "GB/s", "of plain"], rows))
+    head = ["blocks, way", "GB/s", "of plain"]
+    print(table(head, rows))
     if options.json:
-        options.json.write_text(json.dumps({"set-up": facts, "bytes per second": results}, indent=2))
+        write_figures(options.json, "Links between processes", head, rows, facts, bytes_per_second=results)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""Write docs/reference/cli.md and docs/reference/configuration.md from the commands and the configuration's dataclasses.
+"""Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
+from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures.
 
-python docs/generate.py            write both pages
+python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
+
+A file of docs/figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/timing.py): a table whose rows
+have a processor, a date and a command. The page shows the files in the order of their names.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import textwrap
 import typing
@@ -21,6 +26,7 @@ from foreword.cli.main import app
 from foreword.config import Config
 
 REFERENCE = Path(__file__).parent / "reference"
+FIGURES = Path(__file__).parent / "figures"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
 
@@ -54,6 +60,35 @@ the sections `server` and `router`, a server all sections but `router`.
 
 Sizes are written `4GiB`, `500MB` or as a number of bytes.
 """
+
+
+BENCHMARKS_INTRODUCTION = """
+Every row names its processor, its date and the file in `benchmarks/` that measures it. All were
+measured on two cores with 24 GB and no GPU; TTFT is p50 unless the row says otherwise. Compare the
+rows of a table, not absolute times of different machines. What was tried and failed is in the [lab
+notes](lab-notes.md).
+
+A benchmark writes its figures with `--json FILE`; a file in `docs/figures/` becomes a table here.
+Rows that were published before the benchmarks wrote such files have the date of their publication.
+"""
+
+
+def benchmarks_page() -> str:
+    """All measured figures, with processor and date."""
+    parts = [
+        NOTE.replace("texts in foreword/", "files in docs/figures/"),
+        "# Benchmarks",
+        _wrapped(BENCHMARKS_INTRODUCTION),
+    ]
+    for path in sorted(FIGURES.glob("*.json")):
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        rows = []
+        for row in figures["rows"]:
+            about = [row.get(key) or figures[key] for key in ("processor", "date", "command")]
+            rows.append((*row["cells"], *about[:2], f"`{about[2]}`"))
+        parts += [f"## {figures['title']}", _wrap(figures.get("text", ""))]
+        parts.append(_table((*figures["head"], "processor", "date", "benchmark"), rows))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def cli_page() -> str:
@@ -137,9 +172,17 @@ def _wrap(text: str) -> str:
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
+def _wrapped(text: str) -> str:
+    return "\n\n".join(_wrap(" ".join(paragraph.split())) for paragraph in text.strip().split("\n\n"))
+
+
 def pages() -> dict[Path, str]:
     """The text of each generated page."""
-    return {REFERENCE / "cli.md": cli_page(), REFERENCE / "configuration.md": configuration_page()}
+    return {
+        REFERENCE / "cli.md": cli_page(),
+        REFERENCE / "configuration.md": configuration_page(),
+        FIGURES.parent / "benchmarks.md": benchmarks_page(),
+    }
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """`foreword demo`: conversations with a long common prefix, without prefix caching, with a cold cache and with a warm one.
 
 Starts the real server twice, as a subprocess. Several clients stream answers over HTTP at once; the table shows their TTFT.
+What the servers print goes to a file, whose end is shown if something fails.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -36,6 +38,7 @@ QUESTIONS = (
 )
 PASSES = ("cache off", "cache on, cold", "cache on, warm")
 START_SECONDS = 180.0
+_SHOWN_LINES, _SHOWN_BYTES = 60, 1 << 16
 
 
 class DemoFailed(ForewordError):
@@ -98,23 +101,44 @@ def run_demo(say: Callable[[str], None], max_tokens: int) -> list[DemoPass]:
 
 @contextlib.contextmanager
 def server(environment: Mapping[str, str]) -> Iterator[str]:
-    """A `foreword serve` process on a free port; its URL once it is ready. float32, so that answers can be compared."""
+    """A `foreword serve` process on a free port; its URL once it is ready. float32, so that answers can be compared.
+
+    Raises DemoFailed, with the end of what the server printed, if the server or a request fails.
+    """
+    import httpx
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {**os.environ, "FOREWORD_ENGINE_DTYPE": "float32", "FOREWORD_SERVER_LOG_LEVEL": "warning", **environment}
-    process = subprocess.Popen([sys.executable, "-m", "foreword", "serve", "--port", str(port)], env=env)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_ready(url, process)
-        yield url
-    finally:
-        process.terminate()
+    command = [sys.executable, "-m", "foreword", "serve", "--port", str(port)]
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(command, env=env, stdout=printed, stderr=subprocess.STDOUT)
         try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            url = f"http://127.0.0.1:{port}"
+            _wait_ready(url, process)
+            yield url
+        except (DemoFailed, httpx.HTTPError) as error:
+            _stop(process)
+            raise DemoFailed(f"{error}\nThe server printed:\n{_end_of(printed)}") from error
+        finally:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _end_of(printed: IO[bytes]) -> str:
+    """The last lines of a file."""
+    printed.seek(max(0, printed.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+    lines = printed.read().decode("utf-8", "replace").splitlines()[-_SHOWN_LINES:]
+    return "\n".join(f"  {line}" for line in lines) or "  nothing"
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -123,9 +147,7 @@ def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise DemoFailed(
-                f"the server ended with status {process.returncode} before it was ready; see its message above"
-            )
+            raise DemoFailed(f"the server ended with status {process.returncode} before it was ready")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
                 return
@@ -148,7 +170,7 @@ async def _converse(name: str, url: str, max_tokens: int, say: Callable[[str], N
 
 
 async def _talk(client: httpx.AsyncClient, questions: Sequence[str], max_tokens: int) -> list[DemoAnswer]:
-    messages = [{"role": "system", "content": f"DemoAnswer questions about this module.\n\n{manual()}"}]
+    messages = [{"role": "system", "content": f"Answer questions about this module.\n\n{manual()}"}]
     answers = []
     for question in questions:
         messages.append({"role": "user", "content": question})

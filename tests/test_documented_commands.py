@@ -1,0 +1,141 @@
+"""The commands of README, quickstart and guides, run as they stand (documented_page.py), each page in a network of its own, so that
+the ports of the pages are free. `Qwen/Qwen3-0.6B` is a tiny model with random weights in the folder of downloaded models."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from documented_page import LANGUAGES, ROOT, Step, steps
+
+PAGES = [
+    "README.md",
+    "docs/quickstart.md",
+    *(
+        f"docs/{folder}/{path.name}"
+        for folder in ("guides", "operations")
+        for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+    ),
+]
+# Sections that start vLLM.
+VLLM = {"README.md": "Under vLLM", "docs/quickstart.md": "Under vLLM: three minutes", "docs/guides/vllm.md": ""}
+# Folders of the pages, which are others in a test.
+STORED = ("/tmp/foreword", "/var/cache/foreword", "/var/lib/foreword")
+EMBEDDED = ROOT / "foreword" / "models" / "stdlib-nano"
+REVISION = "0" * 40
+
+
+@functools.cache
+def private_network() -> bool:
+    """Whether a process may have a network and process numbers of its own."""
+    command = ["unshare", "-rnpf", "--kill-child", "--mount-proc", "true"]
+    return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def downloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a user who has downloaded Qwen/Qwen3-0.6B: here two layers with random weights."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    model = folder / "hub" / "models--Qwen--Qwen3-0.6B"
+    snapshot = model / "snapshots" / REVISION
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(REVISION)
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=8192, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).bfloat16().save_pretrained(snapshot)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, snapshot / name)
+    return folder
+
+
+def commands(page: str) -> list[Step]:
+    """The blocks of a page that are run."""
+    found = steps((ROOT / page).read_text(encoding="utf-8"))
+    return [step for step in found if step.kind in ("sh", "python") and not step.skipped]
+
+
+def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
+    """Run a page, or some of its sections."""
+    if not private_network():
+        pytest.skip("needs a network of its own: unshare -rn is not permitted here")
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    work = folder / "work"
+    work.mkdir()
+    stored = [f"--replace={path}={folder / path.strip('/').replace('/', '-')}" for path in STORED]
+    paths = [str(Path(sys.executable).parent)]
+    if "FOREWORD_VLLM_PYTHON" in os.environ:
+        paths.append(str(Path(os.environ["FOREWORD_VLLM_PYTHON"]).parent))
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")},
+        "PATH": os.pathsep.join([*paths, os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(downloaded),
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        "unshare",
+        "-rnpf",
+        "--kill-child",
+        "--mount-proc",
+        sys.executable,
+        str(ROOT / "tests/documented_page.py"),
+    ]
+    options = [str(ROOT / page), "--folder", str(work), "--loopback", *stored]
+    wanted = [f"--section={section}" for section in sections]
+    done = subprocess.run([*command, *options, *wanted], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_blocks_have_a_language(page: str) -> None:
+    """Each block says whether it is a command; one that is not run says why."""
+    blocks = [step for step in steps((ROOT / page).read_text(encoding="utf-8")) if step.kind not in ("again", "expect")]
+    assert blocks
+    assert not [f"{page}:{block.line}" for block in blocks if block.kind not in LANGUAGES]
+    assert not [f"{page}:{block.line}" for block in blocks if block.skipped and len(block.skipped) < 10]
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda path: path.name
+)
+def test_nothing_unpublished_is_copied(path: Path) -> None:
+    """No page tells to install a distribution `foreword`, which the package index does not have."""
+    assert not re.search(r"pip install[^\n]*[' ]foreword(?![-\w/])", path.read_text(encoding="utf-8"))
+
+
+def test_readme_embedded(tmp_path: Path, downloaded: Path) -> None:
+    """README's start with the built-in model: the second answer is the first, from the cache."""
+    run_page("README.md", tmp_path, downloaded, "The built-in model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(
+    "FOREWORD_VLLM_PYTHON" not in os.environ, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM"
+)
+@pytest.mark.parametrize("page", VLLM)
+def test_under_vllm(page: str, tmp_path: Path, downloaded: Path) -> None:
+    """The pages' start under vLLM: a hit after a restart. Also the other commands of vLLM's guide."""
+    run_page(page, tmp_path, downloaded, *filter(None, [VLLM[page]]))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/guides/vllm.md" and commands(page)])
+def test_commands_work(page: str, tmp_path: Path, downloaded: Path) -> None:
+    """Every command of the page works as it is written."""
+    sections = dict.fromkeys(step.section for step in commands(page) if step.section != VLLM.get(page))
+    run_page(page, tmp_path, downloaded, *sections)
