@@ -30,11 +30,11 @@ demo: $(VENV)/.server
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" $(MORE)
 
 # All tests, also those that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
 test-all: setup
-	$(PYTEST)
+	$(PYTEST) $(MORE)
 
 # Injects faults into every tier and prints a table: make faults FAULTS=2000 SEED=7
 FAULTS ?= 100000

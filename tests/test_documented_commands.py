@@ -1,5 +1,8 @@
-"""The commands of README, quickstart and guides, run as they stand (documented_page.py), each page in a network of its own, so that
-the ports of the pages are free. `Qwen/Qwen3-0.6B` is a tiny model with random weights in the folder of downloaded models."""
+"""The commands of README, quickstart and guides, run as they stand (documented_page.py).
+
+Each page has a network of its own, so that the ports of the pages are free. `Qwen/Qwen3-0.6B` is a tiny model with random
+weights in the folder of downloaded models.
+"""
 
 from __future__ import annotations
 
