@@ -273,7 +273,9 @@ def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, 
 
 
 def _matters(name: str) -> bool:
-    return name not in _NO_MATTER and not name.endswith(_NO_MATTER_ENDS)
+    """False also for what torch's and vLLM's compilers leave at a module: the probe runs what they made."""
+    compiler = "compile" in name or "aot_" in name or name.startswith("_dynamic_arg")
+    return not compiler and name not in _NO_MATTER and not name.endswith(_NO_MATTER_ENDS)
 
 
 def _is_plain(value: object) -> bool:
