@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from timing import machine, set_up, table
+from timing import machine, set_up, table, write_figures
 
 from foreword.referee.models import KINDS, Kind
 from foreword.referee.process import preload
@@ -137,18 +137,15 @@ class Upgrades:
         return found
 
 
-def show(rows: list[Row]) -> str:
-    """The rows as Markdown."""
-    head = ["model", "saved by", "asked under", "blocks found", "of", "share", "cached tokens", "wrong", "compared", ""]
-    lines = [
-        [
-            one["kind"], one["writer"], f"{one['reader']}, planted: {one['plant']}" if one["plant"] else one["reader"],
-            f"{one['blocks']:,}", f"{one['every']:,}", f"{one['share']:.1%}", f"{one['cached']:,}", str(one["wrong"]),
-            str(one["compared"]), "" if one["good"] else "NOT AS REQUIRED",
-        ]
-        for one in rows
-    ]  # fmt: skip
-    return table(head, lines)
+HEAD = ("model", "saved by", "asked under", "blocks found", "of", "share", "cached tokens", "wrong", "compared", "")
+
+
+def cells(row: Row) -> list[str]:
+    """A line of the table."""
+    reader = f"{row['reader']}, planted: {row['plant']}" if row["plant"] else row["reader"]
+    counts = [f"{row['blocks']:,}", f"{row['every']:,}", f"{row['share']:.1%}", f"{row['cached']:,}"]
+    verdict = "" if row["good"] else "NOT AS REQUIRED"
+    return [row["kind"], row["writer"], reader, *counts, str(row["wrong"]), str(row["compared"]), verdict]
 
 
 def _environments(given: list[str]) -> dict[str, str]:
@@ -169,10 +166,11 @@ def main() -> None:
     parser.add_argument("--planted", action="store_true", help="also changes of meaning, which must find nothing")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     arguments = parser.parse_args()
-    environments, facts = _environments(arguments.environment), machine()
+    environments = _environments(arguments.environment)
     versions = {f"release {name}": environment_note(python) for name, python in environments.items()}
     prompts = f"{arguments.prompts} of 20 to 1,500 tokens, 8 tokens generated, seed {arguments.seed}"
-    print(set_up({**facts, **versions, "prompts": prompts, "threads": str(arguments.threads)}), flush=True)
+    set_up_facts = {**machine(), **versions, "prompts": prompts, "threads": str(arguments.threads)}
+    print(set_up(set_up_facts), flush=True)
     rows: list[Row] = []
     failed = False
     for name in arguments.kinds.split(","):
@@ -182,13 +180,12 @@ def main() -> None:
                     rows.append(row)
                     print(json.dumps(row), flush=True)
                     if arguments.json is not None:
-                        arguments.json.write_text(
-                            json.dumps({"machine": facts, "versions": versions, "rows": rows}, indent=1)
-                        )
+                        lines = [cells(one) for one in rows]
+                        write_figures(arguments.json, "Upgrades of vLLM", HEAD, lines, set_up_facts, rows=rows)
             except (Failed, subprocess.TimeoutExpired) as error:
                 print(f"{name}: {error}", flush=True)
                 failed = True
-    print(f"\n{show(rows)}")
+    print("\n" + table(HEAD, [cells(one) for one in rows]))
     raise SystemExit(int(failed or not all(one["good"] for one in rows)))
 
 

@@ -315,7 +315,7 @@ def _code(node: ast.stmt) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One line: what happened ("gone", "parameters", "new", "inside") to what, who uses it ("" for nobody), and details."""
+    """One line: what happened ("gone", "parameters", "new", "inside") to what, who uses it ("" for no user), and details."""
 
     kind: str
     what: str
