@@ -270,7 +270,7 @@ class ForewordConnectorWorker:
         saved or loaded until a restart."""
         self._mapped = self._addresses() == self._registered
         if not self._mapped:
-            startup_log.error(
+            logger.error(
                 "Foreword: vLLM's KV cache is at other addresses after sleep mode. It saves and loads nothing until this "
                 "server restarts"
             )
