@@ -31,7 +31,7 @@ _LEAVES_FOR_INDEX: Final = 16
 # blocks: eviction makes a little room all the time.
 _FULL_SECONDS: Final = 30.0
 _ENOUGH_ROOM: Final = 4
-_ENOUGH_SHARE: Final = 64
+_ENOUGH_SHARE: Final = 16
 _INDEX_BYTES: Final = 64 << 10
 
 Result = TypeVar("Result")
