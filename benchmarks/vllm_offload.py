@@ -23,6 +23,7 @@ documents    six long documents asked three times in turn
 chat         eight conversations that take turns, each turn with all that was said
 agents       the sessions in --traces, taking turns (see vllm_workloads.py for what is left out)
 restart      the documents once; vLLM ends, starts again, and is asked about all of them again
+restarts     new processes, one after the other, ask what an old one saved, beside processes that keep the cores busy
 shared       groups of prompts with a common start, three times with other ends; vLLM restarts before the third time
 bytes        new prompts of --tokens tokens: bytes in the store for each token, against all blocks of all KV groups
 saving       new prompts, many at once, answered and saved, alternating with vLLM alone
@@ -50,11 +51,11 @@ from timing import machine, set_up
 from vllm_bench import BLOCK, Bench
 from vllm_checks import faults, identity
 from vllm_contenders import Places, contenders
-from vllm_times import first_token, replay, restart, saving, shared, stored_bytes
+from vllm_times import first_token, replay, restart, restarts, saving, shared, stored_bytes
 
 NAMES = ("alone", "foreword-memory", "foreword-tmpfs", "foreword-disk", "lmcache", "mooncake", "example")
 WORKLOADS = (
-    "first-token", "documents", "chat", "agents", "restart", "shared", "bytes", "saving", "identity", "faults",
+    "first-token", "documents", "chat", "agents", "restart", "restarts", "shared", "bytes", "saving", "identity", "faults",
 )  # fmt: skip
 
 
@@ -113,7 +114,10 @@ def parse() -> argparse.Namespace:
     replays.add_argument("--traces", type=Path, help="a folder of agent-*.jsonl")
     replays.add_argument("--steps", type=int, default=10, help="of each agent's session")
     replays.add_argument("--longest", type=int, default=4096, help="longer steps of agents are left out")
-    others = parser.add_argument_group("saving, identity")
+    others = parser.add_argument_group("restarts, saving, identity")
+    others.add_argument("--restarts", type=int, default=20, help="new processes")
+    others.add_argument("--restart-prompts", type=int, default=12)
+    others.add_argument("--busy", type=int, default=2, help="processes that keep the cores busy beside them")
     others.add_argument("--saving-prompts", type=int, default=16)
     others.add_argument("--saving-tokens", type=int, default=512)
     others.add_argument("--saving-rounds", type=int, default=5)
@@ -169,6 +173,7 @@ def run(bench: Bench) -> None:
             {
                 "first-token": first_token,
                 "restart": restart,
+                "restarts": restarts,
                 "shared": shared,
                 "bytes": stored_bytes,
                 "saving": saving,

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from vllm_contenders import Contender, Server
 from foreword.referee.process import WORKER, Failed, Worker, end, last_line, preload
 
 HERE = Path(__file__).resolve().parent
-_START = 120.0
+_START = 300.0  # seconds; a busy machine needs most of them
 
 
 class Running:
@@ -110,8 +111,8 @@ class Running:
         return process
 
     @contextlib.contextmanager
-    def worker(self, **job: Any) -> Iterator["Worker"]:
-        """A vLLM; several after each other meet the same store."""
+    def worker(self, *, warm_up: bool = True, **job: Any) -> Iterator["Worker"]:
+        """A vLLM; several after each other meet the same store. `warm_up`: a prompt before the first that counts."""
         log = self._logs / f"{self.contender.name}-vllm.log"
         with log.open("w") as file:
             process = self._start(
@@ -126,7 +127,8 @@ class Running:
         if self.contender.whole:
             llm["max_num_batched_tokens"] = job["max_model_len"]
         try:
-            worker.tell({"model": llm.pop("model"), "transfer": self.contender.transfer, "llm": llm}, _START)
+            start = {"model": llm.pop("model"), "transfer": self.contender.transfer, "warm_up": warm_up}
+            worker.tell({**start, "llm": llm}, _START)
             yield worker
             worker.tell({"end": True}, 60)
         finally:
@@ -211,6 +213,18 @@ def wipe(contender: Contender) -> None:
         shutil.rmtree(contender.store, ignore_errors=True)
     else:
         contender.store.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that only compute."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 def write_off(folder: Path) -> None:

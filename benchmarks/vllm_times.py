@@ -7,10 +7,11 @@ import vllm_workloads as workloads
 from timing import median
 from vllm_bench import PARTS, Bench, Record, compare, gib, of, percent, print_table, share, spread, two
 from vllm_contenders import Contender
-from vllm_processes import Running, write_off
+from vllm_processes import Running, busy, write_off
 
 from foreword.referee.process import Answer
 
+_REASONS = ("tier", "outcome")
 _FEW = 4  # new tokens where only the first is timed
 
 
@@ -135,6 +136,72 @@ def restart(bench: Bench) -> None:
     found = bench.each("restart", measure, bench.taking_part)
     about = f"{len(first)} documents, {sum(map(len, first)):,} tokens, asked again after a restart"
     print_table(f"restart: {about}", _REPLAYED, found, _replayed_row)
+
+
+def restarts(bench: Bench) -> None:
+    """What new processes find on a disk, beside processes that keep the cores busy, and why not the rest."""
+    arguments = bench.arguments
+    draw = random.Random(arguments.seed)
+    start = workloads.tokens(draw, 1700)
+    lengths = [draw.choice((64, 129, 200, 333, 512, 700, 1024, 1500)) for _ in range(arguments.restart_prompts)]
+    asked = [start[: length // 2] + workloads.tokens(draw, length - length // 2) for length in lengths]
+    job = bench.job(2048, sum(lengths) + 64 * len(lengths))
+
+    def measure(contender: Contender) -> Record:
+        new: list[list[int]] = []
+        counts: dict[str, float] = {}
+        with bench.running(contender) as running:
+            with running.worker(**job) as vllm:
+                vllm.ask_all(asked)
+                vllm.settle()
+                vllm.forget()
+                old = [one["cached"] for one in vllm.ask_all(asked)]
+            with busy(arguments.busy):
+                for _ in range(arguments.restarts):
+                    with running.worker(warm_up=False, **job) as vllm:
+                        new.append([one["cached"] for one in vllm.ask_all(asked)])
+                        for name, labels, value in vllm.metrics("vllm:foreword_"):
+                            if labels.get("outcome", "") or "loads" in name:
+                                parts = (labels[part] for part in _REASONS if part in labels)
+                                key = " ".join([name.removeprefix("vllm:foreword_"), *parts])
+                                counts[key] = counts.get(key, 0) + value
+                    print("  ", new[-1], flush=True)
+        found = [sum(one) for one in new]
+        missed = sum(cached < most for one in new for cached, most in zip(one, old, strict=True))
+        total = round(sum(found) / (sum(old) * len(new)), 4)
+        return {
+            "old": sum(old),
+            "new": found,
+            "share": total,
+            "fewer": missed,
+            "counts": counts,
+            "peak": running.memory.peak,
+        }
+
+    found = bench.each("restarts", measure, [one for one in bench.taking_part if one.transfer is not None])
+    print_table(
+        f"restarts: {len(asked)} prompts, {sum(lengths):,} tokens, asked in {arguments.restarts} new processes beside "
+        f"{arguments.busy} busy ones",
+        [
+            "contender",
+            "cached in the old process",
+            "in a new one, least",
+            "median",
+            "share of the old",
+            "requests with less",
+        ],
+        found,
+        lambda one: [
+            f"{one['old']:,}",
+            f"{min(one['new']):,}",
+            f"{median(one['new']):,.0f}",
+            f"{one['share']:.2%}",
+            f"{one['fewer']} of {len(one['new']) * len(asked)}",
+        ],
+    )
+    for one in found:
+        for name, value in sorted(one.get("counts", {}).items()):
+            print(f"{one['contender']}: {name} {value:,.0f}")
 
 
 def shared(bench: Bench) -> None:

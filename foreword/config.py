@@ -295,8 +295,9 @@ class StoreConfig:
     Attributes:
         urls: URLs of stores, fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
         staging: host memory for copies between the device and the stores.
-        lookup_timeout: seconds that a request waits for a search in the stores, or a tenth of the time to compute the prompt if
-            that is longer.
+        lookup_timeout: seconds that a request waits for a lookup in remote stores, or a tenth of the time to compute the prompt
+            if that is longer. Memory and disks, which answer late only on a busy machine, have 8 times as long, or the whole
+            time to compute the prompt.
         load_timeout: maximum seconds for loading blocks; loading ends earlier if computing them is faster.
         flush_seconds: seconds that the process waits at exit for blocks that are not written yet.
         integrity_secrets: secrets that authenticate what is written to shared stores, each as `ID:SECRET` with a number: the

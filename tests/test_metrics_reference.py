@@ -24,7 +24,7 @@ from foreword.offload.manager import OffloadStatus
 from foreword.router.metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
-from foreword.store.tier_counters import TierCounters
+from foreword.store.tier_counters import TierCounters, TierState
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -79,6 +79,7 @@ def server_engine() -> Any:
         status=StoreStatus,
         suspended=False,
         breaker=SimpleNamespace(is_open=False),
+        state=TierState.OK,
         admission=SimpleNamespace(refused=Counter(rate=1)),
     )
     endpoint = SimpleNamespace(connections={}, transfers={}, queued_bytes=0, traffic={})

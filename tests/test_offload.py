@@ -20,8 +20,9 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
 from foreword.offload.device import Stream
-from foreword.offload.manager import OffloadManager, StoreLoad
-from foreword.offload.policy import blocks_worth_loading, search_timeout
+from foreword.offload.lookups import StoreLoad
+from foreword.offload.manager import OffloadManager
+from foreword.offload.policy import blocks_worth_loading, search_seconds
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
@@ -273,9 +274,19 @@ def test_load_as_many_blocks_as_saves_the_most_time(
     assert blocks_worth_loading(load_seconds, compute_seconds) == blocks
 
 
-def test_a_search_may_take_a_tenth_of_the_compute_time() -> None:
-    """The search timeout is the configured one, or a tenth of the compute time if that is longer."""
-    assert (search_timeout(1.0, 5.0), search_timeout(1.0, 50.0)) == (1.0, 5.0)
+@pytest.mark.parametrize(
+    ("compute_seconds", "seconds"),
+    [
+        (None, (10.0, 1.0)),  # nothing is computed yet
+        (0.1, (2.0, 0.25)),
+        (5.0, (5.0, 0.5)),
+        (50.0, (50.0, 5.0)),
+    ],
+)
+def test_a_lookup_may_take_as_long_as_it_can_pay(compute_seconds: float | None, seconds: tuple[float, float]) -> None:
+    """Local tiers may take the whole time of computing, remote ones a tenth; both have a least limit, which is longer while the
+    prefill speed is unknown."""
+    assert search_seconds(0.25, compute_seconds) == seconds
 
 
 def paged(storage: torch.Tensor, start: int, row_bytes: int, stride: int, dtype: torch.dtype) -> torch.Tensor:

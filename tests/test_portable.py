@@ -33,7 +33,7 @@ from foreword.store.codecs.base import codec_named
 from foreword.store.codecs.coded_store import CodedStore
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import TieredStore, TierSearch
 
 COPIES = [pytest.param(copy_with_views, id="views"), pytest.param(copy_compiled, id="compiled")]
 ROOT = bytes(32)
@@ -329,7 +329,7 @@ def test_units_of_others_are_misses() -> None:
     group = StoredGroup(KVGroup(GroupKind.FULL, 32), layouts, 2, divided=True)
 
     def position() -> int:
-        return find_resumable(TieredStore([store]), [group], ROOT, keys, 0, 128, deadline=soon()).position
+        return find_resumable(TieredStore([store]), [group], ROOT, keys, 0, 128, TierSearch(soon())).position
 
     assert position() == 128
     prefixes = [chain_prefix(layout, ROOT) for layout in layouts]

@@ -14,7 +14,7 @@ from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.base import Name
 from foreword.store.frame import RAW, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import TieredStore, TierSearch
 
 KEY_SIZE = 4
 TOKENS = 160
@@ -33,7 +33,7 @@ def _name(one: StoredGroup, block: int, rank: int = 0) -> Name:
 
 
 def _search(tiers: TieredStore, groups: list[StoredGroup], held: int, limit: int) -> Found:
-    return find_resumable(tiers, groups, ROOT, KEYS, held, limit, deadline=time.monotonic() + 10)
+    return find_resumable(tiers, groups, ROOT, KEYS, held, limit, TierSearch(time.monotonic() + 10))
 
 
 def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:

@@ -35,7 +35,7 @@ class FlakyStore(StoreWrapper):
 
     def __init__(self, store: Store, *, seed: int = 0, plan: Mapping[Fault, float] | None = None) -> None:
         super().__init__(store)
-        self.blocking = True
+        self.blocking, self.local = True, False
         self.injected: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._rates: dict[Fault, float] = dict(plan or {})

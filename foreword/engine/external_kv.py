@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from foreword.engine.request import TokenLogprob
 from foreword.offload.search import Found, StoredGroup
+from foreword.store.tier_counters import LookupOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class RemoteKV(ExternalKV, Protocol):
 
 
 class BlockSearch(Protocol):
-    """A search in the stores, and the load that may follow (`offload.manager.StoreLoad`)."""
+    """A search in the stores, and the load that may follow (`offload.lookups.StoreLoad`)."""
 
     @property
     def answered(self) -> bool: ...
@@ -96,6 +97,7 @@ class BlockStores(Protocol):
     def hurry(self, search: Any, /) -> None: ...
     def worth_loading(self, search: Any, skip: int, tokens: int, /) -> int: ...
     def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
+    def refuse_lookup(self, outcome: LookupOutcome, tokens: int, /) -> None: ...
 
 
 class PositionStores(Protocol):

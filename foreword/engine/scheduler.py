@@ -24,6 +24,7 @@ from foreword.engine.external_kv import BlockStores, ExternalKV, GroupedStores, 
 from foreword.engine.prefetch import Prefetches
 from foreword.engine.prompt_logprobs import MAX_ROWS
 from foreword.engine.sequence import Chunk, SequenceState, Step
+from foreword.store.tier_counters import LookupOutcome
 
 
 class _StepDraft:
@@ -285,7 +286,15 @@ class Scheduler:
         """Whether it is known which blocks after the first `held` the stores have. Starts the search if needed."""
         table = sequence.table
         full = len(table) // self.cache.block_size
-        if self._stores is None or held >= full or sequence.needs_logits:
+        if self._stores is None:
+            return True
+        if sequence.needs_logits or not full:
+            if not sequence.unsearched:
+                sequence.unsearched = True
+                outcome = LookupOutcome.NOT_ALLOWED if sequence.needs_logits else LookupOutcome.TOO_SMALL
+                self._stores.refuse_lookup(outcome, len(table))
+            return True
+        if held >= full:
             return True
         keys = table.chain.keys_to(full)
         if keys[held] in self._in_flight:

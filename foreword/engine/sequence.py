@@ -52,6 +52,7 @@ class SequenceState:
     preemptions: int = 0
     report: CacheReport | None = None
     store: StoreKV | StorePosition | None = None
+    unsearched: bool = False
     reach: int = 0
     checkpoints: CheckpointPlan | None = None
     remote: RemoteKV | None = None

@@ -341,6 +341,7 @@ def _open_stores(
     smaller = [layout for layout in layouts if layout is not largest]
     openers = {Reach.INSTANCE: _peer_opener(transfer)}
     tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=KeyRing.of(config))
+    tiers.warm_up(layout.fingerprint for layout in layouts[:1])
     wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)

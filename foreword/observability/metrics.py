@@ -26,6 +26,7 @@ from foreword.events import (
     StepFinished,
     TransferEnded,
 )
+from foreword.store.tier_counters import LookupOutcome, TierState
 
 if TYPE_CHECKING:
     from foreword.disaggregation.frame_server import ServedStatus
@@ -212,6 +213,16 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
         ("store_declined_loads", "Prompts recomputed because a load would have taken longer.", status.declined),
     ):
         yield _counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
+    for name, text, counts in (
+        ("store_lookups", "Lookups of requests in all tiers, by outcome.", status.lookups.lookups),
+        (
+            "store_lookup_tokens",
+            "Tokens that were looked up: those found, and the rest by the reason.",
+            status.lookups.tokens,
+        ),
+    ):
+        samples = [((model, outcome.value), counts.get(outcome, 0)) for outcome in LookupOutcome]
+        yield _counter(f"foreword:{name}", text, ("model_name", "outcome"), samples)
     text = "Blocks in the write queue."
     yield _gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
 
@@ -229,7 +240,6 @@ _TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierCounters], float]], ...] = (
     ("tier_written_blocks", "Blocks that a tier stored, or had already.", lambda c: c.written_blocks),
     ("tier_written_bytes", "Bytes of those blocks.", lambda c: c.written_bytes),
     ("tier_write_seconds", "Seconds spent writing.", lambda c: c.write_seconds),
-    ("tier_lookups", "Prefix lookups in a tier.", lambda c: c.lookups),
     ("tier_lookup_seconds", "Seconds spent in lookups.", lambda c: c.lookup_seconds),
     ("tier_skipped", "Calls not made because the tier's circuit breaker was open.", lambda c: c.skipped),
 )
@@ -261,6 +271,15 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     ):
         by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]
         yield _counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)
+    lookups = [
+        ((model, tier.label, outcome.value), tier.counters.lookups[outcome])
+        for tier, _ in each
+        for outcome in LookupOutcome
+    ]
+    yield _counter("foreword:tier_lookups", "Lookups in a tier, by outcome.", (*labels, "outcome"), lookups)
+    states = [((model, tier.label, one.value), float(tier.state is one)) for tier, _ in each for one in TierState]
+    text = "1 for the state that a tier has, 0 for the others."
+    yield _gauge("foreword:tier_state", text, (*labels, "state"), states)
     evictions = [((model, tier.label), status.evictions) for tier, status in each]
     yield _counter("foreword:tier_evictions", "Blocks that a tier evicted.", labels, evictions)
     for name, text, value in _TIER_GAUGES:

@@ -27,33 +27,28 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.layout import ROOT_BYTES, Layout
 from foreword.blocks.portable import BlockUnits, whole_blocks
-from foreword.blocks.resume import alignment
 from foreword.errors import StoreError
 from foreword.offload.lending import SlotReader
-from foreword.offload.policy import PATIENCE, blocks_worth_loading, search_timeout
-from foreword.offload.search import Found, StoredGroup, find_resumable
+from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
+from foreword.offload.policy import PATIENCE, blocks_worth_loading
+from foreword.offload.search import StoredGroup
 from foreword.offload.slots import StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.admission import BlockUse
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
-from foreword.store.tier_counters import Rate
-from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
+from foreword.store.tier_counters import LookupOutcome, Rate
+from foreword.store.tiered import FetchedBlock, TieredStore, Tiers, TierSearch
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
 
-Result = TypeVar("Result")
+Done = TypeVar("Done")
 
 _GROUP_BYTES: Final = 8 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 _MIN_PATIENCE: Final = 0.05  # seconds
-_QUICK_SEARCH: Final = 0.0005  # seconds; the engine's thread waits a moment for searches that usually are this quick
-_SEARCH_WEIGHT: Final = 0.2
-# A search ends a little before its request stops waiting, so that what it has found until then is used.
-_SEARCH_MARGIN: Final = 0.04  # seconds
-_SEARCH_SHARE: Final = 0.2
 _LOADERS: Final = 4
 _MEMORY_LOADERS: Final = 2
 
@@ -71,6 +66,8 @@ class OffloadStatus:
         cut: loads that brought fewer blocks than requested.
         stopped: those of them that were cut off because computing was faster.
         declined: loads that were not started because computing was faster.
+        refused: loads that were not started because the blocks may not be used any more.
+        lookups: the lookups of requests, by outcome.
     """
 
     queued: int = 0
@@ -82,75 +79,8 @@ class OffloadStatus:
     cut: int = 0
     stopped: int = 0
     declined: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class StoreLoad:
-    """One request's search in the stores and the load that may follow.
-
-    The engine's thread owns it, a loading thread fills it.
-
-    Attributes:
-        names: names of the blocks that are searched, then loaded.
-        root: root key of the chain, if the search is for a position.
-        groups: the KV group of each block; empty if there is one group only.
-        deadline: end of the search, then of the load.
-        places: the tier of each block that the search found, in chain order; None while the search runs.
-        found: the result of a search for a position.
-        tokens: how many tokens the load saves, if that does not follow from the number of blocks.
-        skip, requested: the load skips the first `skip` blocks and loads the next `requested` into the device blocks `blocks`.
-        patient: load all that is found, even if computing it would be faster: no request waits for it.
-        loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
-        finished: the load has ended.
-    """
-
-    names: Sequence[Name]
-    deadline: float
-    root: bytes = b""
-    places: list[int] | None = None
-    groups: Sequence[int] = ()
-    found: Found | None = None
-    tokens: int = 0
-    patient: bool = False
-    skip: int = 0
-    requested: int = 0
-    blocks: list[int] = field(default_factory=list)
-    loaded: int = 0
-    tiers: list[int] = field(default_factory=list)
-    started: float = 0.0
-    finished: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def answered(self) -> bool:
-        """Whether the search has ended or its deadline has passed."""
-        return self.places is not None or self.found is not None or time.monotonic() >= self.deadline
-
-    @property
-    def done(self) -> bool:
-        """Whether the load has ended or its deadline has passed."""
-        return self.finished or time.monotonic() >= self.deadline
-
-    def close(self) -> list[int]:
-        """End the load: no block is written from now on. Returns the tier of each loaded block."""
-        with self._lock:
-            self.finished = True
-            return self.tiers
-
-    def discard(self) -> None:
-        """End the load as if no block had been loaded: the device is about to lose its contents."""
-        with self._lock:
-            self.finished, self.tiers = True, []
-
-    def fill(self, tiers: list[int], copy: Callable[[], None]) -> bool:
-        """Copy the next blocks, which came from `tiers`, into the device. False, without a copy, if the load was closed."""
-        with self._lock:
-            if self.finished:
-                return False
-            copy()
-            self.loaded += len(tiers)
-            self.tiers += tiers
-            return True
+    refused: int = 0
+    lookups: LookupCounts = field(default_factory=LookupCounts)
 
 
 class OffloadManager:
@@ -160,8 +90,7 @@ class OffloadManager:
         store: the tiers.
         staging: at least four slots. Half of them are for saves, half for loads.
         groups: how the blocks of each KV group divide into frames; a layout if a block is one frame.
-        lookup_timeout: seconds that a request may wait for a search; or a tenth of the time to compute the blocks, if that is
-            longer.
+        lookup_timeout: seconds for a lookup in remote tiers, if computing does not take long (`policy.search_seconds`).
         load_timeout: upper limit in seconds for a load.
         on_change: called from other threads when a `StoreLoad` has changed; wakes the engine.
     """
@@ -191,11 +120,9 @@ class OffloadManager:
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging)
-        self._lookup_timeout = lookup_timeout
+        self.lookups = StoreLookups(store, lookup_timeout, load_timeout, lambda: self.prefill_rate.last, self._notify)
         self._load_timeout = load_timeout
-        # Searches and loads in memory have threads of their own: they never wait for a store that may block.
-        self._finders = ThreadPoolExecutor(_LOADERS, "foreword-find", use_background_cores)
-        self._memory_finder = ThreadPoolExecutor(1, "foreword-find-memory", use_background_cores)
+        # Loads from memory have threads of their own: they never wait for a store that may block.
         self._loaders = ThreadPoolExecutor(_LOADERS, "foreword-load", use_background_cores)
         self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
         self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
@@ -204,9 +131,8 @@ class OffloadManager:
         self.changes = 0
         self._dropped = 0
         self._counting = threading.Lock()  # several loading threads change the counts
-        self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined"), 0)
+        self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined", "refused"), 0)
         self._closed = False
-        self._search_seconds = 0.0
 
     # Loading
 
@@ -217,21 +143,14 @@ class OffloadManager:
 
         `before` are the keys of the blocks before them, which are on the device.
         """
-        deadline = self._search_deadline(len(keys) * self._block_size, patient=patient)
-        store_load = StoreLoad(self.units[0].names(root, keys), deadline, root, patient=patient)
+        names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
 
-        until = _earlier(deadline)
-        ahead = self.units[0].names(root, before)
+        def look_up(search: TierSearch, inline: bool) -> Result | None:
+            places = self.store.locate(names, search=search, inline=inline, before=ahead)
+            return None if inline and len(places) < len(names) else (places, len(places) * self._block_size)
 
-        def search(inline: bool) -> bool:
-            places = self.store.locate(store_load.names, deadline=until, inline=inline, before=ahead)
-            if inline and len(places) < len(store_load.names):
-                return False
-            store_load.places = places
-            return True
-
-        self._search(search)
-        return store_load
+        store_load = StoreLoad(names, 0.0, root, patient=patient)
+        return self.lookups.start(store_load, len(keys) * self._block_size, look_up)[0]
 
     def find_position(
         self,
@@ -243,50 +162,13 @@ class OffloadManager:
         *,
         patient: bool = False,
     ) -> StoreLoad:
-        """Start a search for the longest position up to `limit` tokens from which the model can continue.
+        """Start a lookup of the longest position up to `limit` tokens from which the model can continue
+        (`StoreLookups.find_position`)."""
+        return self.lookups.find_position(groups, root, keys, held, limit, patient=patient)
 
-        Blocks of the first `held` tokens are on the device. `StoreLoad.found` has the result. A search that usually ends at
-        once has ended when this returns.
-        """
-        store_load = StoreLoad([], self._search_deadline(limit - held, patient=patient), root, patient=patient)
-
-        until = _earlier(store_load.deadline)
-        best = limit - limit % alignment([one.group for one in groups])
-
-        def search(inline: bool) -> bool:
-            found = find_resumable(self.store, groups, root, keys, held, limit, deadline=until, inline=inline)
-            if inline and found.position < best:
-                return False
-            store_load.found = found
-            return True
-
-        searching = self._search(search)
-        if self._search_seconds < _QUICK_SEARCH:
-            futures.wait([searching], 4 * _QUICK_SEARCH)
-        return store_load
-
-    def _search_deadline(self, tokens: int, *, patient: bool) -> float:
-        if patient:
-            return time.monotonic() + self._load_timeout
-        compute = (self._seconds_per_token() or 0.0) * tokens
-        return time.monotonic() + search_timeout(self._lookup_timeout, compute)
-
-    def _search(self, search: Callable[[bool], bool]) -> Future[None]:
-        """Start a search in memory and then, if that does not find everything, in all tiers."""
-        done: Future[None] = Future()
-        started = time.monotonic()
-
-        def run(inline: bool) -> None:
-            if not search(inline):
-                self._finders.submit(run, False)
-                return
-            self._search_seconds += _SEARCH_WEIGHT * (time.monotonic() - started - self._search_seconds)
-            done.set_result(None)
-            self._notify()
-
-        both = len({tier.blocking for tier in self.store.tiers}) == 2
-        (self._memory_finder if both else self._finders).submit(run, both)
-        return done
+    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
+        """Count a request of so many tokens for which nothing is looked up."""
+        self.lookups.refuse(outcome, tokens)
 
     def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
         """How much faster it is to load these blocks than to compute `tokens` tokens; infinite while a speed is unknown."""
@@ -325,6 +207,10 @@ class OffloadManager:
     def _seconds_per_token(self) -> float | None:
         speed = self.prefill_rate.value
         return 1 / speed if speed else None
+
+    def note_refused(self, loads: int) -> None:
+        """Count loads that were not started because the blocks may not be used any more."""
+        self._count(refused=loads)
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int, most: int = sys.maxsize) -> dict[str, int]:
         """Number of tokens by the label of the tier that has them: of the first `most` tokens."""
@@ -588,7 +474,7 @@ class OffloadManager:
 
         return self._later(work)
 
-    def _later(self, work: Callable[[], Result]) -> Future[Result]:
+    def _later(self, work: Callable[[], Done]) -> Future[Done]:
         """Do something after what was asked for before, on the thread for that."""
         task = self._control.submit(work)
         self._tasks = [*(one for one in self._tasks if not one.done()), task]
@@ -613,6 +499,7 @@ class OffloadManager:
             dropped_promotions=self._writer.dropped_promotions,
             saved=self._writer.saved,
             failed=self._writer.failed,
+            lookups=self.lookups.counts(),
             **self._counts,
         )
 
@@ -623,11 +510,7 @@ class OffloadManager:
         self._closed = True
         self.flush(timeout)
         self._writer.close()
-        for pool in (self._finders, self._memory_finder, self._loaders, self._memory_loaders, self._control):
+        self.lookups.close()
+        for pool in (self._loaders, self._memory_loaders, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
         self.store.close()
-
-
-def _earlier(deadline: float) -> float:
-    """When a search ends for which a request waits until `deadline`."""
-    return deadline - min(_SEARCH_MARGIN, _SEARCH_SHARE * max(deadline - time.monotonic(), 0.0))

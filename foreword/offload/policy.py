@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-# Share of the compute time that a search may take, and the first bytes from a store of unknown speed.
+# Share of the compute time that a lookup in remote tiers may take, and the first bytes from a store of unknown speed.
 PATIENCE: Final = 0.1
+# Times `lookup_timeout`: what lookups in local tiers may take at least, and those of a process that has not computed yet.
+_LOCAL: Final = 8
+_LOCAL_FIRST: Final = 40
+_REMOTE_FIRST: Final = 4
 
 
-def search_timeout(configured: float, compute_seconds: float) -> float:
-    """Seconds that a request waits for a search: as configured, or longer if computing the blocks takes much longer."""
-    return max(configured, PATIENCE * compute_seconds)
+def search_seconds(configured: float, compute_seconds: float | None) -> tuple[float, float]:
+    """Seconds that a lookup may take in local tiers, and in remote ones.
+
+    Args:
+        configured: `store.lookup_timeout`, in seconds.
+        compute_seconds: time to compute what is looked up; None while the prefill speed is not known.
+    """
+    if compute_seconds is None:
+        return _LOCAL_FIRST * configured, _REMOTE_FIRST * configured
+    return max(_LOCAL * configured, compute_seconds), max(configured, PATIENCE * compute_seconds)
 
 
 def blocks_worth_loading(load_seconds: Iterable[float], compute_seconds: float) -> int:

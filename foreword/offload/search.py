@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import TieredStore, TierSearch
 
 # Blocks before a lookup whose names the stores get.
 _BEFORE = 1024
@@ -65,16 +64,16 @@ def find_resumable(
     keys: Sequence[bytes],
     held: int,
     limit: int,
+    search: TierSearch,
     *,
-    deadline: float,
     inline: bool = False,
 ) -> Found:
     """Find the longest position up to `limit` tokens that the blocks of the first `held` tokens and the stores allow.
 
     `root` is the chain's root key, `keys` are those of its blocks, at least up to `limit`. Never raises: a store that fails
-    has nothing, and a slow one has what it tells until the deadline. With `inline`, only tiers that do not block are asked.
+    has nothing, and a slow one has what it tells in time. With `inline`, only tiers that do not block are asked.
     """
-    lookup = _Lookup(store, groups, root, keys, held, deadline, inline)
+    lookup = _Lookup(store, groups, root, keys, held, search, inline)
     kinds = [one.group for one in groups]
     step = alignment(kinds)
     limit -= limit % step
@@ -101,7 +100,7 @@ class _Lookup:
         root: bytes,
         keys: Sequence[bytes],
         held: int,
-        deadline: float,
+        search: TierSearch,
         inline: bool,
     ) -> None:
         self._store = store
@@ -109,7 +108,7 @@ class _Lookup:
         self._root = root
         self._keys = keys
         self._held = held
-        self._deadline = deadline
+        self._search = search
         self._inline = inline
         # Lookups that still share the time: one of each layout, and one for the groups that do not need every block.
         self._turns = sum(len(one.layouts) for one in groups if one.group.whole) + any(
@@ -127,7 +126,8 @@ class _Lookup:
         found: list[int] | None = None
         for layout in one.layouts if keys else ():
             names, before = self._names(layout, keys), self._names(layout, ahead)
-            places = self._store.locate(names, deadline=self._share(), inline=self._inline, before=before)
+            self._take_turn()
+            places = self._store.locate(names, search=self._search, inline=self._inline, before=before)
             found = places if found is None or len(places) < len(found) else found[: len(places)]
         count = len(found or ()) // one.frames
         for at, block in enumerate(blocks[:count]):
@@ -142,12 +142,10 @@ class _Lookup:
         prefix = chain_prefix(layout, self._root)
         return [prefix + key for key in keys]
 
-    def _share(self) -> float:
-        """The deadline of the next lookup: a slow store must not take the time of those that follow."""
-        now = time.monotonic()
-        share = now + (self._deadline - now) / max(self._turns, 1)
+    def _take_turn(self) -> None:
+        """The next lookup gets its part of the time: a slow store must not take that of the lookups that follow."""
+        self._search.parts = max(self._turns, 1)
         self._turns -= 1
-        return share
 
     def present(self, number: int, block: int) -> bool:
         one = self._groups[number]
@@ -167,10 +165,11 @@ class _Lookup:
         blocks = [block for block in range(first, last + 1) if (number, block) not in self.places]
         keys = one.keys(self._keys, blocks)
         ahead = self._keys_before(one, blocks[0])
+        self._search.parts = 1
         parts = [
             self._store.find(
                 self._names(layout, keys),
-                deadline=self._deadline,
+                search=self._search,
                 inline=self._inline,
                 before=self._names(layout, ahead),
             )

@@ -1,7 +1,8 @@
 """Write-behind: a queue of staged blocks, and one thread per tier that writes them to its store.
 
-The engine's thread adds blocks that were copied into staging slots. Each tier's thread writes the oldest ones in batches. A
-slot is free again when every tier has written its block, or when the block is dropped because the queue is full.
+The engine's thread adds blocks that were copied into staging slots. Each tier's thread writes the oldest ones: at once if the
+tier is idle, and what has come during a write together as the next. A slot is free again when every tier has written its
+block, or when the block is dropped because the queue is full.
 
 Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). A request does not wait for
 such a promotion. Loads need slots too: queued promotions are dropped to free slots (`drop_oldest`), and together they hold a
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 WRITE_BLOCKS: Final = 32  # blocks per write
 WRITE_TIMEOUT: Final = 30.0  # seconds
-# Seconds that blocks wait to be batched with others. Decoding produces single blocks.
-_BATCH_WINDOW: Final = 0.2
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
 
@@ -48,7 +47,6 @@ class _WriteBatch:
     slots: list[int]
     pool: StagingSlots
     pending: set[int]
-    since: float
     writing: int = 0
     sealed: bool = False
     promotion: bool = False
@@ -74,9 +72,6 @@ class WriteBehind:
         self._batches: list[_WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
         self._closing = False
-        self._unseen = 0  # blocks added since a thread last looked at the queue
-        self._idle = 0  # threads without anything to write
-        self._flushing = 0  # calls of `flush` that wait
         self.dropped = 0
         self.dropped_promotions = 0
         self.saved = 0
@@ -95,14 +90,11 @@ class WriteBehind:
 
     def add(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
         """Queue blocks whose payloads are in `slots`, without headers and checksums yet."""
-        self._queue(_WriteBatch(headers, slots, pool, set(tiers), time.monotonic()))
+        self._queue(_WriteBatch(headers, slots, pool, set(tiers)))
 
     def promote(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
-        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already.
-
-        Promotions are not batched: they are written as soon as possible.
-        """
-        batch = _WriteBatch(headers, slots, pool, set(tiers), time.monotonic(), sealed=True, promotion=True)
+        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already."""
+        batch = _WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True)
         self._queue(batch)
 
     def _queue(self, batch: _WriteBatch) -> None:
@@ -111,9 +103,7 @@ class WriteBehind:
                 self.dropped_promotions += len(batch.slots)
             elif batch.pending and not self._closing:
                 self._batches.append(batch)
-                self._unseen += len(batch.slots)
-                if self._unseen >= WRITE_BLOCKS or self._idle or batch.promotion:
-                    self._changed.notify_all()
+                self._changed.notify_all()
                 return
         batch.pool.give(batch.slots)
 
@@ -138,12 +128,7 @@ class WriteBehind:
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""
         with self._changed:
-            self._flushing += 1
-            self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: not self._batches, timeout)
-            finally:
-                self._flushing -= 1
+            return self._changed.wait_for(lambda: not self._batches, timeout)
 
     def close(self) -> None:
         with self._changed:
@@ -164,24 +149,12 @@ class WriteBehind:
         """Wait for batches that this tier has not written, and take the oldest, up to `_max_write_slots`. None at the end."""
         with self._changed:
             while True:
-                self._unseen = 0
                 mine = [batch for batch in self._batches if tier in batch.pending]
-                left = self._seconds_to_wait(mine)
-                if mine and left <= 0:
+                if mine:
                     return self._claim(tier, mine)
-                if not mine and self._closing:
+                if self._closing:
                     return None
-                self._idle += not mine
-                self._changed.wait(left if mine else None)
-                self._idle -= not mine
-
-    def _seconds_to_wait(self, mine: Sequence[_WriteBatch]) -> float:
-        """Seconds to wait for more blocks before these are written; 0 if they are enough or urgent."""
-        if not mine or self._closing or self._flushing or sum(len(batch.slots) for batch in mine) >= WRITE_BLOCKS:
-            return 0.0
-        if any(batch.promotion for batch in mine):
-            return 0.0
-        return mine[0].since + _BATCH_WINDOW - time.monotonic()
+                self._changed.wait()
 
     def _claim(self, tier: int, mine: Sequence[_WriteBatch]) -> list[_WriteBatch]:
         taken: list[_WriteBatch] = []

@@ -275,6 +275,10 @@ class Worker:
         """Bytes in Foreword's last tier, and the bytes per token of all blocks."""
         return self.tell({"stored": True})
 
+    def metrics(self, start: str) -> list[tuple[str, dict[str, str], float]]:
+        """vLLM's counters and gauges whose names begin so: name, labels and value of each."""
+        return [tuple(one) for one in self.tell({"metrics": start})["metrics"]]
+
     def forget(self) -> None:
         """Reset vLLM's own prefix cache. Raises Failed if a request still holds blocks."""
         if not self.tell({"forget": True})["done"]:

@@ -9,6 +9,7 @@ from foreword.offload.policy import blocks_worth_loading
 from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
 from foreword.store.chain_lru import ChainLru
+from foreword.store.tier_counters import LookupOutcome
 
 Stored = Callable[[CacheTier, bytes, Sequence[bytes]], None]
 Removed = Callable[[CacheTier, Sequence[bytes]], None]
@@ -57,7 +58,7 @@ class SimulatedTier:
 
 @dataclass(slots=True, eq=False)
 class SimulatedLoad:
-    """The counterpart of `offload.manager.StoreLoad`. A search takes no time."""
+    """The counterpart of `offload.lookups.StoreLoad`. A search takes no time."""
 
     keys: Sequence[bytes]
     places: list[int]
@@ -98,6 +99,9 @@ class SimulatedStores:
         self._on_stored = on_stored
         self._on_removed = on_removed
         self._free_at = [0.0] * len(tiers)
+
+    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
+        """Nothing is counted."""
 
     def hurry(self, search: SimulatedLoad) -> None:
         """Simulated loads are never patient."""

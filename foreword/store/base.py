@@ -105,17 +105,25 @@ class Store(Protocol):
     Attributes:
         label: name of the store in metrics and reports.
         blocking: whether calls wait for a device or a network. If not, they are made on the caller's thread.
+        local: whether it is memory or a disk of this machine. A lookup that takes long there usually waits for a processor.
         readers: number of threads that read a large batch faster than one thread does.
         authenticates: whether `get` has verified a signature of each frame that `frame.check` does not refuse.
+        refusal: why it takes no blocks now, or evicts although its budget is not used up: StoreFull, StoreReadOnly. None if
+            it takes them, or does not know.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """
 
     label: str
     blocking: bool = True
+    local: bool = False
     readers: int = 1
     authenticates: bool = False
     on_evicted: Callable[[Name], None] | None = None
+
+    @property
+    def refusal(self) -> StoreError | None:
+        return None
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU.

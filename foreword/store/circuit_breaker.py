@@ -65,4 +65,10 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
+        """Whether no call is allowed now."""
         return self._clock() < self._open_until
+
+    @property
+    def closed(self) -> bool:
+        """Whether calls are allowed without a limit. While the circuit is open, that begins with a trial call that succeeds."""
+        return not self._open_until

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from foreword.errors import BadFrame, StoreError, StoreHung, StoreTimeout
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreHung, StoreReadOnly, StoreTimeout
 from foreword.store.admission import Admission, AdmissionRule, BlockUse
-from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus
+from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus, copy_error
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import Frame, Header, check
 from foreword.store.parallel import divide
-from foreword.store.tier_counters import Rate, TierCounters
+from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_threads import TierCall, TierThreads
 
 log = logging.getLogger("foreword.store")
@@ -43,6 +43,7 @@ class StoreTier:
         rule: which blocks are written; None: all.
 
     Attributes:
+        local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
     """
 
@@ -59,6 +60,7 @@ class StoreTier:
         self.writable = writable
         self.suspended = False
         self.blocking = store.blocking
+        self.local = store.local
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
@@ -67,6 +69,7 @@ class StoreTier:
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
         self._status = StoreStatus()
+        self._refusal = store.refusal
         self._probed: Sequence[Name] = ()
         self._deleting: dict[threading.Event, float] = {}  # running deletions of bad blocks, and their deadlines
 
@@ -74,6 +77,17 @@ class StoreTier:
         """Call `listener(stored, names)` whenever blocks are stored in or removed from this tier by this process."""
         self._listener = listener
         self.store.on_evicted = lambda name: listener(False, [name])
+
+    @property
+    def state(self) -> TierState:
+        """Whether the tier is used. Makes no call of the store."""
+        if not self.breaker.closed:
+            return TierState.OFF
+        if self.suspended:
+            return TierState.SUSPENDED
+        if isinstance(self._refusal, StoreReadOnly) or not self.writable:
+            return TierState.READ_ONLY
+        return TierState.OK if self._refusal is None else TierState.FULL
 
     # Calls
 
@@ -146,28 +160,55 @@ class StoreTier:
 
     # Lookup
 
-    def lookup(self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()) -> int:
+    def lookup(self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()) -> tuple[int, LookupOutcome]:
         """Count the blocks from the first one on. `before` are the known ones before it in the chain."""
         self._probed = names[:1]
         self._note_chain(before, names)
-        return self._timed_lookup(lambda: self.store.lookup(names, deadline=deadline), 0, deadline)
+        return self._look_up(lambda: self.store.lookup(names, deadline=deadline), 0, bool, deadline)
 
-    def present(self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()) -> list[bool]:
+    def present(
+        self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()
+    ) -> tuple[list[bool], LookupOutcome]:
         self._note_chain(before, names)
         nothing = [False] * len(names)
-        return self._timed_lookup(lambda: self.store.present(names, deadline=deadline), nothing, deadline)
+        return self._look_up(lambda: self.store.present(names, deadline=deadline), nothing, any, deadline)
 
     def _note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
         if before and names:
             self.store.note_chain(before, names)
 
-    def _timed_lookup(self, call: Callable[[], Result], default: Result, deadline: float) -> Result:
+    def _look_up(
+        self, call: Callable[[], Result], nothing: Result, found_any: Callable[[Result], bool], deadline: float
+    ) -> tuple[Result, LookupOutcome]:
+        """Make a lookup, unless the tier may not be asked or the time is over, and count its outcome."""
         started = time.perf_counter()
-        found = self.attempt(call, default, deadline)
+        found, outcome = nothing, LookupOutcome.TIER_OFF
+        if self.suspended:
+            outcome = LookupOutcome.NOT_ALLOWED
+        elif (
+            time.monotonic() >= deadline
+        ):  # a call would count as a failure of this tier, not of the slow one before it
+            outcome = LookupOutcome.TIMED_OUT
+        elif self._admits():
+            try:
+                found = self.call(call, deadline)
+            except Exception as error:  # noqa: BLE001 - as in `attempt`
+                self._failed(error)
+                outcome = LookupOutcome.TIMED_OUT if isinstance(error, StoreTimeout) else LookupOutcome.TIER_OFF
+            else:
+                self._succeeded()
+                in_time = time.monotonic() < deadline
+                missed = LookupOutcome.ABSENT if in_time else LookupOutcome.TIMED_OUT
+                outcome = LookupOutcome.FOUND if found_any(found) else missed
         with self._lock:
-            self.counters.lookups += 1
+            self.counters.lookups[outcome] += 1
             self.counters.lookup_seconds += time.perf_counter() - started
-        return found
+        return found, outcome
+
+    def warm_up(self, names: Sequence[Name], deadline: float) -> None:
+        """Make lookups that are not counted, so that later ones need not connect or open anything."""
+        for name in names:
+            self.attempt(lambda name=name: self.store.lookup([name], deadline=deadline), 0, deadline)  # type: ignore[misc]
 
     # Reading
 
@@ -336,11 +377,28 @@ class StoreTier:
     def _put(self, frames: Sequence[Frame], deadline: float) -> int:
         for deletion, until in tuple(self._deleting.items()):  # until then the bad block would be taken for present
             deletion.wait(max(min(until, deadline) - time.monotonic(), 0.0))
-        kept = self.store.put(frames, deadline=deadline)
+        try:
+            kept = self.store.put(frames, deadline=deadline)
+        except (StoreFull, StoreReadOnly) as error:  # it works: blocks can be read
+            self.count_error(error)
+            self._note_refusal(copy_error(error))
+            return 0
+        self._note_refusal(self.store.refusal)
         if self._listener is not None:
             names = [frame.name for frame in frames]
             self._notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
+
+    def _note_refusal(self, refusal: StoreError | None) -> None:
+        """Log when the store begins to refuse blocks, and when it takes them again."""
+        with self._lock:
+            before, self._refusal = self._refusal, refusal
+        if refusal is None:
+            if before is not None:
+                log.info("tier %s takes blocks again", self.label)
+        elif before is None or isinstance(before, StoreReadOnly) != isinstance(refusal, StoreReadOnly):
+            what = "takes no blocks now" if isinstance(refusal, StoreReadOnly) else "is full"
+            log.warning("tier %s %s: %s", self.label, what, refusal.message)
 
     def _present(self, names: Sequence[Name], deadline: float) -> list[Name]:
         """Those of `names` that the store has. Empty if the store fails: then nothing is reported as stored."""

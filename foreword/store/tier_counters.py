@@ -6,17 +6,57 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Final
 
 _RATE_LIFETIME: Final = 60.0  # seconds until a measured rate expires; then one load is tried again
 _RATE_WEIGHT: Final = 0.3
 
 
+class LookupOutcome(StrEnum):
+    """How a lookup ended: of one tier, or of a request in all tiers. Each lookup has exactly one outcome.
+
+    Attributes:
+        FOUND: at least one block.
+        ABSENT: no block, and every tier has said so.
+        TIMED_OUT: no block, and a tier did not answer in time, or there was no time left to ask it.
+        TIER_OFF: no block, and a tier failed, or was not asked because its circuit breaker is open.
+        NOT_ALLOWED: nothing was asked: the request's KV may not be loaded, or an audit has suspended the tier.
+        TOO_SMALL: nothing was asked: the prompt is shorter than a block.
+    """
+
+    FOUND = "found"
+    ABSENT = "absent"
+    TIMED_OUT = "timed_out"
+    TIER_OFF = "tier_off"
+    NOT_ALLOWED = "not_allowed"
+    TOO_SMALL = "too_small"
+
+
+class TierState(StrEnum):
+    """Whether a tier is used.
+
+    Attributes:
+        OK: it is read and written.
+        OFF: it is skipped: its circuit breaker is open.
+        SUSPENDED: it is not read: an audit has found a wrong block that came from it.
+        READ_ONLY: it takes no blocks: as configured, or because the system forbids writes.
+        FULL: it finds no room for blocks, or evicts although its budget is not used up.
+    """
+
+    OK = "ok"
+    OFF = "off"
+    SUSPENDED = "suspended"
+    READ_ONLY = "read_only"
+    FULL = "full"
+
+
 @dataclass(slots=True)
 class TierCounters:
     """Counters of one tier since the start. `errors` and `bad` (frames that failed verification) count by kind.
 
-    In `errors`, `block_failed` counts blocks that a call could not read although others of the call were read.
+    In `errors`, `block_failed` counts blocks that a call could not read although others of the call were read. `lookups` count
+    by outcome; a request may look up several times in one tier.
     """
 
     hit_blocks: int = 0
@@ -26,7 +66,7 @@ class TierCounters:
     written_blocks: int = 0
     written_bytes: int = 0
     write_seconds: float = 0.0
-    lookups: int = 0
+    lookups: Counter[LookupOutcome] = field(default_factory=Counter)
     lookup_seconds: float = 0.0
     skipped: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -49,6 +89,11 @@ class Rate:
         known = self.value
         self._value = value if not known else known + _RATE_WEIGHT * (value - known)
         self._at = self._clock()
+
+    @property
+    def last(self) -> float:
+        """The last value, however old it is."""
+        return self._value
 
     @property
     def value(self) -> float:

@@ -10,22 +10,28 @@ half of the time that is left, and a call that does not return is abandoned shor
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress, groupby, zip_longest
-from typing import Any
+from typing import Any, Final
 
+from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreError
 from foreword.store.admission import AdmissionRule, BlockUse
 from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
+from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tier_threads import TierCall
 
 Tiers = tuple[int, ...]  # indexes of tiers
+
+_WARM_UP_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +40,55 @@ class FetchedBlock:
 
     frame: Frame
     tier: int
+
+
+class TierSearch:
+    """One search in the tiers: how long it may take, and why it may have missed something. Used by one thread.
+
+    Args:
+        deadline: the end of all calls.
+        local, remote: seconds that the calls of local tiers may take together, and those of remote tiers. With both, a remote
+            tier that hangs takes no time from the local ones, nor the other way round.
+
+    Attributes:
+        parts: how many lookups share the time that is left; the next one gets this part of it.
+    """
+
+    __slots__ = ("_left", "_missed", "deadline", "parts")
+
+    def __init__(self, deadline: float, local: float = math.inf, remote: float = math.inf) -> None:
+        self.deadline = deadline
+        self.parts = 1
+        self._left = {True: local, False: remote}
+        self._missed: set[LookupOutcome] = set()
+
+    def until(self, tier: StoreTier, later: Iterable[StoreTier]) -> float:
+        """The deadline of a call of `tier`. Half of the time is for tiers that are asked later, if they share it."""
+        if not tier.blocking:
+            return self.deadline
+        now = time.monotonic()
+        left = min(self._left[tier.local], self.deadline - now) / self.parts
+        return now + left / (2 if any(one.blocking and self._share_time(one, tier) for one in later) else 1)
+
+    def _share_time(self, one: StoreTier, other: StoreTier) -> bool:
+        return one.local == other.local or math.isinf(self._left[one.local])
+
+    def note(self, tier: StoreTier, began: float, until: float, outcome: LookupOutcome, *, complete: bool) -> None:
+        """A call that began at `began` and had until `until` has ended. `complete`: it has found all that was asked."""
+        now = time.monotonic()
+        if tier.blocking:
+            self._left[tier.local] = max(self._left[tier.local] - (now - began), 0.0)
+        if not complete:
+            late = outcome is LookupOutcome.FOUND and now >= until
+            self._missed.add(LookupOutcome.TIMED_OUT if late else outcome)
+
+    @property
+    def reason(self) -> LookupOutcome:
+        """Why more was not found."""
+        for one in (LookupOutcome.TIMED_OUT, LookupOutcome.TIER_OFF, LookupOutcome.NOT_ALLOWED):
+            if one in self._missed:
+                return one
+        return LookupOutcome.ABSENT
 
 
 class TieredStore(Store):
@@ -83,53 +138,83 @@ class TieredStore(Store):
     # Blocks
 
     def locate(
-        self, names: Sequence[Name], *, deadline: float, inline: bool = False, before: Sequence[Name] = ()
+        self,
+        names: Sequence[Name],
+        *,
+        deadline: float = math.inf,
+        search: TierSearch | None = None,
+        inline: bool = False,
+        before: Sequence[Name] = (),
     ) -> list[int]:
         """The tier of each of `names`, up to the first that is missing everywhere. A hint: only `fetch` verifies.
 
-        `before` are the blocks of the chain before the first name: some stores need them to find it.
-
-        At the deadline the call returns what it has found until then. With `inline`, only tiers that do not block are asked.
+        Args:
+            deadline: then the call returns what it has found until then.
+            search: how the time is divided, in place of a deadline.
+            inline: only ask tiers that do not block.
+            before: the blocks of the chain before the first name: some stores need them to find it.
         """
+        search = search or TierSearch(deadline)
         places: list[int] = []
         while len(places) < len(names):
             found = len(places)
-            for index, until in self._turns(deadline, inline):
-                if len(places) < len(names):
-                    places += [index] * self.tiers[index].lookup(
-                        names[len(places) :], until, [*before, *names[: len(places)]]
-                    )
+            for index, tier in enumerate(self.tiers):
+                if len(places) < len(names) and not (inline and tier.blocking):
+                    rest, known = names[len(places) :], [*before, *names[: len(places)]]
+                    until, began = search.until(tier, self.tiers[index + 1 :]), time.monotonic()
+                    count, outcome = tier.lookup(rest, until, known)
+                    search.note(tier, began, until, outcome, complete=count == len(rest))
+                    places += [index] * count
             if len(places) == found or len(self.tiers) == 1:
                 break
         return places
 
     def find(
-        self, names: Sequence[Name], *, deadline: float, inline: bool = False, before: Sequence[Name] = ()
+        self,
+        names: Sequence[Name],
+        *,
+        deadline: float = math.inf,
+        search: TierSearch | None = None,
+        inline: bool = False,
+        before: Sequence[Name] = (),
     ) -> list[int]:
         """The tier of each of `names`, each by itself; -1 for one that is missing everywhere. A hint: only `fetch` verifies.
 
-        `before` are the blocks of the chain before the first name.
+        The arguments are those of `locate`.
         """
+        search = search or TierSearch(deadline)
         places = [-1] * len(names)
-        for index, until in self._turns(deadline, inline):
+        for index, tier in enumerate(self.tiers):
             missing = [i for i, place in enumerate(places) if place < 0]
             if not missing:
                 break
-            first = missing[0]
-            known = self.tiers[index].present([names[i] for i in missing], until, [*before, *names[:first]])
-            for i, there in zip(missing, known, strict=True):
+            if inline and tier.blocking:
+                continue
+            until, began = search.until(tier, self.tiers[index + 1 :]), time.monotonic()
+            present, outcome = tier.present([names[i] for i in missing], until, [*before, *names[: missing[0]]])
+            search.note(tier, began, until, outcome, complete=all(present))
+            for i, there in zip(missing, present, strict=True):
                 if there:
                     places[i] = index
         return places
 
-    def _turns(self, deadline: float, inline: bool = False) -> Iterator[tuple[int, float]]:
-        """The index of each tier and the deadline of a call of it, until the deadline has passed."""
+    def warm_up(self, layouts: Iterable[bytes]) -> None:
+        """Make a lookup for each layout in every tier that may block, in all tiers at once and for at most 5 seconds: they
+        connect and open indexes before a request waits for it. Takes the fingerprints of the layouts."""
+        names = [one + bytes(NAME_BYTES - FINGERPRINT_BYTES) for one in layouts]
+        deadline, asked = time.monotonic() + _WARM_UP_SECONDS, [tier for tier in self.tiers if tier.blocking]
+        if asked:
+            with ThreadPoolExecutor(len(asked), "foreword-warm-up") as pool:
+                list(pool.map(lambda tier: tier.warm_up(names, deadline), asked))
+
+    def _turns(self, deadline: float) -> Iterator[tuple[int, float]]:
+        """The index of each tier that may be read, and the deadline of a call of it, until the deadline has passed."""
         last = len(self.tiers) - 1
         for index, tier in enumerate(self.tiers):
             left = deadline - time.monotonic()
             if left <= 0:  # the call would count as a failure of this tier, not of the slow one
                 return
-            if not (tier.suspended or (inline and tier.blocking)):
+            if not tier.suspended:
                 yield index, deadline - left / 2 if tier.blocking and index < last else deadline
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:

@@ -20,6 +20,7 @@ from foreword.store.admission import AdmissionRule
 from foreword.store.base import Store
 from foreword.store.builtin import BUILTIN
 from foreword.store.codecs.base import codec_named
+from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.tiered import TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
@@ -117,6 +118,8 @@ def open_store(
 
                 store = AuthenticatedStore(store, keys)
             opened.append(store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts)))
+            if layout is not None:
+                _check_room(url, opened[-1], max(one.block_bytes for one in (layout, *more_layouts)))
     except BaseException:
         for store in opened:
             store.close()
@@ -126,11 +129,25 @@ def open_store(
     return TieredStore(opened, persistent, writable=writable, rules=[url.rule for url in parsed])
 
 
+def _check_room(url: StoreUrl, store: Store, block_bytes: int) -> None:
+    """Raise StoreConfigError if the store has no room for one block: it would never have anything."""
+    budget, needed = store.status().budget, HEADER_BYTES + block_bytes
+    if 0 < budget < needed:
+        raise StoreConfigError(
+            f"{url.shown} has {budget:,} bytes, and a block of this model takes {needed:,}: give it more, for example size=4GiB"
+        )
+
+
 def loss_of(urls: Sequence[str]) -> str:
     """The value of `Layout.loss` for blocks in these stores: "" unless a codec is lossy."""
     from foreword.store.codecs.coded_store import named_loss
 
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
+
+
+def labels_of(urls: Sequence[str]) -> list[str]:
+    """The labels of the tiers of a tiered store. Raises StoreConfigError."""
+    return [url.label for url in _with_distinct_labels([parse(url) for url in urls])]
 
 
 def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from foreword.errors import StoreError
 from foreword.store.base import (
     MISSING,
     Name,
@@ -24,6 +25,7 @@ class StoreWrapper(Store):
         self.inner = inner
         self.label = inner.label
         self.blocking = inner.blocking
+        self.local = inner.local
         self.readers = inner.readers
 
     @property
@@ -33,6 +35,10 @@ class StoreWrapper(Store):
     @on_evicted.setter
     def on_evicted(self, call: Callable[[Name], None] | None) -> None:
         self.inner.on_evicted = call
+
+    @property
+    def refusal(self) -> StoreError | None:
+        return self.inner.refusal
 
     def before_call(self, deadline: float) -> None:
         """Called first in every call that has a deadline. Does nothing here."""

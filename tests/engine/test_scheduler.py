@@ -23,6 +23,8 @@ from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
 from foreword.offload.search import Found, StoredGroup, find_resumable
+from foreword.store.tier_counters import LookupOutcome
+from foreword.store.tiered import TierSearch
 
 SIZE = 4
 
@@ -473,12 +475,12 @@ class Shelf:
             self._kept[name] = [self._memory._slots[slot] for slot in slots]
 
     def locate(
-        self, names: Sequence[bytes], *, deadline: float, inline: bool = False, before: Sequence[bytes] = ()
+        self, names: Sequence[bytes], *, search: TierSearch, inline: bool = False, before: Sequence[bytes] = ()
     ) -> list[int]:
         return [0 for _ in itertools.takewhile(self._kept.__contains__, names)]
 
     def find(
-        self, names: Sequence[bytes], *, deadline: float = 0.0, inline: bool = False, before: Sequence[bytes] = ()
+        self, names: Sequence[bytes], *, search: TierSearch, inline: bool = False, before: Sequence[bytes] = ()
     ) -> Any:
         return [0 if name in self._kept else -1 for name in names]
 
@@ -486,7 +488,10 @@ class Shelf:
         self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool
     ) -> Search:
         self._root = root
-        return Search(find_resumable(self, groups, root, keys, held, limit, deadline=0.0))  # type: ignore[arg-type]
+        return Search(find_resumable(self, groups, root, keys, held, limit, TierSearch(0.0)))  # type: ignore[arg-type]
+
+    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
+        pass
 
     def seconds_saved(self, places: object, tokens: int) -> float:
         return self._draw.choice([1.0, 1.0, 1.0, -1.0])
@@ -598,6 +603,9 @@ class FullStores:
 
     def worth_loading(self, search: object, skip: int, tokens: int) -> int:
         return self._count if tokens == self._length else 0
+
+    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
+        pass
 
     def load(self, search: Search, skip: int, blocks: Sequence[int]) -> None:
         search.looks = 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import random
 import resource
@@ -35,10 +36,12 @@ from foreword.conformance import (
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
 from foreword.store.base import BAD
-from foreword.store.disk import folder_scan, opener, recovery
+from foreword.store.disk import folder_scan, opener, recovery, writer
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.files import BlockFile, read_block_header
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check
+from foreword.store.tier_counters import TierState
+from foreword.store.tiered import TieredStore
 
 PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
@@ -396,6 +399,55 @@ def _read_only(folder: Path, chain: Sequence[Frame]) -> None:
             call()
     assert store.lookup(names_of(chain), deadline=soon()) == 4
     store.close()
+
+
+def test_a_folder_that_is_read_only_for_a_while() -> None:
+    """A folder that may not be written any more makes its tier read-only, not off: blocks are read, and the log says when it
+    began and when it ended."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        if os.getuid() == 0:
+            os.chown(folder, NOBODY, NOBODY)
+        assert in_child(lambda: _read_only_for_a_while(folder / "store")) == 0
+    finally:
+        shutil.rmtree(folder)
+
+
+def _read_only_for_a_while(folder: Path) -> None:
+    if os.getuid() == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    chains, lines = [make_frames(seed, 3, 1000) for seed in range(30, 33)], _logged_lines()
+    with closing(TieredStore([DiskStore(folder, 1 << 20)])) as store:
+        [tier] = store.tiers
+        assert store.put(chains[0], deadline=soon()) == 3 and tier.state is TierState.OK
+        places = [path for path in folder.rglob("*") if path.is_dir() and len(path.name) in (2, 32)]
+        for path in [folder, *places]:
+            path.chmod(0o500)
+        for _ in range(4):
+            assert store.put(chains[1], deadline=soon()) == 0 and tier.state is TierState.READ_ONLY
+        assert read(store, chains[0]) == whole(chains[0]) and not tier.breaker.is_open
+        for path in [folder, *places]:
+            path.chmod(0o700)
+        assert store.put(chains[2], deadline=soon()) == 3 and tier.state is TierState.OK
+    assert [line.partition(":")[0] for line in lines if line.startswith("tier")] == [
+        "tier disk takes no blocks now",
+        "tier disk takes blocks again",
+    ]
+
+
+def _logged_lines() -> list[str]:
+    """What the stores log from now on."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("foreword.store")
+    logger.addHandler(Keep())
+    logger.setLevel("INFO")
+    return lines
 
 
 def _writes(store: DiskStore, chain: Sequence[Frame]) -> list[Callable[[], object]]:
@@ -917,6 +969,26 @@ def test_a_file_system_smaller_than_the_budget(limit: str) -> None:
             assert store.lookup(names_of(chains[-1]), deadline=soon()) > 0
             settle(store)
             assert store.put(chains[0], deadline=soon()) > 0
+
+
+def test_a_full_file_system_is_shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is full before the budget is used up: the tier evicts for new blocks and is full, not off. It is ok
+    again when there is much more room than a block needs. The log says both, once, however many blocks are written."""
+    monkeypatch.setattr(writer, "_FULL_SECONDS", 600.0)
+    caplog.set_level("INFO", "foreword.store")
+    chains = [make_frames(seed, 10, 9000) for seed in range(60, 100)]
+    with small_disk("size=2m") as folder, closing(TieredStore([DiskStore(folder / "store", 1 << 30)])) as store:
+        [tier] = store.tiers
+        for chain in chains:
+            assert store.put(chain, deadline=soon()) == 10
+        assert tier.state is TierState.FULL and not tier.breaker.is_open
+        assert read(store, chains[-1]) == whole(chains[-1])
+        subprocess.run(["mount", "-o", "remount,size=32m", str(folder)], check=True)
+        monkeypatch.setattr(writer, "_FULL_SECONDS", 0.0)
+        assert store.put(chains[0], deadline=soon()) == 10
+        assert tier.state is TierState.OK
+    began, ended = (one.message for one in caplog.records if one.message.startswith("tier"))
+    assert began.startswith("tier disk is full: the file system of ") and ended == "tier disk takes blocks again"
 
 
 def test_a_folder_that_cannot_be_made_yet() -> None:

@@ -1,11 +1,14 @@
 """The vLLM KV connector: `kv_connector_module_path` is `foreword.integrations.vllm`.
 
 `ForewordECConnector` keeps encoder outputs; `NamedPrefixes` is a middleware. vLLM is imported when one of these classes
-is asked for, not before. A vLLM that does not fit is refused then, in one sentence.
+is asked for, not before. A vLLM that does not fit is refused then, in one sentence. What Foreword logs in a process of vLLM
+goes through vLLM's logger.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import re
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,3 +64,31 @@ def _checked_version() -> str:
 
 def _text(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+class VllmHandler(logging.Handler):
+    """Passes records of the logger `foreword` and those below it on to `vllm.foreword...`.
+
+    vLLM's handler and level apply there: its lines have the time, the level and the process. The message gets the word that
+    says where it is from.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        target = logging.getLogger(f"vllm.{record.name}")
+        if target.isEnabledFor(record.levelno):
+            passed, message = copy.copy(record), record.getMessage()
+            passed.name, passed.args = target.name, ()
+            passed.msg = message if message.startswith("Foreword") else f"Foreword: {message}"
+            target.handle(passed)
+
+
+def log_through_vllm() -> None:
+    """Let vLLM's logger handle what Foreword logs, if it is set up and the logger `foreword` has no handler."""
+    mine, theirs = logging.getLogger("foreword"), logging.getLogger("vllm")
+    if theirs.handlers and not mine.handlers:
+        mine.addHandler(VllmHandler())
+        mine.setLevel(theirs.getEffectiveLevel())
+        mine.propagate = False
+
+
+log_through_vllm()

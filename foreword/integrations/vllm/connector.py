@@ -16,6 +16,7 @@ Written for vLLM 0.31 and later; it depends on `kv_connector/v1/base.py` and wha
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.probe import calling_worker
-from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler
+from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler, warn_of_lost_writes
 from foreword.integrations.vllm.step_messages import (
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
@@ -73,6 +74,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side: ForewordConnectorScheduler | None = None
         worker_role = role == KVConnectorRole.WORKER
         self._worker_side = ForewordConnectorWorker(info, settings, self._engine) if worker_role else None
+        if not worker_role:
+            warn_of_lost_writes(vllm_config, sys.argv)
 
     @property
     def _scheduler(self) -> ForewordConnectorScheduler:
@@ -224,7 +227,9 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker_side.take_changes() if self._worker_side is not None else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker_side.take_stats() if self._worker_side is not None else None
+        """vLLM asks both sides."""
+        side = self._worker_side if self._worker_side is not None else self._scheduler
+        return side.take_stats()
 
     # Both sides
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
 from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.rank_stores import RankStores, lookup_peer_opener, open_tiers, worker_memory
-from foreword.offload.manager import StoreLoad
-from foreword.offload.policy import search_timeout
-from foreword.offload.search import StoredGroup, find_resumable
+from foreword.offload.lookups import StoreLoad, StoreLookups
+from foreword.offload.search import StoredGroup
 from foreword.store.base import Store
 from foreword.store.tier_counters import Rate
 from foreword.store.types import Reach, StoreUrl
@@ -34,13 +31,16 @@ class StoreLookup:
             Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
         }
         self.store = open_tiers(settings.store.urls, (), openers)
-        self._timeout = settings.store.lookup_timeout
         self.prefill_rate = Rate()
-        self._pool = ThreadPoolExecutor(4, "foreword-lookup")
+        self.lookups = StoreLookups(
+            self.store, settings.store.lookup_timeout, settings.store.load_timeout, lambda: self.prefill_rate.last
+        )
+        self._layouts = [one[0].fingerprint for one in layouts]
+        self.store.warm_up(self._layouts)
 
     def _open_memory(self, place: StoreUrl, _: Layout | None) -> Store:
         """The first memory tier stands for all: a worker answers for all of its memory."""
-        store = RankStores(place.label)
+        store = RankStores(place.label, local=True)
         self._memory = self._memory or store
         return store
 
@@ -56,20 +56,13 @@ class StoreLookup:
                 for layout in one.layouts
             )
             self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
+            self.store.warm_up(self._layouts)
 
     def find_position(
         self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int
     ) -> StoreLoad:
-        """Start a search."""
-        rate = self.prefill_rate.value
-        seconds = search_timeout(self._timeout, (limit - held) / rate if rate else 0.0)
-        load = StoreLoad([], time.monotonic() + seconds, root)
-
-        def search() -> None:
-            load.found = find_resumable(self.store, groups, root, keys, held, limit, deadline=load.deadline)
-
-        self._pool.submit(search)
-        return load
+        """Start a lookup."""
+        return self.lookups.find_position(groups, root, keys, held, limit)
 
     def blocks_worth_loading(self, places: Sequence[int]) -> int:
         """All blocks: only the workers know how fast the tiers are."""
@@ -83,5 +76,5 @@ class StoreLookup:
         return self.store.tokens_by_tier(places, block_size)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.lookups.close()
         self.store.close()

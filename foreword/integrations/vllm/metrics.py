@@ -1,20 +1,24 @@
 """Statistics of the vLLM connector, for vLLM's log line and its /metrics.
 
-After a step in which something changed a worker reports what was added since its last report. vLLM adds up the reports of all
-ranks; each rank counts its own part of a block.
+After a step in which something changed a worker reports what was added since its last report, and so does the scheduler's side
+if it has stores of its own. vLLM adds the reports up; each rank counts its own part of a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from foreword.errors import StoreError
 from foreword.integrations.vllm.leases import KVLeases
+from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
-from foreword.store.tier_counters import TierCounters
+from foreword.store.tier_counters import LookupOutcome, TierCounters, TierState
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import labels_of
 
 # Name, help, and how the value is read from a tier's counters.
 _PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
@@ -26,21 +30,27 @@ _PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] =
     ("saved_blocks", "Blocks written to a tier, including those it had already.", lambda c: c.written_blocks),
     ("saved_bytes", "Bytes written to a tier.", lambda c: c.written_bytes),
     ("save_busy_seconds", "Seconds spent writing to a tier.", lambda c: c.write_seconds),
-    ("lookups", "Lookups in a tier.", lambda c: c.lookups),
     ("lookup_seconds", "Seconds spent on lookups in a tier.", lambda c: c.lookup_seconds),
     ("errors", "Calls to a tier that failed.", lambda c: sum(c.errors.values())),
     ("skipped", "Calls to a tier that its open circuit breaker skipped.", lambda c: c.skipped),
 )
+# What `ForewordStats` counts by two names.
+_NESTED: Final = ("tiers", "lookups", "requests")
 _TOTALS: Final = {
     "dropped_blocks": "Blocks that were not written because the write queue was full.",
     "loads": "Loads of a request's prefix that have ended.",
     "loads_cut": "Loads that brought fewer blocks than were found; vLLM computed the rest.",
     "loads_stopped": "Loads that were stopped because computing is faster.",
     "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
+    "loads_refused": "Prefixes found that were computed because the blocks could not be used any more.",
     "leases": "Prompts whose blocks were kept for a decode instance.",
     "leases_unread": "Prompts whose blocks were kept and that no instance read.",
     "lent_blocks": "Blocks that other instances read from leases.",
     "shared_blocks": "Blocks that other instances read from memory tiers.",
+}
+_REQUESTS: Final = {
+    "request_lookups": "Lookups of requests in all tiers.",
+    "request_lookup_tokens": "Tokens that were looked up: those found, and the rest by the reason.",
 }
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -49,8 +59,9 @@ _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     """What was added since the last report.
 
-    `data`: `tiers` (label -> name -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended), `queued`
-    (rank -> length of the write queue in blocks).
+    `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
+    `counts` (name -> amount), `load_seconds` (one per load that has ended). Not added up: `queued` (rank -> length of the write
+    queue in blocks), `states` (process -> label of a tier -> its state).
     """
 
     def __post_init__(self) -> None:
@@ -58,23 +69,30 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"tiers": {}, "counts": {}, "load_seconds": [], "queued": {}}
+        self.data: dict[str, Any] = {
+            **{name: {} for name in (*_NESTED, "counts", "queued", "states")},
+            "load_seconds": [],
+        }
 
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add up amounts; the other's queue lengths are newer."""
-        for label, amounts in other.data["tiers"].items():
-            _add(self.data["tiers"].setdefault(label, {}), amounts)
+        """Add up amounts; the other's queue lengths and states are newer."""
+        for name in _NESTED:
+            for label, amounts in other.data[name].items():
+                _add(self.data[name].setdefault(label, {}), amounts)
         _add(self.data["counts"], other.data["counts"])
         self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
-        self.data["queued"].update(other.data["queued"])
+        for name in ("queued", "states"):
+            self.data[name].update(other.data[name])
         return self
 
-    def reduce(self) -> dict[str, int | float]:
-        """For the log line: traffic of each tier, and failures."""
-        found: dict[str, int | float] = {}
+    def reduce(self) -> dict[str, int | float | str]:
+        """For the log line: lookups by outcome, traffic of each tier, failures, and the states that are not "ok"."""
+        found: dict[str, int | float | str] = {}
+        for outcome, amount in self.data["requests"].get("request_lookups", {}).items():
+            found[f"lookups {outcome}"] = amount
         for label, amounts in self.data["tiers"].items():
             for verb in ("loaded", "saved"):
                 found[f"{label} {verb} blocks"] = amounts.get(f"{verb}_blocks", 0)
@@ -82,6 +100,8 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
             for name in ("corrupt_blocks", "errors", "skipped"):
                 if amounts.get(name):
                     found[f"{label} {name}"] = amounts[name]
+        for process, states in self.data["states"].items():
+            found.update({f"{label} in {process}": state for label, state in states.items() if state != TierState.OK})
         found.update({name: amount for name, amount in self.data["counts"].items() if amount})
         seconds = self.data["load_seconds"]
         if seconds:
@@ -97,41 +117,74 @@ def _add(into: dict[str, float], amounts: Mapping[str, float]) -> None:
 
 
 class StatsReader:
-    """Reads the counters of one rank, and reports what was added since the last read."""
+    """Reads the counters of one process, and reports what was added since the last read.
 
-    def __init__(self, offload: OffloadManager, rank: int, leases: KVLeases | None = None) -> None:
+    Args:
+        process: its name in the metrics of states: "scheduler", or "worker 0".
+    """
+
+    def __init__(
+        self,
+        process: str,
+        store: TieredStore,
+        lookups: StoreLookups,
+        offload: OffloadManager | None = None,
+        leases: KVLeases | None = None,
+    ) -> None:
+        self._process = process
+        self._store = store
+        self._lookups = lookups
         self._offload = offload
         self._leases = leases
-        self._rank = str(rank)
-        self._tiers: dict[str, dict[str, float]] = {}
+        self._read: dict[str, dict[str, dict[str, float]]] = {name: {} for name in _NESTED}
         self._counts: dict[str, float] = {}
         self._queued = 0
+        self._states: dict[str, str] = {}
 
     @property
     def behind(self) -> bool:
         """Whether blocks are in the write queue, or were at the last read."""
-        return bool(self._queued or self._offload.status().queued)
+        return bool(self._queued or (self._offload is not None and self._offload.status().queued))
 
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
-        status = self._offload.status()
-        tiers = {
-            tier.label: {name: read(tier.counters) for name, _, read in _PER_TIER} for tier in self._offload.store.tiers
+        tiers, requests = self._store.tiers, self._lookups.counts()
+        now: dict[str, dict[str, dict[str, float]]] = {
+            "tiers": {one.label: {name: value(one.counters) for name, _, value in _PER_TIER} for one in tiers},
+            "lookups": {one.label: _plain(dict(one.counters.lookups)) for one in tiers},
+            "requests": {
+                "request_lookups": _plain(requests.lookups),
+                "request_lookup_tokens": _plain(requests.tokens),
+            },
         }
+        added = {
+            name: {
+                label: more for label, amounts in now[name].items() if (more := _added(amounts, read.get(label, {})))
+            }
+            for name, read in self._read.items()
+        }
+        status = self._offload.status() if self._offload is not None else OffloadStatus()
         counts = {**_of_cache(status), **_of_leases(self._leases)}
-        added = {label: _added(amounts, self._tiers.get(label, {})) for label, amounts in tiers.items()}
         more = _added(counts, self._counts)
         if load_seconds:
             more["loads"] = len(load_seconds)
-        data = {
-            "tiers": {label: amounts for label, amounts in added.items() if amounts},
+        states = {one.label: one.state.value for one in tiers}
+        changed = any(added.values()) or more or status.queued != self._queued or states != self._states
+        if not changed:
+            return None
+        self._read, self._counts, self._queued, self._states = now, counts, status.queued, states
+        data: dict[str, Any] = {
+            **added,
             "counts": more,
             "load_seconds": load_seconds,
+            "states": {self._process: states},
         }
-        if not any(data.values()) and status.queued == self._queued:
-            return None
-        self._tiers, self._counts, self._queued = tiers, counts, status.queued
-        return ForewordStats({**data, "queued": {self._rank: status.queued}})
+        queued = {self._process.rpartition(" ")[2]: status.queued} if self._offload is not None else {}
+        return ForewordStats({**data, "queued": queued})
+
+
+def _plain(counts: Mapping[LookupOutcome, int]) -> dict[str, float]:
+    return {outcome.value: count for outcome, count in counts.items() if count}
 
 
 def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
@@ -144,6 +197,7 @@ def _of_cache(status: OffloadStatus) -> dict[str, float]:
         "loads_cut": status.cut,
         "loads_stopped": status.stopped,
         "loads_declined": status.declined,
+        "loads_refused": status.refused,
     }
 
 
@@ -167,6 +221,23 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)
             for name, text in _TOTALS.items()
         }
+        self._lookups = self._counter_cls(
+            name="vllm:foreword_lookups",
+            documentation="Lookups in a tier. A request may look up several times.",
+            labelnames=[*labelnames, "tier", "outcome"],
+        )
+        self._requests = {
+            name: self._counter_cls(
+                name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "outcome"]
+            )
+            for name, text in _REQUESTS.items()
+        }
+        self._states = self._gauge_cls(
+            name="vllm:foreword_tier_state",
+            documentation="1 for the state that a tier has in a process, 0 for the others.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "tier", "process", "state"],
+        )
         self._seconds = self._histogram_cls(
             name="vllm:foreword_load_seconds",
             documentation="Seconds from the step that starts a request's load to the step that sees its end.",
@@ -180,17 +251,48 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             labelnames=[*labelnames, "rank"],
         )
         for values in per_engine_labelvalues.values():
-            for metric in (*self._counts.values(), self._seconds):
-                metric.labels(*values)
+            self._start(values, _tiers_of(vllm_config))
+
+    def _start(self, values: Sequence[object], tiers: Sequence[str]) -> None:
+        """Show what is counted from the start, with 0."""
+        for metric in (*self._counts.values(), self._seconds):
+            metric.labels(*values)
+        for tier in tiers:
+            for metric in self._tiers.values():
+                metric.labels(*values, tier)
+        for outcome in LookupOutcome:
+            for metric in self._requests.values():
+                metric.labels(*values, outcome.value)
+            for tier in tiers:
+                self._lookups.labels(*values, tier, outcome.value)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         for label, amounts in transfer_stats_data["tiers"].items():
             for name, amount in amounts.items():
                 self._tiers[name].labels(*values, label).inc(amount)
+        for label, amounts in transfer_stats_data["lookups"].items():
+            for outcome, amount in amounts.items():
+                self._lookups.labels(*values, label, outcome).inc(amount)
+        for name, amounts in transfer_stats_data["requests"].items():
+            for outcome, amount in amounts.items():
+                self._requests[name].labels(*values, outcome).inc(amount)
+        for process, states in transfer_stats_data["states"].items():
+            for label, state in states.items():
+                for one in TierState:
+                    self._states.labels(*values, label, process, one.value).set(float(one == state))
         for name, amount in transfer_stats_data["counts"].items():
             self._counts[name].labels(*values).inc(amount)
         for seconds in transfer_stats_data["load_seconds"]:
             self._seconds.labels(*values).observe(seconds)
         for rank, queued in transfer_stats_data["queued"].items():
             self._queued.labels(*values, rank).set(queued)
+
+
+def _tiers_of(vllm_config: Any) -> list[str]:
+    """The labels of the tiers in the connector's settings; none where another connector wraps it."""
+    given = (vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("store", ())
+    try:
+        return labels_of([given] if isinstance(given, str) else given)
+    except StoreError:  # the engine says what is wrong with them
+        return []

@@ -28,8 +28,9 @@ class RankStores(ReadOnlyStore):
     The names of one call have the same fingerprint.
     """
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, *, local: bool = False) -> None:
         super().__init__(label)
+        self.local = local
         self._ranks: dict[bytes, Store] = {}
 
     def set_ranks(self, ranks: Mapping[bytes, Store]) -> None:

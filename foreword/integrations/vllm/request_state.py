@@ -13,7 +13,7 @@ from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.identity import RequestIdentity
 from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
-from foreword.offload.manager import StoreLoad
+from foreword.offload.lookups import StoreLoad
 from foreword.offload.search import Found
 
 BlockIds = Sequence[Sequence[int]]

@@ -20,6 +20,7 @@ from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.identity import RequestIdentity, request_identities, tenant_salt
 from foreword.integrations.vllm.lookup import StoreLookup
+from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.retentions import PARAMS_KEY, ConnectorRetentions, actions_of
 from foreword.integrations.vllm.step_messages import (
@@ -38,6 +39,7 @@ from foreword.integrations.vllm.worker import (
     worker_of,
 )
 from foreword.offload.search import Found
+from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse
 
@@ -48,6 +50,17 @@ _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 _MAX_PROVEN = 1 << 16
 # vLLM's names for where loaded tokens were; "p2p" for the others.
 _SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
+
+
+def warn_of_lost_writes(vllm_config: Any, command: Sequence[str]) -> None:
+    """Log what a stop costs where `vllm serve` gives its processes no time for it. `command`: of this process, which a child of
+    vLLM has from its parent."""
+    serves = list(command[1:2]) == ["serve"] or any("api_server" in word for word in command[:1])
+    if serves and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.warning(
+            "vLLM kills its processes at once when it is stopped, and the blocks that still wait to be written are lost; start "
+            "it with --shutdown-timeout 30"
+        )
 
 
 class ForewordConnectorScheduler:
@@ -83,6 +96,8 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
+        self._stats = None if self._lookup is None else StatsReader("scheduler", stores.store, stores.lookups)
+        self._refused: set[str] = set()  # requests for which nothing was looked up, counted once
         reaches = [parse(url).reach for url in settings.store.urls]
         labels = [tier.label for tier in stores.store.tiers[: len(reaches)]]
         self._reaches = dict(zip(labels, reaches, strict=True))
@@ -103,13 +118,15 @@ class ForewordConnectorScheduler:
         if request.lora_request is not None:
             self._adapted.add(request.request_id)
         state = self._state_of(request)
+        limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
+        allowed = state is not None and self._info.loads and not getattr(request, "skip_reading_prefix_cache", False)
+        if not allowed or not limit:
+            self._refuse(request, LookupOutcome.TOO_SMALL if allowed else LookupOutcome.NOT_ALLOWED)
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
         state.saves = not (self._spoilt and num_computed_tokens and request.lora_request is None)
-        limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
-        unread = state.no_more_loads or getattr(request, "skip_reading_prefix_cache", False)
-        if num_computed_tokens >= limit or unread or not self._info.loads:
+        if num_computed_tokens >= limit or state.no_more_loads or not allowed:
             return 0, False
         if state.search is None or num_computed_tokens < state.searched_from:
             keys = state.chain.keys_to(limit // self._info.key_size)
@@ -127,6 +144,12 @@ class ForewordConnectorScheduler:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.reach)
         position = self._worth_loading(state)
         return position - num_computed_tokens, position > num_computed_tokens
+
+    def _refuse(self, request: Any, outcome: LookupOutcome) -> None:
+        """Count, once, a request for which nothing is looked up."""
+        if request.request_id not in self._refused:
+            self._refused.add(request.request_id)
+            self._stores.lookups.refuse(outcome, request.num_tokens)
 
     def _worth_loading(self, state: RequestState) -> int:
         """The position up to which to load, because that is faster than computing."""
@@ -439,6 +462,7 @@ class ForewordConnectorScheduler:
         """Whether vLLM keeps the blocks until they are reported as sent, and `kv_transfer_params` for a decode instance."""
         self._adapted.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
+        self._refused.discard(request.request_id)
         last = self._end_of_turn(state, ids) if state is not None else []
         if state is not None and state.ends:
             self._replace_checkpoints(state)
@@ -487,6 +511,10 @@ class ForewordConnectorScheduler:
         for key in self._replaced.ended(state.ends, resumed, key_before):
             groups = (number for number, one in enumerate(self._info.groups) if one.group.kind is GroupKind.STATE)
             self._to_delete += [(number, state.chain.root, key) for number in groups]
+
+    def take_stats(self) -> ForewordStats | None:
+        """Statistics of this side's own stores since the last call; None if nothing has changed, or the worker reports them."""
+        return None if self._stats is None else self._stats.read([])
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""

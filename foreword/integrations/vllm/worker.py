@@ -40,7 +40,8 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
-from foreword.offload.manager import OffloadManager, StoreLoad
+from foreword.offload.lookups import StoreLoad
+from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagedGroup, StagingArena
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
@@ -51,8 +52,6 @@ from foreword.store.types import Reach
 from foreword.store.urls import parse
 
 logger = logging.getLogger(__name__)
-# vLLM shows INFO lines only of loggers below its own.
-startup_log = logging.getLogger("vllm.foreword")
 
 _MIN_SLOTS = 16
 # Smaller steps say little about vLLM's prefill throughput.
@@ -195,6 +194,7 @@ class ForewordConnectorWorker:
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         frames_of = [layout for one in units for layout in one.layouts]
         store = open_tiers(config.urls, frames_of, {Reach.INSTANCE: rank_peer_opener(transfer, rank, info.ranks)})
+        store.warm_up(one.layouts[0].fingerprint for one in units[:1])
         if info.events:
             self._changes = TierWatch(store, units)
         self.offload = OffloadManager(
@@ -205,12 +205,13 @@ class ForewordConnectorWorker:
         ]
         self._saves = [one.writes or bool(self._memory_tiers) for one in units]
         self._listen(transfer, layouts, tensors, store)
-        self._stats = StatsReader(self.offload, rank, self._instances.leases if self._instances is not None else None)
+        leases = self._instances.leases if self._instances is not None else None
+        self._stats = StatsReader(f"worker {rank}", store, self.offload.lookups, self.offload, leases)
         if config.urls:
             name = str(info.config.model_config.model)
             facts = {"model": name, "fingerprint": info.model.hex(), "key_size": info.key_size}
             self.offload.describe(facts, [one.facts for one in info.groups])
-        startup_log.info(
+        logger.info(
             "Foreword %s: namespace %s, found and opened in %.2f s; tiers %s; %s",
             __version__,
             info.model.hex()[:12],
@@ -269,7 +270,7 @@ class ForewordConnectorWorker:
         saved or loaded until a restart."""
         self._mapped = self._addresses() == self._registered
         if not self._mapped:
-            startup_log.error(
+            logger.error(
                 "Foreword: vLLM's KV cache is at other addresses after sleep mode. It saves and loads nothing until this "
                 "server restarts"
             )
@@ -334,7 +335,9 @@ class ForewordConnectorWorker:
 
     def _take_refused(self) -> set[str]:
         """Requests for which nothing may be loaded: as if all their blocks were missing."""
+        assert self.offload is not None
         refused, self._refused = self._refused, []
+        self.offload.note_refused(len(refused))
         for load in refused:
             if self._info.divisible:
                 self._failed_blocks.update(block for part in load.parts for block in part.blocks)

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Final, Literal
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.base import FAILED, MISSING, Name, Store, StoredBlock, StoreStatus, time_left
+from foreword.store.base import FAILED, MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, time_left
 from foreword.store.disk.eviction import BlockBudget, in_groups
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
@@ -66,6 +66,8 @@ class DiskStore(Store):
         StoreConfigError: an impossible size or share.
         StoreUnavailable: the folder cannot be created, or does not exist and cannot be written.
     """
+
+    local = True
 
     def __init__(
         self,
@@ -134,6 +136,17 @@ class DiskStore(Store):
     @on_evicted.setter
     def on_evicted(self, call: Callable[[Name], None] | None) -> None:
         self._budget.on_evicted = call
+
+    @property
+    def refusal(self) -> StoreError | None:
+        if self.read_only:
+            return StoreReadOnly(f"the folder {self.path} is only read")
+        failure = self._opener.failure
+        if isinstance(failure, StoreFull | StoreReadOnly):
+            return copy_error(failure)
+        if self._writer.disk_full:
+            return StoreFull(f"the file system of {self.path} has no room, although the store may grow")
+        return None
 
     def after_fork(self) -> None:
         """In the child: connections, locks and running operations belong to the parent."""

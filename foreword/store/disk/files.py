@@ -101,6 +101,14 @@ class BlockFiles:
         path = self.path(name)
         write_atomically(path, f"{path}.{token}", data)
 
+    def free_bytes(self) -> int:
+        """Bytes that the file system has for further files; 0 if it has none or cannot tell."""
+        try:
+            found = os.statvfs(self.folder)
+        except OSError:
+            return 0
+        return found.f_bavail * found.f_frsize if found.f_favail or not found.f_files else 0
+
     def size(self, name: Name) -> int:
         """Length of a block's file, -1 if there is no regular file that its owner may read."""
         return readable_size(self.path(name))

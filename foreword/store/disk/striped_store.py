@@ -51,6 +51,8 @@ class StripedStore(Store):
         StoreUnavailable: no folder can be opened. One that cannot be opened counts as failing until the next start.
     """
 
+    local = True
+
     def __init__(self, paths: Sequence[str], size: int, *, label: str = "disk", **options: Any) -> None:
         self.label = label
         self.readers = min(2 * len(paths), _MOST_READERS)
@@ -76,6 +78,12 @@ class StripedStore(Store):
         for stripe in self._stripes:
             if stripe is not None:
                 stripe.on_evicted = call
+
+    @property
+    def refusal(self) -> StoreError | None:
+        """That of a folder, if one has one."""
+        each = (stripe.refusal for stripe in self._stripes if stripe is not None)
+        return next((one for one in each if one is not None), None)
 
     def _places(self, names: Sequence[Name]) -> dict[int, list[int]]:
         """By stripe: which of `names` belong to it."""

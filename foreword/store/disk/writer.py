@@ -27,6 +27,12 @@ _ROOM_ATTEMPTS: Final = 4
 _WRITERS: Final = 2  # threads that write the files of a large group
 _ROOM_SHARE: Final = 256  # on a full disk a put evicts at least this part of the blocks
 _LEAVES_FOR_INDEX: Final = 16
+# A file system that was full counts as full until it has this many times the room of what did not fit, and this share of the
+# blocks: eviction makes a little room all the time.
+_FULL_SECONDS: Final = 30.0
+_ENOUGH_ROOM: Final = 4
+_ENOUGH_SHARE: Final = 16
+_INDEX_BYTES: Final = 64 << 10
 
 Result = TypeVar("Result")
 
@@ -44,6 +50,8 @@ class BlockWriter:
         self._index = index
         self._budget = budget
         self._liveness: LivenessLock | None = None
+        self._lacked = 0  # bytes for which the file system had no room; 0 if it has enough
+        self._lacked_at = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -59,6 +67,18 @@ class BlockWriter:
             self._liveness.abandon()
             self._liveness = None
         self._reset()
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether the file system had no room lately, and has little now."""
+        enough = max(_ENOUGH_ROOM * self._lacked, self.totals[1] // _ENOUGH_SHARE)
+        settled = time.monotonic() - self._lacked_at >= _FULL_SECONDS
+        if self._lacked and settled and self._files.free_bytes() >= enough:
+            self._lacked = 0
+        return self._lacked > 0
+
+    def _note_full(self, lacked: int) -> None:
+        self._lacked, self._lacked_at = lacked, time.monotonic()
 
     # Transactions
 
@@ -166,6 +186,7 @@ class BlockWriter:
             try:
                 self._files.write(name, one.data, token)
             except DiskFull:
+                self._note_full(len(one.data))
                 need = max(len(one.data), self.totals[1] // _ROOM_SHARE) << attempt
                 keep = {one.name, one.header.parent_name}
                 if not self.with_room(partial(self._evict, need, now, deadline), deadline, keep):
@@ -192,6 +213,7 @@ class BlockWriter:
             try:
                 return call()
             except DiskFull:
+                self._note_full(_INDEX_BYTES)
                 leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
                 oldest = [name for name in leaves if name not in keep]
                 self.remove_files(oldest)

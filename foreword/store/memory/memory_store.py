@@ -39,6 +39,7 @@ class MemoryStore(LocalRecords):
     """
 
     blocking = False
+    local = True
 
     def __init__(
         self,
