@@ -169,12 +169,12 @@ def _check_folder(plan: Plan, found: dict[str, Result]) -> None:
 def _check(session: Session, plan: Plan, name: str, check: Check, versions: str) -> Result:
     began, cpu = time.monotonic(), session.cpu_seconds
     draw = Draw(f"{plan.seed}/{name}")
-    evidence, transcript = _attempt(session, check, draw)
+    evidence, transcript = attempt(session, check, draw)
     path = ""
     if evidence.result == "FAIL":
         if evidence.failing and evidence.failing[0] < len(draw.lengths):
             small = Draw(f"{draw.seed}/small", (draw.lengths[evidence.failing[0]],))
-            less, shorter = _attempt(session, check, small)
+            less, shorter = attempt(session, check, small)
             if less.result == "FAIL":
                 draw, transcript = small, shorter
         path = str(_write_reproducer(plan, name, draw, evidence, transcript, versions))
@@ -183,9 +183,9 @@ def _check(session: Session, plan: Plan, name: str, check: Check, versions: str)
     return Result(name, _first_line(check), evidence.result, evidence.figure, seconds, path, used)
 
 
-def _attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
-    """A process that fails is a failure of the claim; the next claim gets a new process. Settings that the target refuses show
-    nothing."""
+def attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
+    """Check a claim; returns the evidence and what was said to the processes with the connector. A process that fails is a
+    failure of the claim; the next claim gets a new process. Settings that the target refuses show nothing."""
     session.begin()
     try:
         evidence = check(session, draw)
@@ -229,7 +229,7 @@ def reproduce(target: dict[str, Any], name: str, *, seed: str, lengths: tuple[in
     kinds = (name.removeprefix("model."),) if name.startswith("model.") else ()
     check = Plan(given, 0, models=kinds).claims()[name]
     with _session(given) as session:
-        evidence, transcript = _attempt(session, check, Draw(seed, lengths))
+        evidence, transcript = attempt(session, check, Draw(seed, lengths))
     print("\n".join(transcript))
     print(f"\n{name}: {evidence.result}: {evidence.figure}")
     raise SystemExit(evidence.result == "FAIL")
