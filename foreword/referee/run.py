@@ -43,9 +43,10 @@ _CLAIMS: Final[dict[str, Check]] = {
     "identity.weights": identity.weights,
     "identity.weights-in-place": identity.weights_in_place,
     "identity.updated": identity.updated,
-    "identity.adapter": identity.adapter,
+    "identity.adapter": identity.adapter_claim(KINDS["Llama"]),
     "identity.mixed": identity.mixed,
     "identity.adapter-version": identity.adapter_version,
+    "identity.adapter-windows": identity.adapter_claim(KINDS["Gemma 3"]),
     "identity.images": identity.images,
     "reuse.long": reuse.long,
     "schedule.chunked": schedules.chunked,
@@ -57,7 +58,9 @@ _CLAIMS: Final[dict[str, Check]] = {
     **{f"pooling.{kind.lower()}": reuse.pooling_claim(kind) for kind in ("LAST", "MEAN", "CLS")},
 }
 # Claims that are checked only with `Plan.long`, or if they are named.
-_LONG: Final = frozenset(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard)
+_LONG: Final = frozenset(
+    ("identity.adapter-windows", *(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard))
+)
 # What the embedded engine's worker can be asked for.
 _ENGINE_CLAIMS: Final = tuple(name for name in _CLAIMS if name.startswith(("reuse.", "fault.", "identity.salt")))
 
