@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import random
@@ -11,27 +12,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from foreword.errors import ConfigError
 from foreword.referee import run
-from foreword.referee.damage import cut_files, data_files, empty_files, flip_bytes, swap_files
+from foreword.referee.damage import (
+    cut_files,
+    data_files,
+    empty_files,
+    flip_bytes,
+    swap_files,
+    swap_layers_in_place,
+)
 from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, environments, write_page
+from foreword.referee.models import KINDS
 from foreword.referee.reuse import common
 from foreword.referee.run import Plan, Result, conform
 from foreword.referee.session import Draw, Evidence, Session, Target
+from foreword.referee.settings import PAIRS, pair_claim
 
 VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 CHECKOUT = Path(__file__).parent.parent
 
 
-def answer(cached: int = 0, tokens: tuple[int, ...] = (1, 2), logprob: float = -1.0) -> dict[str, Any]:
-    return {"cached": cached, "tokens": list(tokens), "logprobs": [logprob] * len(tokens)}
+def answer(cached: int = 0, tokens: tuple[int, ...] = (1, 2), logprob: float = -1.0, own: int = 64) -> dict[str, Any]:
+    return {"cached": cached, "tokens": list(tokens), "logprobs": [logprob] * len(tokens), "reusable": own}
 
 
 @pytest.mark.parametrize(
     ("found", "result"),
     [
         (answer(64), "pass"),
+        (answer(32), "pass"),
+        (answer(31), "FAIL"),
         (answer(0), "not shown"),
         (answer(64, (1, 3)), "FAIL"),
         (answer(64, logprob=-1.1), "FAIL"),
@@ -39,11 +53,22 @@ def answer(cached: int = 0, tokens: tuple[int, ...] = (1, 2), logprob: float = -
     ],
 )
 def test_positive_control(found: dict[str, Any], result: str) -> None:
-    """Other tokens or log-probabilities fail a claim; right answers without a hit show nothing."""
+    """Other tokens or log-probabilities fail a claim, and so do fewer hits than half of vLLM's own; right answers without a hit
+    show nothing."""
     evidence = Evidence()
-    evidence.must_hit([found], "here")
+    evidence.must_hit([found], "here", [answer()])
     evidence.same([found], [answer()])
     assert evidence.result == result
+
+
+def test_figures_of_wrong_answers() -> None:
+    """A failure says how far the wrong answers are apart, up to the first other token; not how equal the right ones are."""
+    evidence = Evidence()
+    evidence.same([answer(logprob=-1.0)] * 2, [answer(logprob=-1.0), answer(tokens=(1, 3), logprob=-3.5)])
+    assert evidence.figure.startswith("1 of 2 answers wrong, with log-probabilities up to 2 apart")
+    evidence = Evidence()
+    evidence.same([answer(logprob=-1.0)], [answer(logprob=-1.0001)])
+    assert evidence.figure.startswith("0 of 1 answers wrong, with log-probabilities at most 1e-04 apart")
 
 
 def test_negative_control() -> None:
@@ -79,6 +104,54 @@ def test_damage(tmp_path: Path) -> None:
     (tmp_path / "b" / "three.bin").rename(tmp_path / "b" / "one.bin")
     assert swap_files(tmp_path) == 2
     assert (tmp_path / "a" / "one.bin").read_bytes() == before["three.bin"]
+
+
+def test_other_weights_in_place(tmp_path: Path) -> None:
+    """The exchange of two layers leaves size, inode and time of modification, and is undone by another one."""
+    model = KINDS["Llama"].build(tmp_path / "model")
+    [path] = model.glob("*.safetensors")
+    before, status = path.read_bytes(), path.stat()
+    swap_layers_in_place(model)
+    after = path.stat()
+    assert path.read_bytes() != before
+    assert all(getattr(after, name) == getattr(status, name) for name in ("st_size", "st_ino", "st_mtime_ns"))
+    swap_layers_in_place(model)
+    tensors = load(path.read_bytes())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load(before).items())
+
+
+def test_the_pairs_of_settings() -> None:
+    """Each pair is a claim with a name of its own, of a known kind of model; the pairs cover at least eight kinds."""
+    assert len(PAIRS) >= 30 and len({pair.name for pair in PAIRS}) == len(PAIRS)
+    assert len({pair.kind for pair in PAIRS}) >= 8 and all(pair.kind in KINDS for pair in PAIRS)
+    assert {pair.changes for pair in PAIRS} == {pair.changes for pair in PAIRS if pair.standard} == {True, False}
+    claims = Plan(Target({}, sys.executable, None), 1, ("identity.settings",), long=True).claims()
+    assert list(claims) == [f"identity.settings.{pair.name}" for pair in PAIRS]
+    assert all(len(pair_claim(pair).__doc__ or "") < 400 for pair in PAIRS)
+
+
+def test_the_standard_set() -> None:
+    """Claims of the long set are checked with `long`, or if they are named."""
+    target, [rare] = (
+        Target({}, sys.executable, None),
+        [f"identity.settings.{p.name}" for p in PAIRS if not p.standard][:1],
+    )
+    assert rare in Plan(target, 1, long=True).claims() and rare not in Plan(target, 1).claims()
+    assert rare not in Plan(target, 1, ("identity",)).claims() and list(Plan(target, 1, (rare,)).claims()) == [rare]
+
+
+def test_every_broken_connector_has_a_claim() -> None:
+    """Each connector of `mutants/connectors.py` says what is broken and names a claim that exists."""
+    tree = ast.parse((CHECKOUT / "tests" / "mutants" / "connectors.py").read_text(encoding="utf-8"))
+    claims = Plan(Target({}, sys.executable, None), 1, models=tuple(KINDS), long=True).claims()
+    named = {
+        one.name: ast.literal_eval(item.value)
+        for one in tree.body
+        if isinstance(one, ast.ClassDef) and ast.get_docstring(one)
+        for item in one.body
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "claim"
+    }
+    assert len(named) >= 32 and set(named.values()) <= set(claims)
 
 
 def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +286,17 @@ def test_the_embedded_engine() -> None:
     """The embedded engine keeps its promises about restarts and flipped bytes."""
     done = foreword("--engine", "--only", "reuse.restart", "--only", "fault.flipped")
     assert done.returncode == 0 and "2 claims: 2 pass" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_broken_connectors_are_caught() -> None:
+    """Connectors that save too early, too late and in the wrong order fail their claims, and Foreword's passes these."""
+    command = [sys.executable, str(CHECKOUT / "tests" / "mutants" / "run.py"), "--only", "Saves"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
+    assert done.returncode == 0 and "3 of 3 caught" in done.stdout, done.stdout + done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.referee.damage import swap_layers, swap_layers_in_place
-from foreword.referee.models import IMAGES
+from foreword.referee.models import IMAGES, Kind
 from foreword.referee.session import Draw, Evidence, Session, arguments
 
 _LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -32,22 +32,29 @@ def salt(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def adapter(session: Session, draw: Draw) -> Evidence:
-    """LoRA adapters: a prompt stored under one is not found under another, nor without one."""
-    evidence, asked = Evidence(), draw.prompts()
-    one, other = (["one", 1, str(session.adapter(1))], ["other", 2, str(session.adapter(2))])
-    alone = session.alone(**_LORA)
-    right = {str(each): alone.ask_all(asked, adapter=each) for each in (one, other, None)}
-    worker = session.connected(**_LORA)
-    session.store(worker, asked, adapter=one)
-    for each in (other, None):
-        found = session.store(worker, asked, adapter=each)
-        evidence.must_miss(found, f"under {each[0] if each else 'no'} adapter")
-        evidence.same(found, right[str(each)])
-    found = worker.ask_all(asked, adapter=one)
-    evidence.must_hit(found, "under its own adapter")
-    evidence.same(found, right[str(one)])
-    return evidence
+def adapter_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
+    """The claim that a prompt stored under one adapter of a kind of model is not found under another, nor without one."""
+
+    def check(session: Session, draw: Draw) -> Evidence:
+        evidence, asked, given = Evidence(), draw.prompts(), arguments(kind, **_LORA)
+        model = session.model(kind.name)
+        one, other = (["one", 1, str(session.adapter(1, model))], ["other", 2, str(session.adapter(2, model))])
+        alone = session.alone(model, **given)
+        right = {str(each): alone.ask_all(asked, adapter=each) for each in (one, other, None)}
+        worker = session.connected(model, **given)
+        session.store(worker, asked, adapter=one)
+        for each in (other, None):
+            found = session.store(worker, asked, adapter=each)
+            evidence.must_miss(found, f"under {each[0] if each else 'no'} adapter")
+            evidence.same(found, right[str(each)])
+        found = worker.ask_all(asked, adapter=one)
+        evidence.must_hit(found, "under its own adapter")
+        evidence.same(found, right[str(one)])
+        return evidence
+
+    which = "" if kind.name == "Llama" else f" of {kind.name}"
+    check.__doc__ = f"LoRA adapters{which}: a prompt stored under one is not found under another, nor without one."
+    return check
 
 
 def adapter_version(session: Session, draw: Draw) -> Evidence:

@@ -266,7 +266,7 @@ def kind_named(text: str) -> Kind | None:
 
 
 def make_adapter(folder: Path, model: Path, seed: int) -> Path:
-    """Write a random LoRA adapter of the attention layers of a Llama into a new folder."""
+    """Write a random LoRA adapter of a model's attention layers into a new folder."""
     import torch
     from safetensors.torch import save_file
 

@@ -12,6 +12,8 @@ _ANSWER: Final = 40
 _LONG: Final = (1_900, 1_230, 700, 1_600)
 _HOW: Final = {"turn": "in turn", "together": "together"}
 _SMALL: Final[dict[str, Any]] = {"kv_cache_memory_bytes": 36 << 20}
+# A few more than the longest prompt needs with three KV groups, so memory soon belongs to another request.
+_FEW_BLOCKS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 220}
 
 
 def common(prompt: list[int], earlier: Prompts) -> int:
@@ -180,12 +182,10 @@ def kind_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
         computed, local = alone.ask_all(asked), alone.ask_all(asked)
         session.end(connected=False)
         limits = [{**one, "reusable": one["cached"]} for one in local]
-        worker = session.connected(model, **given)
-        cold = worker.ask_all(asked)
-        again = session.store(worker, asked)
+        worker = session.connected(model, **given, **_FEW_BLOCKS)
+        evidence.same(session.store(worker, asked), computed, kind.exact)
         forgotten = session.store(worker, asked)
         evidence.must_hit(forgotten, "after the reset", limits)
-        evidence.same(cold, computed, kind.exact)
         # A document and a conversation, which share nothing.
         few, right = [asked[0], asked[4]], [computed[0], computed[4]]
         salted = session.store(worker, few, salt="ann")
@@ -194,15 +194,16 @@ def kind_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
         salted = worker.ask_all(few, salt="ann")
         evidence.must_hit(salted, "under the salt")
         evidence.same(salted, right, kind.exact)
-        fresh = session.restarted(model, **given).ask_all(asked)
+        worker = session.restarted(model, **given)
+        fresh, own = worker.ask_all(asked), worker.ask_all(asked)
         evidence.must_hit(fresh, "after the restart", limits)
-        for found in (again, forgotten, fresh):
+        for found in (forgotten, fresh, own):
             evidence.same(found, computed if kind.exact else local, kind.exact)
-        counts = [sum(one["cached"] for one in found) for found in (local, again, forgotten, fresh)]
-        evidence.notes.append("cached: vLLM alone {:,}; own {:,}, reset {:,}, restart {:,}".format(*counts))
+        counts = [sum(one["cached"] for one in found) for found in (local, forgotten, fresh, own)]
+        evidence.notes.append("cached: vLLM alone {:,}; reset {:,}, restart {:,}, own {:,}".format(*counts))
         return evidence
 
     check.__doc__ = (
-        f"{kind.name} ({kind.layers}): computed, from vLLM's own cache, after its reset, and after a restart."
+        f"{kind.name} ({kind.layers}): in a small KV cache, after its reset, under a salt, after a restart, twice."
     )
     return check

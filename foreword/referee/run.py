@@ -43,9 +43,10 @@ _CLAIMS: Final[dict[str, Check]] = {
     "identity.weights": identity.weights,
     "identity.weights-in-place": identity.weights_in_place,
     "identity.updated": identity.updated,
-    "identity.adapter": identity.adapter,
+    "identity.adapter": identity.adapter_claim(KINDS["Llama"]),
     "identity.mixed": identity.mixed,
     "identity.adapter-version": identity.adapter_version,
+    "identity.adapter-windows": identity.adapter_claim(KINDS["Gemma 3"]),
     "identity.images": identity.images,
     "reuse.long": reuse.long,
     "schedule.chunked": schedules.chunked,
@@ -57,7 +58,9 @@ _CLAIMS: Final[dict[str, Check]] = {
     **{f"pooling.{kind.lower()}": reuse.pooling_claim(kind) for kind in ("LAST", "MEAN", "CLS")},
 }
 # Claims that are checked only with `Plan.long`, or if they are named.
-_LONG: Final = frozenset(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard)
+_LONG: Final = frozenset(
+    ("identity.adapter-windows", *(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard))
+)
 # What the embedded engine's worker can be asked for.
 _ENGINE_CLAIMS: Final = tuple(name for name in _CLAIMS if name.startswith(("reuse.", "fault.", "identity.salt")))
 
@@ -169,12 +172,12 @@ def _check_folder(plan: Plan, found: dict[str, Result]) -> None:
 def _check(session: Session, plan: Plan, name: str, check: Check, versions: str) -> Result:
     began, cpu = time.monotonic(), session.cpu_seconds
     draw = Draw(f"{plan.seed}/{name}")
-    evidence, transcript = _attempt(session, check, draw)
+    evidence, transcript = attempt(session, check, draw)
     path = ""
     if evidence.result == "FAIL":
         if evidence.failing and evidence.failing[0] < len(draw.lengths):
             small = Draw(f"{draw.seed}/small", (draw.lengths[evidence.failing[0]],))
-            less, shorter = _attempt(session, check, small)
+            less, shorter = attempt(session, check, small)
             if less.result == "FAIL":
                 draw, transcript = small, shorter
         path = str(_write_reproducer(plan, name, draw, evidence, transcript, versions))
@@ -183,9 +186,9 @@ def _check(session: Session, plan: Plan, name: str, check: Check, versions: str)
     return Result(name, _first_line(check), evidence.result, evidence.figure, seconds, path, used)
 
 
-def _attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
-    """A process that fails is a failure of the claim; the next claim gets a new process. Settings that the target refuses show
-    nothing."""
+def attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
+    """Check a claim; returns the evidence and what was said to the processes with the connector. A process that fails is a
+    failure of the claim; the next claim gets a new process. Settings that the target refuses show nothing."""
     session.begin()
     try:
         evidence = check(session, draw)
@@ -229,7 +232,7 @@ def reproduce(target: dict[str, Any], name: str, *, seed: str, lengths: tuple[in
     kinds = (name.removeprefix("model."),) if name.startswith("model.") else ()
     check = Plan(given, 0, models=kinds).claims()[name]
     with _session(given) as session:
-        evidence, transcript = _attempt(session, check, Draw(seed, lengths))
+        evidence, transcript = attempt(session, check, Draw(seed, lengths))
     print("\n".join(transcript))
     print(f"\n{name}: {evidence.result}: {evidence.figure}")
     raise SystemExit(evidence.result == "FAIL")

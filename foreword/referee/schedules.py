@@ -48,9 +48,15 @@ def scheduled(
                 evidence.missing.append(f"nothing was {counted}")
         worker.settle()
         worker.forget()
-        found = worker.ask_all(asked, _NEW)
+        found = session.store(worker, asked, new_tokens=_NEW)
         evidence.must_hit(found, "on what was stored", reference)
         evidence.same(found, reference)
+        # What decoding has filled: the next turn contains the answer.
+        prompts = asked[: len(draw.lengths)]
+        turns = [[*prompt, *one["tokens"], 1] for prompt, one in zip(prompts, reference, strict=False)]
+        found = worker.ask_all(turns)
+        evidence.at_most(found, [len(prompt) + _NEW for prompt in prompts])
+        evidence.same(found, session.reference(turns))
         return evidence
 
     check.__doc__ = text

@@ -225,11 +225,12 @@ class Session:
             path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **config}), encoding="utf-8")
         return made
 
-    def adapter(self, seed: int) -> Path:
-        """The folder of a LoRA adapter of the Llama."""
-        made = self.folder / f"adapter-{seed}"
+    def adapter(self, seed: int, model: Path | None = None) -> Path:
+        """The folder of a LoRA adapter of a model, by default of the Llama."""
+        model = model or self.model()
+        made = self.folder / f"adapter-{model.name}-{seed}"
         if not made.exists():
-            self._script("adapter", str(made), str(self.model()), str(seed))
+            self._script("adapter", str(made), str(model), str(seed))
         return made
 
     def _script(self, *arguments: str) -> None:

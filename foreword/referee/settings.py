@@ -1,6 +1,7 @@
 """Claims about settings of vLLM: pairs of which the second must not be given the first's KV, or must find it all.
 
-`PAIRS` is the table; another pair is another row.
+`PAIRS` is the table; another pair is another row. Pairs with the same first server share its prompts and what it has stored,
+so their second servers must differ from each other too.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ PAIRS: Final = (
     # RoPE
     Pair("longrope", True, "Phi-3", {"max_model_len": 1024}, config=_LONG, standard=True),
     Pair("config-path", True, "Llama", {"config_file": _rope("default", 500.0)}, standard=True),
-    Pair("overrides", True, "Llama", _override(**_rope("default", 500.0)), standard=True),
+    Pair("overrides", True, "Llama", _override(**_rope("default", 700.0)), standard=True),
     Pair("linear", True, "Llama", _override(**_rope("linear", factor=2.0))),
     Pair("dynamic", True, "Llama", _override(**_rope("dynamic", alpha=4.0))),
     Pair("theta", True, "Cohere 2", _override(**_rope("default", 500.0))),
@@ -101,7 +102,12 @@ PAIRS: Final = (
         _override(**_rope("yarn", factor=4.0, original_max_position_embeddings=512)),
         _override(**_rope("yarn", factor=2.0, original_max_position_embeddings=1024)),
     ),
-    Pair("theta-experts", True, "gpt-oss", _override(**_rope("default", 500.0)), _override(**_rope("default"))),
+    Pair(
+        "yarn-experts",
+        True,
+        "gpt-oss",
+        _override(**_rope("yarn", 500.0, factor=32.0, original_max_position_embeddings=4096)),
+    ),
     # Windows, chunks, temperature
     Pair("window-off", True, "Mistral", _override(sliding_window=None), standard=True),
     Pair("window", True, "Gemma 3", _override(sliding_window=64)),
@@ -114,7 +120,7 @@ PAIRS: Final = (
         True,
         "Llama 4",
         {"override_generation_config": {"attn_temperature_tuning": True}},
-        config=_TEMPERATURE,
+        config={**_TEMPERATURE, "floor_scale": 32},
     ),
     # Numbers
     Pair("kv-dtype", True, "Llama", _E4M3, _BF16),
@@ -161,8 +167,8 @@ def pair_claim(pair: Pair) -> Callable[[Session, Draw], Evidence]:
     """The claim that the second server of a pair finds nothing of the first, or as much as an equal one."""
 
     def check(session: Session, draw: Draw) -> Evidence:
-        # Pairs with the same first server share what it has stored.
-        evidence, asked = Evidence(), Draw(draw.seed.partition("/")[0], draw.lengths).prompts(pair.kind)
+        evidence, name = Evidence(), f"{pair.kind} {pair.a} {pair.config}"
+        asked = Draw(draw.seed.replace(pair.name, name), draw.lengths).prompts()
         model, first = _settings(session, pair, pair.a)
         other_model, second = _settings(session, pair, pair.b)
         before, equal = session.written(asked, model, **first)

@@ -1,4 +1,6 @@
-"""Defects that tests must catch. Each is a change of one place; the text before must occur exactly once in the file."""
+"""Defects that tests must catch. Each is a change of one place; the text before must occur exactly once in the file.
+
+`connectors.py` has those that claims of `foreword conform` must catch."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ class Mutant:
     """A planted defect.
 
     Attributes:
-        tests: arguments of pytest, or claims of `foreword conform` (`claims`), one of which must fail.
+        tests: arguments of pytest, one of which must fail.
     """
 
     name: str
@@ -18,7 +20,6 @@ class Mutant:
     before: str
     after: str
     tests: tuple[str, ...]
-    claims: bool = False
 
 
 KEYS = ("tests/blocks/test_keys.py",)
@@ -236,39 +237,5 @@ MUTANTS = (
         "pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))",
         "pairs = filter(self._is_usable, zip(found, groups, strict=True))",
         OFFLOAD,
-    ),
-    # The connector, under a real vLLM. A whole prompt's blocks in another order give the same attention: only a hit of a part
-    # of them shows it.
-    Mutant(
-        "connector: off by one block when saving",
-        "foreword/integrations/vllm/request_state.py",
-        "parent, depth, tuple(ids), self.identity.adapter, prompt)",
-        "parent, depth, tuple([*ids[1:], *ids[:1]]), self.identity.adapter, prompt)",
-        ("reuse.boundaries",),
-        True,
-    ),
-    Mutant(
-        "connector: saves blocks before they are computed",
-        "foreword/integrations/vllm/scheduler.py",
-        "known = min(request.num_computed_tokens + scheduled, len(state.chain))\n        states = {}",
-        "known = len(state.chain)\n        states = {}",
-        ("schedule.chunked",),
-        True,
-    ),
-    Mutant(
-        "connector: loads blocks in the wrong order",
-        "foreword/integrations/vllm/scheduler.py",
-        "tuple(table[block] for block in blocks))",
-        "tuple(table[block] for block in reversed(blocks)))",
-        ("reuse.boundaries",),
-        True,
-    ),
-    Mutant(
-        "connector: weights identified without their content",
-        "foreword/integrations/vllm/weights.py",
-        "state.update(part)",
-        'state.update(b"")',
-        ("identity.weights",),
-        True,
     ),
 )

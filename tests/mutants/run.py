@@ -1,16 +1,17 @@
-"""Plants defects, one at a time in a copy of the sources, and runs the tests that must catch each: `make mutants`.
+"""Plants defects, one at a time, and runs the tests or claims that must catch each: `make mutants`.
 
     python tests/mutants/run.py [--only TEXT] [--first NUMBER] [--timeout SECONDS]
 
-A mutant is caught if its tests fail, and its tests pass without it. Mutants of the connector need FOREWORD_VLLM_PYTHON, an
-interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is not caught.
+A mutant of `mutants.py`, in a copy of the sources, is caught if its tests fail, and its tests pass without it. A connector of
+`connectors.py` is caught if its claim of `foreword conform` fails, and passes with Foreword's own connector. Connectors need
+FOREWORD_VLLM_PYTHON, an interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is not caught.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -18,10 +19,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mutants import MUTANTS, Mutant
+
+from foreword.referee.models import KINDS
+from foreword.referee.run import Plan, attempt
+from foreword.referee.session import Draw, Evidence, Session, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
@@ -60,26 +67,8 @@ class Copy:
 
     def _check(self, mutant: Mutant) -> bool:
         """Whether the mutant's tests pass. A test that takes too long fails."""
-        report = self._folder / "report.json"
-        report.unlink(missing_ok=True)
-        if mutant.claims:
-            only = [part for claim in mutant.tests for part in ("--only", claim)]
-            failures = ("--failures", str(self._folder / "failures"))
-            command = [
-                sys.executable,
-                "-m",
-                "foreword",
-                "conform",
-                "--python",
-                VLLM,
-                "--json",
-                str(report),
-                *only,
-                *failures,
-            ]
-        else:
-            chosen = ("-m", "not slow", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120")
-            command = [sys.executable, "-m", "pytest", *chosen, *mutant.tests]
+        chosen = ("-m", "not slow", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120")
+        command = [sys.executable, "-m", "pytest", *chosen, *mutant.tests]
         cache = str(self._folder / "cache")
         given = {**os.environ, "PYTHONPATH": str(self._folder), "XDG_CACHE_HOME": cache, "PYTHONDONTWRITEBYTECODE": "1"}
         # What a failed test leaves running must not outlive it, nor hold a pipe that is waited for.
@@ -93,9 +82,64 @@ class Copy:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if mutant.claims and report.exists():
-            return all(one["result"] == "pass" for one in json.loads(report.read_text())["claims"])
         return status == 0
+
+
+class Connectors:
+    """Foreword's connector and broken ones under one vLLM, which computes the right answers for all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        # Inside vLLM, the broken connectors are imported by name.
+        os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT, Path(__file__).parent)))
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        self._folder = folder
+        self._claims = Plan(self._target("ForewordConnector"), 0, models=tuple(KINDS), long=True).claims()
+        self._session = Session(self._target("ForewordConnector"), folder)
+        self._passes: dict[str, Evidence] = {}
+
+    def _target(self, name: str) -> Target:
+        files = self._folder / "kv" / name
+        module = "foreword.integrations.vllm" if name == "ForewordConnector" else "connectors"
+        extra = {"store": [f"disk://{files}?size=1GiB"], "lookup_timeout": 60, "load_timeout": 120}
+        transfer = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+        return Target({**transfer, "kv_connector_extra_config": extra}, VLLM, files)
+
+    def check(self, name: str, claim: str) -> Evidence:
+        """What a claim shows with a connector."""
+        self._session.use(self._target(name))
+        evidence, _ = attempt(self._session, self._claims[claim], Draw(f"1/{claim}"))
+        self._session.end(connected=True, kill=True)
+        shutil.rmtree(self._folder / "kv" / name, ignore_errors=True)
+        return evidence
+
+    def caught(self, name: str, claim: str) -> str:
+        """How a mutant ended: "caught", or why not; with the evidence."""
+        evidence = self.check(name, claim)
+        if evidence.result != "FAIL":
+            return f"NOT CAUGHT by {claim}: {evidence.result}: {evidence.figure}"
+        if claim not in self._passes:
+            self._passes[claim] = self.check("ForewordConnector", claim)
+        right = self._passes[claim]
+        return (
+            f"caught by {claim}: {evidence.figure}"
+            if right.result == "pass"
+            else f"{claim} fails without it too: {right.figure}"
+        )
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def connectors() -> dict[str, str]:
+    """The broken connectors and the claim that must catch each. They are not imported, because they need vLLM."""
+    tree = ast.parse((Path(__file__).parent / "connectors.py").read_text(encoding="utf-8"))
+    return {
+        one.name: ast.literal_eval(item.value)
+        for one in tree.body
+        if isinstance(one, ast.ClassDef)
+        for item in one.body
+        if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "claim"
+    }
 
 
 def main() -> None:
@@ -104,17 +148,27 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="continue: how many mutants to pass over")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of a mutant")
     arguments = parser.parse_args()
-    chosen = [one for one in MUTANTS if arguments.only in one.name and (VLLM or not one.claims)][arguments.first :]
-    results = []
+    planted = [one for one in MUTANTS if arguments.only in one.name]
+    broken = [item for item in connectors().items() if arguments.only in item[0]] if VLLM else []
+    results: list[str] = []
+
+    def run(name: str, how: Callable[[], str]) -> None:
+        began = time.monotonic()
+        results.append(how())
+        print(f"{name} ({time.monotonic() - began:.0f} s): {results[-1]}", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="foreword-mutants-") as folder:
         copy = Copy(Path(folder), arguments.timeout)
-        for mutant in chosen:
-            began = time.monotonic()
-            results.append(copy.caught(mutant))
-            print(f"{results[-1]:<12} {mutant.name} ({time.monotonic() - began:.0f} s)", flush=True)
-    caught = results.count("caught")
-    left_out = len(MUTANTS) - len(chosen)
-    print(f"\n{caught} of {len(results)} caught" + (f", {left_out} left out" if left_out else ""))
+        for mutant in planted[arguments.first :]:
+            run(mutant.name, partial(copy.caught, mutant))
+    with (
+        tempfile.TemporaryDirectory(prefix="foreword-mutants-") as folder,
+        contextlib.closing(Connectors(Path(folder))) as under,
+    ):
+        for name, claim in broken[max(arguments.first - len(planted), 0) :]:
+            run(name, partial(under.caught, name, claim))
+    caught = sum(one.startswith("caught") for one in results)
+    print(f"\n{caught} of {len(results)} caught" + ("" if VLLM else f", {len(connectors())} left out without vLLM"))
     sys.exit(caught < len(results))
 
 
