@@ -1,5 +1,6 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
-from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures.
+from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures, and in docs/paths.md what each file of
+its list does.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -10,8 +11,10 @@ have a processor, a date and a command. The page shows the files in the order of
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import re
 import sys
 import textwrap
 import typing
@@ -26,6 +29,8 @@ from foreword.cli.main import app
 from foreword.config import Config
 
 REFERENCE = Path(__file__).parent / "reference"
+PATHS = Path(__file__).parent / "paths.md"
+PACKAGE = Path(__file__).parents[1] / "foreword"
 FIGURES = Path(__file__).parent / "figures"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
@@ -89,6 +94,23 @@ def benchmarks_page() -> str:
         parts += [f"## {figures['title']}", _wrap(figures.get("text", ""))]
         parts.append(_table((*figures["head"], "processor", "date", "benchmark"), rows))
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def paths_page() -> str:
+    """The page about paths, with the first sentence of the docstring of each file in its list."""
+    text = PATHS.read_text(encoding="utf-8")
+    head, mark, files = text.partition("## Every file of a request")
+    above, first, _ = files.partition("| file |")
+    names = re.findall(r"^\| `([^`]+)` \|", files, re.MULTILINE)
+    assert mark and first and names, "docs/paths.md has lost its list of files"
+    rows = [(f"`{name}`", _first_sentence(PACKAGE / name)) for name in sorted(set(names)) if (PACKAGE / name).exists()]
+    return head + mark + above + _table(("file", ""), rows) + "\n"
+
+
+def _first_sentence(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.partition("\n\n")[0].split())
+    return re.split(r"(?<=\w\.) (?=[A-Z`])", paragraph)[0].rstrip(".")
 
 
 def cli_page() -> str:
@@ -182,6 +204,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "configuration.md": configuration_page(),
         FIGURES.parent / "benchmarks.md": benchmarks_page(),
+        PATHS: paths_page(),
     }
 
 

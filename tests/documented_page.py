@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-LANGUAGES = {"sh", "python", "json", "yaml", "toml", "text", "nix", "promql"}
+LANGUAGES = {"sh", "python", "json", "yaml", "toml", "text", "nginx", "promql"}
 BLOCK_SECONDS, START_SECONDS = 600, 900
 _SERVERS = ("foreword serve", "foreword route", "vllm serve")
 _DIRECTIVE = re.compile(r"^ *<!-- (not run|name|again|expect): (.*?) -->$")

@@ -243,3 +243,11 @@ def test_images() -> None:
     assert set(asked) <= set(extras) and {"router", "gateway", "server", "vllm"} <= set(asked)
     assert re.findall(r'ENTRYPOINT \["foreword", "(\w+)"\]', text) == ["route", "serve"]
     assert set(re.findall(r"^FROM .* AS (\w+)$", text, re.MULTILINE)) == {"wheel", "router", "server", "vllm"}
+
+
+def test_context_of_images() -> None:
+    """What the images copy is in the context of their build, and nothing else: no environment, no tests."""
+    copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
+    sources = {name for line in copied for name in line.split()}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sources == kept and all((ROOT / name).exists() for name in sources)

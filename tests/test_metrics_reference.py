@@ -188,3 +188,13 @@ def test_dashboard_and_alerts(queries: Any) -> None:
             checked += 1
         assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)", text)) <= used, text
     assert checked > 10
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_pages_name_metrics_that_exist(page: Path) -> None:
+    """Each metric of Foreword's that a page of the documentation names is in the reference."""
+    reference = PAGE.read_text(encoding="utf-8")
+    known = set(re.findall(r"\b(?:vllm:foreword_|foreword:)\w+", reference))
+    named = set(re.findall(r"\b(?:vllm:foreword_|foreword:)\w+(?![\w.]|\*)", page.read_text(encoding="utf-8")))
+    ends = ("_bucket", "_sum", "_count", "_")
+    assert not {name for name in named - known if not name.endswith(ends)}

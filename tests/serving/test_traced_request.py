@@ -1,0 +1,27 @@
+"""docs/paths.md names every file that a request passes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_paths_name_every_file() -> None:
+    """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of docs/paths.md."""
+    script = Path(__file__).with_name("traced_request.py")
+    done = subprocess.run([sys.executable, str(script)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
+    for situation, files in json.loads(done.stdout.splitlines()[-1]).items():
+        assert len(files) > 50
+        assert not set(files) - named, f"{situation}: add them to docs/paths.md, then run docs/generate.py"
