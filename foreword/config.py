@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from foreword.errors import ConfigError, did_you_mean
 
@@ -32,6 +32,7 @@ ENV_PREFIX = "FOREWORD_"
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
 ROLES = ("prefill", "decode", "both")
+KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
 
 
 def parse_bytes(text: str, where: str = "") -> int:
@@ -120,7 +121,9 @@ class EngineConfig:
     model: str | None = None
     served_model_name: str | None = None
     dtype: str = _one_of(("auto", "float32", "bfloat16", "float16"), "auto")
-    device: str = "auto"
+    device: str = _checked(
+        "auto", "auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None
+    )
     kv_memory: str = "auto"
     block_size: int = _at_least(1, 16)
     max_model_len: int | None = _at_least(2, None)
@@ -149,6 +152,22 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check("engine", self)
+        self.kv_size()
+        if self.linear_memory != "auto":
+            parse_bytes(self.linear_memory, "engine.linear_memory (--linear-memory)")
+
+    def kv_size(self) -> tuple[int, Literal["bytes", "tokens"]] | None:
+        """`kv_memory` as a number of bytes or tokens; None for `auto`. Raises ConfigError."""
+        text = self.kv_memory.strip()
+        if text == "auto":
+            return None
+        try:
+            if not text.endswith("tokens"):
+                return parse_bytes(text), "bytes"
+            number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
+            return int(number), "tokens"
+        except (ConfigError, ValueError):
+            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {KV_MEMORY_FORMS}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,9 +192,10 @@ def test_missing_extras() -> None:
     found = without_package("typer", "from foreword.__main__ import main; main()")
     assert found.returncode == 2 and "pip install 'foreword[server]'" in found.stderr
     assert "Traceback" not in found.stderr
-    found = without_package("torch", "from foreword import LLM")
-    assert found.returncode == 1 and "ImportError: foreword.LLM needs torch" in found.stderr
-    assert "foreword[engine]" in found.stderr.splitlines()[-1]
+    for code, error in (("LLM; LLM()", "the engine needs torch"), ("AsyncEngine", "foreword.AsyncEngine needs torch")):
+        found = without_package("torch", f"from foreword import {code}")
+        assert found.returncode == 1 and error in found.stderr
+        assert "foreword[engine]" in found.stderr.splitlines()[-1]
 
 
 def test_doctor_loads_the_model() -> None:

@@ -177,7 +177,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ConfigError(f"{text!r} is not a regular expression: {error}") from error
+        raise ConfigError(f"{text!r} is not a regular expression: {error} (--drop-lines)") from error
 
 
 def _without_lines(content: Any, patterns: Sequence[re.Pattern[str]]) -> tuple[Any, int]:

@@ -31,6 +31,7 @@ from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.measure import Measured, describe, measure
+from foreword.engine.preflight import check_model
 from foreword.engine.quantize import quantize
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
@@ -195,20 +196,14 @@ def _attention_choice(
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"engine.device must be auto, cpu or cuda, not {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"engine.device must be auto, cpu or cuda, not {name!r}")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("engine.device is cuda, but torch sees no CUDA device here; use --device cpu")
     return device
 
 
 def _read_config(source: str, config: EngineConfig) -> Any:
-    if ("/" not in source or source.startswith((".", "/", "~"))) and not Path(source).expanduser().is_dir():
-        raise ModelNotFound(f"{source!r} is not a folder with a model; give a folder, or a hub name such as owner/name")
+    check_model(source)
     try:
         return transformers.AutoConfig.from_pretrained(
             Path(source).expanduser() if Path(source).expanduser().is_dir() else source,

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from foreword.blocks import PrefixCache
-from foreword.config import EngineConfig, parse_bytes
+from foreword.config import KV_MEMORY_FORMS, EngineConfig
 from foreword.engine.model import LoadedModel
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -26,25 +26,17 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     Raises ConfigError if that is less than two blocks for each KV group."""
     per_block = bytes_per_block(loaded.layers, loaded.kv_dtype, config.block_size)
     groups = len(loaded.layers.groups)
-    text = config.kv_memory.strip()
-    forms = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
-    if text.endswith("tokens"):
-        number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
-        if not number.isdigit():
-            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}")
-        blocks = -(-int(number) // config.block_size) * groups
-    elif text == "auto":
+    size = config.kv_size()
+    if size is None:
         useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size) * groups
         blocks = min(_free_bytes(config, loaded) // per_block, useful)
     else:
-        try:
-            blocks = parse_bytes(text) // per_block
-        except ConfigError:
-            raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {forms}") from None
+        number, unit = size
+        blocks = number // per_block if unit == "bytes" else -(-number // config.block_size) * groups
     if blocks < 2 * groups:
         raise ConfigError(
-            f"engine.kv_memory (--kv-memory) is {text!r}, which is less than two blocks of {per_block * groups} bytes; "
-            f"{forms}"
+            f"engine.kv_memory (--kv-memory) is {config.kv_memory!r}, which is less than two blocks of "
+            f"{per_block * groups} bytes; {KV_MEMORY_FORMS}"
         )
     return int(blocks)
 

@@ -21,6 +21,7 @@ from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferCon
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
+from foreword.engine import preflight
 from foreword.engine.check_bits import check_bits
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
@@ -33,7 +34,6 @@ from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.entrypoints.audit import build_audit
-from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
@@ -178,10 +178,7 @@ def build_engine(
     Raises ForewordError.
     """
     stores = store or StoreConfig()
-    if stores.urls and not config.enable_prefix_caching:
-        raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
-    if config.batch_invariant and loss_of(stores.urls):
-        raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
+    preflight.check(config, stores, transfer or TransferConfig())
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.keys import chain_keys, tenant_digest
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
-from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from foreword.engine.loop import EngineCore
 
 PREFETCH_SECONDS: Final = 60.0
 

@@ -12,10 +12,10 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig, build
+from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
+from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
 from foreword.entrypoints import cache_control
-from foreword.entrypoints.build import build_engine
 from foreword.entrypoints.cache_control import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
@@ -49,6 +49,9 @@ class LLM:
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
+        preflight.check(config, store, TransferConfig())
+        from foreword.entrypoints.build import build_engine  # imports torch, which takes seconds
+
         self._parts = build_engine(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
         self.config = config
         self.info = self._parts.info

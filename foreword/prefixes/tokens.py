@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foreword.engine.tokenizer import Tokenizer
 from foreword.prefixes.book import Content, Message
 from foreword.prefixes.service import PrefixService
+
+if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
 
 
 def content_tokens(tokenizer: Tokenizer, content: Content) -> list[int]:

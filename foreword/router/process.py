@@ -17,6 +17,7 @@ from aiohttp import web
 from foreword import __version__
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config
+from foreword.engine.preflight import check_source
 from foreword.errors import ConfigError
 from foreword.router.app import create_app
 from foreword.router.auth import RouterAuth
@@ -25,6 +26,7 @@ from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
+from foreword.store.types import check_folders
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,12 @@ def run(config: Config) -> int:
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
     check_config(config.router)
+    if given.tokenizer is not None:
+        check_source(given.tokenizer, "a tokenizer")
+    if given.audit_reports is not None:
+        check_folders([given.audit_reports])
+    if given.prefix_file is not None:
+        check_folders([os.path.dirname(os.path.abspath(given.prefix_file))])
     RouterAuth(config)  # raises configuration errors early
     listener = bind(config.server)
     _raise_open_files()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import gc
 import logging
 import math
@@ -13,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, cast
@@ -23,6 +22,7 @@ import uvicorn
 from foreword import __version__
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, ServerConfig, TransferConfig
+from foreword.engine import preflight
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
@@ -31,6 +31,7 @@ from foreword.observability.tracing import EngineTraces, tracer_for
 from foreword.server.admission import Admission
 from foreword.server.app import create_app
 from foreword.server.http_protocol import ConnectionLimits, Connections
+from foreword.store.types import Reach
 from foreword.store.urls import parse
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.tls import TlsSettings
@@ -55,8 +56,8 @@ def run(config: Config) -> int:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     check_salts(config)
     check_transfer(config)
-    for url in config.store.urls:
-        parse(url)  # raises errors of its URL before the model is loaded
+    preflight.check(config.engine, config.store, config.transfer.with_secret())
+    recorder = _recorder(config)
     admission = Admission(config.server.max_queue)
     registry = PrometheusObserver()
     events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
@@ -75,16 +76,16 @@ def run(config: Config) -> int:
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
-    loader = ModelLoader(config, registry, events, traces, server)
+    observers: list[Observer] = [one for one in (registry, events, traces, recorder) if one is not None]
+    loader = ModelLoader(config, registry, observers, events, server)
     server.on_started = loader.start
     server.catch_signals()
     logger.info("Foreword %s listens on %s; loading the model", __version__, url_of(listener))
     server.run(sockets=[listener])
     status = _leave(server, loader)
-    if events is not None:
-        events.close()
-    if tracer is not None:
-        tracer.close()
+    for one in (recorder, events, tracer):
+        if one is not None:
+            one.close()
     return status
 
 
@@ -102,9 +103,16 @@ def _publish_events(config: Config) -> KvEvents | None:
     return KvEvents(config.engine.block_size, config.server.kv_events, config.server.kv_events_replay)
 
 
+def _recorder(config: Config) -> EngineRecorder | None:
+    if config.server.record is None:
+        return None
+    recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
+    return EngineRecorder(recorder, config.engine.block_size, explained=True)
+
+
 def check_salts(config: Config) -> None:
     """Raises ConfigError if blocks would outlive this process but the salts in their names would not."""
-    persistent = [url for url in config.store.urls if not url.startswith("memory:")]
+    persistent = [url for url in config.store.urls if parse(url).reach is not Reach.PROCESS]
     tenants = config.server.api_keys or config.server.api_key_file
     if persistent and tenants and not config.server.tenant_secret:
         raise ConfigError(
@@ -199,6 +207,8 @@ class DrainingServer(uvicorn.Server):
             instance = self.admission.loaded.instance
             while instance is not None and instance.busy and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)  # prompts of other instances are still being sent
+        else:
+            logger.info("shutting down: the model is not loaded yet")
         self.should_exit = True
 
 
@@ -209,14 +219,14 @@ class ModelLoader:
         self,
         config: Config,
         registry: PrometheusObserver,
+        observers: Sequence[Observer],
         events: KvEvents | None,
-        traces: EngineTraces | None,
         server: DrainingServer,
     ) -> None:
         self._config = config
         self._registry = registry
+        self._observers = observers
         self._events = events
-        self._traces = traces
         self._server = server
         self._thread = threading.Thread(target=self._run, name="loading", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -231,7 +241,7 @@ class ModelLoader:
 
     def _run(self) -> None:
         try:
-            engine = load_engine(self._config, self._registry, self._events, self._traces, self._note)
+            engine = load_engine(self._config, self._observers, self._events, self._note)
         except ForewordError as error:
             self._call(self._server.fail, error.message, 1 if error.fault == "server" else 2)
         except Exception as error:  # without this the process would wait for its model for ever
@@ -260,22 +270,12 @@ class ModelLoader:
 
 
 def load_engine(
-    config: Config,
-    registry: PrometheusObserver,
-    events: KvEvents | None,
-    traces: EngineTraces | None,
-    progress: Callable[[str], None],
+    config: Config, observers: Sequence[Observer], events: KvEvents | None, progress: Callable[[str], None]
 ) -> AsyncEngine:
     """Load the engine, which imports torch. Raises ForewordError."""
     from foreword.entrypoints.async_engine import AsyncEngine
 
     role, transfer = config.role, config.transfer.with_secret()
-    observers: list[Observer] = [one for one in (registry, events, traces) if one is not None]
-    if config.server.record is not None:
-        recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
-        engine_recorder = EngineRecorder(recorder, config.engine.block_size, explained=True)
-        atexit.register(engine_recorder.close)
-        observers.append(engine_recorder)
     engine = AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,
@@ -299,6 +299,7 @@ def _describe(engine: AsyncEngine) -> str:
 def _leave(server: DrainingServer, loader: ModelLoader) -> int:
     if loader.busy:
         # The loading thread runs native code, which must not run while the interpreter shuts down.
+        logger.info("stopped")
         logging.shutdown()
         sys.stderr.flush()
         os._exit(server.exit_status)

@@ -224,4 +224,5 @@ def holds_store(folder: str) -> bool:
 
 
 def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
-    return StoreConfigError(f"this store needs {error.name}: pip install 'foreword[{extra}]'")
+    package = str(error.name).partition(".")[0]
+    return StoreConfigError(f"this store needs {package}: pip install 'foreword[{extra}]'")

@@ -293,7 +293,7 @@ def test_prefix_without_caching(engine: Make, reference: Find) -> None:
         ({"kv_memory": "1KiB"}, "less than two blocks"),
         ({"block_size": 0}, "must be at least 1"),
         ({"dtype": "int8"}, "must be auto, float32"),
-        ({"device": "tpu"}, "must be auto, cpu or cuda"),
+        ({"device": "tpu"}, "must be auto, cpu, cuda or cuda:N"),
         ({"max_model_len": 513}, "supports only 512"),
         ({"reserve": 1.0}, "share of the blocks"),
     ],

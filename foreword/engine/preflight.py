@@ -1,0 +1,75 @@
+"""What is wrong with a configuration of the engine, as far as that can be told without torch and without connections.
+
+Importing torch and loading a model take seconds to minutes, so this comes first. What can only be known later, such as the
+memory of a device, is checked then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.errors import ConfigError, ModelNotFound
+from foreword.store.integrity import KeyRing
+from foreword.store.types import Reach, check_folders
+from foreword.store.urls import check_stores, loss_of
+
+_PACKAGES = ("torch", "transformers")
+_DRIVER = "libcuda.so.1"
+
+
+def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -> None:
+    """Raises ForewordError."""
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise ConfigError(f"the engine needs {package}, which is not installed: pip install 'foreword[engine]'")
+    if config.model is not None:
+        check_model(config.model)
+    check_device(config.device)
+    if config.audit_reports is not None:
+        check_folders([config.audit_reports])
+    if stores.urls and not config.enable_prefix_caching:
+        raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
+    for url in check_stores(stores.urls):
+        if url.reach is Reach.INSTANCE:
+            from foreword.transfer.peer import settings_of
+
+            settings_of(url, transfer)
+    if config.batch_invariant and loss_of(stores.urls):
+        raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
+    KeyRing.of(stores)
+
+
+def check_model(source: str) -> None:
+    """Raises ModelNotFound for what is neither a folder with a model nor a name on the hub."""
+    if check_source(source, "a model") and not (Path(source).expanduser() / "config.json").is_file():
+        raise ModelNotFound(f"cannot read a model configuration from {source!r}: the folder has no config.json")
+
+
+def check_source(source: str, what: str) -> bool:
+    """Whether it is a folder; otherwise it may be a name on the hub. Raises ModelNotFound if it can be neither."""
+    if Path(source).expanduser().is_dir():
+        return True
+    if "/" not in source or source.startswith((".", "/", "~")):
+        raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
+    return False
+
+
+def check_device(name: str) -> None:
+    """Raises ConfigError for a CUDA device if the installed torch or this machine has none."""
+    if not name.startswith("cuda"):
+        return
+    version = metadata.version("torch")
+    if "+cpu" in version:
+        raise ConfigError(f"engine.device is {name}, but torch {version} is a build for CPUs; use --device cpu")
+    if "+rocm" in version:
+        return
+    try:
+        ctypes.CDLL(_DRIVER)
+    except OSError:
+        raise ConfigError(
+            f"engine.device is {name}, but there is no NVIDIA driver here ({_DRIVER}); use --device cpu"
+        ) from None

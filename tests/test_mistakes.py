@@ -1,0 +1,247 @@
+"""Mistakes in options are told before anything slow begins: each is one sentence and status 2, before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
+_RUNNER = """
+import io, json, os, signal, sys, tempfile
+import foreword.router.process, foreword.server.process
+from foreword.cli import main as cli
+
+def result(arguments):
+    with tempfile.TemporaryFile("w+") as said:
+        if not (child := os.fork()):
+            signal.alarm(60)
+            for number in (1, 2):
+                os.dup2(said.fileno(), number)
+            sys.argv = ["foreword", *arguments]
+            try:
+                cli.main()
+            except SystemExit as end:
+                status = end.code
+            except BaseException as error:
+                status = repr(error)
+            sys.stderr.flush()
+            slow = [name for name in ("torch", "transformers") if name in sys.modules]
+            print(json.dumps([status, slow]), flush=True)
+            os._exit(0)
+        _, ended = os.waitpid(child, 0)
+        said.seek(0)
+        *lines, last = said.read().splitlines() or [""]
+        return {"lines": lines, "ended": json.loads(last) if ended == 0 else f"signal {ended}: {last}"}
+
+for line in sys.stdin:
+    print(json.dumps(result(json.loads(line))), flush=True)
+"""
+
+SERVE = [
+    # Model and device
+    ("{folder}/none", "'{folder}/none' is not a folder with a model"),
+    ("none", "give a folder, or a hub name such as owner/name"),
+    ("{folder}/empty", "the folder has no config.json"),
+    ("--device cuda", "engine.device is cuda"),
+    ("--device gpu", "engine.device must be auto, cpu, cuda or cuda:N, not 'gpu'"),
+    ("--dtype f16", "engine.dtype must be auto, float32, bfloat16 or float16"),
+    ("--kernels fast", "engine.kernels must be"),
+    ("--quantization int4", "engine.quantization must be"),
+    # Sizes
+    ("--kv-memory 4GB2", "engine.kv_memory (--kv-memory) is '4GB2'; write auto"),
+    ("--kv-memory", "many tokens", "write auto, a size such as 4GiB, or a number of tokens"),
+    ("--linear-memory lots", "engine.linear_memory (--linear-memory): 'lots' is not a size"),
+    ("--block-size 0", "engine.block_size must be at least 1"),
+    ("--max-model-len 1", "engine.max_model_len must be at least 2"),
+    ("--store-staging x", "store.staging (--store-staging)"),
+    ("--max-body 1MX", "server.max_body (--max-body)"),
+    ("--prefix-budget 99%", "prefixes.budget must be between 0% and 90%"),
+    ("--response-memory x", "--response-memory"),
+    # Stores
+    ("--store dsk:///x", "unknown store type 'dsk'. Did you mean 'disk'"),
+    ("--store {folder}/x", "is not the URL of a store"),
+    ("--store disk://{folder}/x?sise=1GiB", "unknown option 'sise'. Did you mean 'size'?"),
+    ("--store disk://{folder}/x?size=1GX", "'1GX' is not a value for 'size'"),
+    ("--store disk://{folder}/x?size=0", "no disk store of 0 bytes"),
+    ("--store disk://{folder}/x?pin_share=2", "a pin share of 2.0"),
+    ("--store disk://{folder}/x?journal=none", "journal 'none'"),
+    ("--store disk://{folder}/x?tenant_quota=200%", "tenant_quota is from 1 byte"),
+    ("--store disk://host/x", "names a host"),
+    ("--store disk:", "a disk store needs a folder"),
+    ("--store disk://{folder}/file/x", "cannot be created: Not a directory"),
+    ("--store disk:///proc/x", "the folder /proc/x cannot be created"),
+    ("--store disk://{folder}/none?read_only=1", "there is no folder"),
+    ("--store disk://{folder}/x?codec=zip", "There is no codec 'zip'"),
+    ("--store disk://{folder}/x?admit=third", "admit is one of every, second, prompts"),
+    ("--store memory://?codec=lossless", "remove codec=lossless"),
+    ("--store memory://?size=0", "no memory store of 0 bytes"),
+    ("--store redis://127.0.0.1:1?retry=x&foo=1", "unknown option 'foo'"),
+    ("--store redis://a,b", "several hosts need the scheme redis+cluster://"),
+    ("--store redis://127.0.0.1?ttl=soon", "'soon' is not a value for 'ttl'"),
+    ("--store s3://bucket?chunk=1000", "chunk is from 1 to"),
+    ("--store s3://bucket?regin=x", "'regin'"),
+    ("--store file://{folder}/x?sise=1", "a folder has no options"),
+    ("--store peer://10.0.0.7:9100", "secret"),
+    ("--store peer://somewhere", "peer://host:port"),
+    ("--store memory:// --no-enable-prefix-caching", "needs prefix caching"),
+    ("--store disk://{folder}/x?codec=int8 --batch-invariant", "needs stores without a lossy codec"),
+    ("--store-integrity-secrets short", "ID:SECRET"),
+    # The server
+    ("--port 99999", "server.port must be between 0 and 65535"),
+    ("--host no.such.host.invalid", "it is not an address of this machine (--host)"),
+    ("--prot 9000", "--port"),
+    ("--config {folder}/none.toml", "cannot read the configuration file"),
+    ("--config {folder}/broken.toml", "is not valid TOML"),
+    ("--config {folder}/unknown.toml", "unknown configuration key server.prot. Did you mean 'port'"),
+    ("--log-level loud", "server.log_level must be"),
+    ("--api-key-file {folder}/none", "{folder}/none"),
+    ("--tenant-secret short", "at least 16 characters"),
+    ("--api-keys a=1234567890123456 --store disk://{folder}/x", "set --tenant-secret"),
+    ("--quota", "* tokens=many", "tokens=many"),
+    ("--peer http://a/b", "peer"),
+    ("--tool-parser hermes3", "unknown tool parser 'hermes3'. Did you mean 'hermes'"),
+    ("--reasoning-parser thought", "unknown reasoning parser 'thought'"),
+    ("--kv-events nonsense", "--kv-events"),
+    ("--kv-events-replay tcp://127.0.0.1:0", "server.kv_events_replay needs server.kv_events"),
+    ("--record {folder}/none/trace.jsonl", "{folder}/none/trace.jsonl"),
+    ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
+    # Transfers
+    ("--role both --transfer-bind 0.0.0.0:0", "set --transfer-advertise"),
+    ("--role both --transfer-bind 10.0.0.1:1", "set --transfer-secret-file"),
+    ("--transfer-secret-file {folder}/none", "cannot read transfer.secret_file"),
+    ("--role both --transfer-tls --transfer-secret aaaaaaaaaaaaaaaaaaaa", "needs a certificate"),
+    ("--transfer-links pigeon", "unknown link pigeon"),
+    ("--transfer-ring 1KiB", "transfer.ring must be at least 64KiB"),
+    ("--role leader", "server.role must be prefill, decode or both"),
+]
+REPLICA = "--replica http://127.0.0.1:1"
+ROUTE = [
+    ("", "name at least one replica"),
+    ("--replica 127.0.0.1:8001", "127.0.0.1:8001"),
+    (f"{REPLICA} {REPLICA}", "is named twice"),
+    ("--replica", "http://127.0.0.1:1 role=boss", "boss"),
+    (f"{REPLICA} --policy best", "unknown policy 'best'"),
+    (f"{REPLICA} --tokenizer {{folder}}/none", "{folder}/none"),
+    ("--replica-file {folder}/none", "cannot read the replica file"),
+    (f"{REPLICA} --prefix-file {{folder}}/file/prefixes", "{folder}/file"),
+    (f"{REPLICA} --audit-reports {{folder}}/file/reports", "cannot be created: Not a directory"),
+    (f"{REPLICA} --drop-lines (", "--drop-lines"),
+    (f"{REPLICA} --tenant-weight a", "TENANT=WEIGHT"),
+    (f"{REPLICA} --picker 9002", "--picker is written HOST:PORT"),
+    (f"{REPLICA} --picker 127.0.0.1:0 --picker-tls-key-file {{folder}}/none", "given together"),
+    ("--replica-dns http://user@host:1", "--replica-dns"),
+    (f"{REPLICA} --max-attempts 0", "router.max_attempts must be at least 1"),
+    (f"{REPLICA} --warm-seconds 1e9", "router.warm_seconds must be between"),
+]
+CASES = [("serve", *case) for case in SERVE] + [("route", *case) for case in ROUTE]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    (folder / "file").write_text("in the way")
+    (folder / "broken.toml").write_text("server = \n")
+    (folder / "unknown.toml").write_text("[server]\nprot = 1\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[subprocess.Popen[str]]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+    environment["COLUMNS"] = "200"
+    command = [sys.executable, "-c", _RUNNER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def ask(runner: subprocess.Popen[str], arguments: list[str]) -> dict[str, Any]:
+    assert runner.stdin is not None and runner.stdout is not None
+    runner.stdin.write(json.dumps(arguments) + "\n")
+    runner.stdin.flush()
+    found: dict[str, Any] = json.loads(runner.stdout.readline())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:-1]))
+def test_a_mistake_is_told_at_once(runner: subprocess.Popen[str], folder: Path, case: tuple[str, ...]) -> None:
+    """Status 2 and one line that says what is wrong, before torch is imported; nothing is left behind."""
+    command, options, *whole, expected = case
+    arguments = [command, *options.split(" "), *whole] if options else [command]
+    before = sorted(folder.rglob("*"))
+    found = ask(runner, [one.replace("{folder}", str(folder)) for one in arguments])
+    assert found["ended"] == [2, []], found
+    *usage, line = found["lines"]
+    assert expected.replace("{folder}", str(folder)) in line, found
+    # The usage that the command line's parser prints before a mistake of its own.
+    assert not usage or (usage[0].startswith("Usage: ") and len(usage) <= 3), found
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "forget --no-tenant", "verify --repair"])
+@pytest.mark.parametrize(
+    "url", ["disk://{folder}/typo", "disk://{folder}/empty", "disk:///a/b,/c", "file://{folder}/typo"]
+)
+def test_a_tool_creates_no_store(runner: subprocess.Popen[str], folder: Path, command: str, url: str) -> None:
+    """A tool on a folder that is not there, or that holds no store, says so with status 1 and writes nothing."""
+    before = sorted(folder.rglob("*"))
+    found = ask(runner, [*command.split(" "), url.replace("{folder}", str(folder))])
+    assert found == {"lines": [f"foreword: no store at {url.replace('{folder}', str(folder))}"], "ended": [1, []]}
+    assert sorted(folder.rglob("*")) == before and not Path("/a/b").exists()
+
+
+_LLM = """
+import sys
+from foreword import LLM, ForewordError
+sys.modules["redis"] = sys.modules["obstore"] = None  # as if they were not installed
+for options in (
+    {"model": "none"},
+    {"device": "cuda"},
+    {"kv_memory": "4GB2"},
+    {"block_sise": 16},
+    {"store": "disk:///proc/x"},
+    {"store": ["memory://", "dsk:///x"]},
+    {"store": "redis://127.0.0.1"},
+    {"store": "s3://bucket"},
+    {"store": "memory://", "enable_prefix_caching": False},
+):
+    try:
+        LLM(**options)
+    except ForewordError as error:
+        print(error.message)
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
+
+
+def test_mistakes_of_an_offline_engine() -> None:
+    """`LLM(...)` refuses wrong options, and stores whose client is not installed, before it imports torch."""
+    done = subprocess.run([sys.executable, "-c", _LLM], capture_output=True, text=True, check=True)
+    *said, slow = done.stdout.splitlines()
+    assert slow == "[]" and len(said) == 9
+    for line, words in zip(
+        said,
+        (
+            "is not a folder with a model",
+            "engine.device is cuda",
+            "(--kv-memory) is '4GB2'",
+            "unknown configuration key engine.block_sise. Did you mean 'block_size'",
+            "the folder /proc/x cannot be created",
+            "unknown store type 'dsk'",
+            "this store needs redis: pip install 'foreword[redis]'",
+            "this store needs obstore: pip install 'foreword[s3]'",
+            "needs prefix caching",
+        ),
+        strict=True,
+    ):
+        assert words in line
