@@ -2,9 +2,13 @@
 
 The same commit gives the same examples everywhere, so a red run can be had again; `HYPOTHESIS_PROFILE=explore make test`
 draws more and new ones. No test asserts a time, hypothesis' deadlines included: a loaded machine is not a defect.
+
+Tests do not depend on their order: `make test MORE=--shuffle=7` runs the files, and the tests in each, in an order drawn
+from 7.
 """
 
 import os
+import random
 from collections import Counter
 
 # The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
@@ -24,7 +28,23 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn from this seed")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seed = config.getoption("shuffle")
+    return None if seed is None else f"order of the tests: --shuffle={seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with few tests run first: these are the long ones, and a long one at the end would leave the other cores idle."""
-    tests = Counter(item.path for item in items)
-    items.sort(key=lambda item: tests[item.path])
+    seed: int | None = config.getoption("shuffle")
+    if seed is None:
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: tests[item.path])
+    else:
+        draw = random.Random(seed)
+        draw.shuffle(items)
+        place = {path: draw.random() for path in dict.fromkeys(item.path for item in items)}
+        items.sort(key=lambda item: place[item.path])

@@ -24,7 +24,7 @@ KEYS = chain_keys(ROOT, range(TOKENS), KEY_SIZE)
 
 def _put(store: MemoryStore, names: list[Name]) -> None:
     frames = [frame(Header(name[:16], name[16:32], key_of(name), bytes(32), 0, RAW, 8, 8), bytes(8)) for name in names]
-    assert store.put(frames, deadline=time.monotonic() + 10) == len(names)
+    assert store.put(frames, deadline=time.monotonic() + 60) == len(names)
 
 
 def _name(one: StoredGroup, block: int, rank: int = 0) -> Name:
@@ -33,7 +33,7 @@ def _name(one: StoredGroup, block: int, rank: int = 0) -> Name:
 
 
 def _search(tiers: TieredStore, groups: list[StoredGroup], held: int, limit: int) -> Found:
-    return find_resumable(tiers, groups, ROOT, KEYS, held, limit, TierSearch(time.monotonic() + 10))
+    return find_resumable(tiers, groups, ROOT, KEYS, held, limit, TierSearch(time.monotonic() + 60))
 
 
 def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:

@@ -15,6 +15,7 @@ from tiny import greedy, prompt
 
 from foreword.blocks.retention import Retention
 from foreword.entrypoints.llm import LLM
+from foreword.prefixes import stored_retentions
 from foreword.prefixes.erasure import forget_tenant
 
 Make = Callable[..., LLM]
@@ -75,7 +76,7 @@ def test_what_ends_is_unpinned(engine: Make, tmp_path: Path) -> None:
         assert llm.flush()
         wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
         assert llm.offload is not None
-        assert llm.offload.store.records("retained/", deadline=time.monotonic() + 5) == []
+        assert llm.offload.store.records("retained/", deadline=time.monotonic() + 60) == []
 
 
 def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
@@ -88,19 +89,41 @@ def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
         wait_until(lambda: pinned(llm) == 0, "what expired to be unpinned")
 
 
-def test_instances_share_retentions(folder: Callable[[str], Path], tmp_path: Path) -> None:
+class Hours:
+    """The time of day for retentions, which the test moves on; replaces the module `time`."""
+
+    monotonic = staticmethod(time.monotonic)
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.passed
+
+
+def test_instances_share_retentions(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A retention of one instance is known to the other one, which renews it by using it; a release reaches it too."""
+    hours = Hours()
+    monkeypatch.setattr(stored_retentions, "time", hours)
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     path, tokens = str(folder("llama")), prompt(81, 1)
     with LLM(path, store=patient(disk(tmp_path)), **options) as one:
-        one.retain(tokens, 2.0)
+        one._core.kept.book._clock = hours.time
+        one.retain(tokens, 6000.0)
+        [begun] = [kept.expires for kept in one._core.kept.book.all()]
         assert one.flush()
         with unhurried(LLM(path, store=patient(disk(tmp_path)), **options)) as two:
-            deadline = time.monotonic() + 3.5
-            while time.monotonic() < deadline:
-                [output] = two.generate(tokens, greedy(1))
-                assert output.cached_tokens == 80
-                time.sleep(0.3)
+            two._core.kept.book._clock = hours.time
+            hours.passed += 4000.0
+            [output] = two.generate(tokens, greedy(1))
+            assert output.cached_tokens == 80
+            assert two.flush()
+            hours.passed += 4000.0
+            wait_until(
+                lambda: all(kept.expires > begun for kept in one._core.kept.book.all()), "one learns of the renewal"
+            )
             assert pinned(two) > 0, "renewed by its use there"
             stored = one._parts.retentions, two._parts.retentions
             assert stored[0] is not None and stored[1] is not None

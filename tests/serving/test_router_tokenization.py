@@ -81,7 +81,7 @@ def test_a_broken_stream_is_continued_although_detokenizing_fails(
     even if there is no other replica."""
     scissors = Scissors()
     relays = [Mute(loop, shared.open.url, scissors, "/detokenize", silent, loses=loses) for _ in range(replicas)]
-    with routed(*relays, more=("--tokenize-timeout", "0.4")) as router:
+    with routed(*relays, more=("--tokenize-timeout", "60" if loses else "2")) as router:
         scissors.cut_after(5)
         assert said(router.url, ASKED) == said(shared.open.url, ASKED)
         assert router.metric("foreword:router_continuations_total", outcome="continued") == 1

@@ -35,7 +35,7 @@ def use(url: str) -> None:
     """Open a store and send it a command."""
     store = open_store([url], None, {Reach.INSTANCE: opener(TransferConfig())})
     try:
-        store.tiers[0].store.put_record("key", b"data", deadline=time.monotonic() + 20)
+        store.tiers[0].store.put_record("key", b"data", deadline=time.monotonic() + 60)
     finally:
         store.close()
 

@@ -247,7 +247,7 @@ def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_strangers(sends: bytes | str) -> None:
     """A client that sends nothing, sends garbage, or echoes is disconnected in time; other clients are served meanwhile."""
-    listening = TransferEndpoint(config(connect_timeout=2.0, secret=SECRET), TransferService(LAYOUT))
+    listening = TransferEndpoint(config(connect_timeout=4.0, secret=SECRET), TransferService(LAYOUT))
     address = listening.listen()
     calling = TransferEndpoint(config(secret=SECRET), TransferService(LAYOUT))
     with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2]))) as stranger:
@@ -576,7 +576,7 @@ def test_a_destination_that_takes_too_long() -> None:
     decode, giving = Decode(stop="complete"), Recorder()
     with ExitStack() as stack:
         listening = TransferEndpoint(config(lease_seconds=60.0), decode)
-        calling = TransferEndpoint(config(lease_seconds=1.5), giving)
+        calling = TransferEndpoint(config(lease_seconds=4.0), giving)
         stack.callback(listening.close)
         stack.callback(calling.close)
         connection = calling.connect(listening.listen())

@@ -309,17 +309,23 @@ def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
     """After several failures the circuit breaker skips a dead peer; when the peer is back its blocks are found again."""
     frames = make_frames(1, 3, 100)
     place = Place(frames)
-    tiers = TieredStore([reader(place.address)], writable=[])
+    now = [1000.0]
+    tiers = TieredStore([reader(place.address)], writable=[], clock=lambda: now[0])
     assert tiers.lookup(names_of(frames), deadline=soon()) == 3
     place.close()
-    time.sleep(0.3)  # a call that has just succeeded keeps the circuit closed
+    now[0] += 1.0  # a call that has just succeeded keeps the circuit closed
     for _ in range(10):
         assert tiers.lookup(names_of(frames), deadline=soon()) == 0
     [tier] = tiers.tiers
     errors, skipped = tier.counters.errors["store_unavailable"], tier.counters.skipped
     assert errors >= 3 and skipped >= 1 and errors + skipped == 10
     serve(frames, bind=place.address)
-    until(lambda: tiers.lookup(names_of(frames), deadline=soon()) == 3)
+
+    def found() -> bool:
+        now[0] += 1.0
+        return tiers.lookup(names_of(frames), deadline=soon()) == 3
+
+    until(found)
 
 
 def test_records_stay_here(serve: Serve, reader: Open) -> None:

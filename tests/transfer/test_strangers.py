@@ -111,7 +111,7 @@ class Still:
 
 def test_receivers_that_take_nothing_do_not_hold_the_threads(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers that ask for frames and do not take them are disconnected, and others are answered meanwhile."""
-    monkeypatch.setattr(fetch, "_PATIENCE", 0.3)
+    monkeypatch.setattr(fetch, "_PATIENCE", 2.0)
     kept = {bytes([number]) * NAME_BYTES: os.urandom(200_000) for number in range(40)}
     endpoint = listening(stack, FrameService(kept))
     for _ in range(6):
