@@ -126,7 +126,9 @@ class Evidence:
         same = self.version == other.version
         for name in sorted(self.resolved.keys() | other.resolved.keys()):
             one, two = self.resolved.get(name), other.resolved.get(name)
-            if one != two and (same or (one is not None and two is not None and not _unset(one, two))):
+            if not same and (one is None or two is None):
+                continue
+            if one != two and not _unset(one or "None", two or "None"):
                 return f"{name} is {one}, {two} in the store"
         return ""
 
@@ -284,8 +286,8 @@ def _plain(value: object) -> object:
 
 
 def _unset(one: str, two: str) -> bool:
-    """Whether both say that something is not set, each in its way."""
-    return {one, two} <= {"None", "null", "0", "0.0", "-1", "False", "false", "''", '""'}
+    """Whether both say that something is not set, each in its way; one of them with None, or no such attribute at all."""
+    return "None" in (one, two) and {one, two} <= {"None", "null", "0", "0.0", "-1", "False", "false", ""}
 
 
 def unmeasured(base: bytes, settings: str) -> bytes:

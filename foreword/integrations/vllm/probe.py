@@ -274,7 +274,7 @@ def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, 
 
 def _matters(name: str) -> bool:
     """False also for what torch's and vLLM's compilers leave at a module: the probe runs what they made."""
-    compiler = "compile" in name or "aot_" in name or name.startswith("_dynamic_arg")
+    compiler = "compile" in name or "aot_" in name or name == "_dynamic_arg_dims"
     return not compiler and name not in _NO_MATTER and not name.endswith(_NO_MATTER_ENDS)
 
 
