@@ -82,6 +82,7 @@ class ForewordConnectorScheduler:
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
+        self._unsafe = 0  # requests whose KV is not saved for that, since the last report
         self._replaced = ReplacedCheckpoints()
         self._to_delete: list[tuple[int, bytes, bytes]] = []
         self._events_until = 0.0
@@ -125,7 +126,8 @@ class ForewordConnectorScheduler:
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
-        state.saves = not (self._spoilt and num_computed_tokens and request.lora_request is None)
+        if self._spoilt and num_computed_tokens and request.lora_request is None:
+            self._keep_unsaved(state)
         if num_computed_tokens >= limit or state.no_more_loads or not allowed:
             return 0, False
         if state.search is None or num_computed_tokens < state.searched_from:
@@ -327,7 +329,11 @@ class ForewordConnectorScheduler:
         self._spoilt = True
         for state in map(self._requests.get, base):
             if state is not None:
-                state.saves = False
+                self._keep_unsaved(state)
+
+    def _keep_unsaved(self, state: RequestState) -> None:
+        self._unsafe += state.saves
+        state.saves = False
 
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
         """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
@@ -514,7 +520,11 @@ class ForewordConnectorScheduler:
 
     def take_stats(self) -> ForewordStats | None:
         """Statistics of this side's own stores since the last call; None if nothing has changed, or the worker reports them."""
-        return None if self._stats is None else self._stats.read([])
+        found = None if self._stats is None else self._stats.read([])
+        if self._unsafe:
+            found = found or ForewordStats({})
+            found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
+        return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""
