@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.sockets import parse_address
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
 
@@ -160,6 +164,17 @@ def _continues_prompts(vllm_config: Any) -> bool:
         return True
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     return bool(chunked or vllm_config.cache_config.enable_prefix_caching)
+
+
+def warn_of_lost_writes(vllm_config: Any, command: Sequence[str]) -> None:
+    """Log what a stop costs where `vllm serve` gives its processes no time for it. `command`: of this process, which a child of
+    vLLM has from its parent."""
+    serves = list(command[1:2]) == ["serve"] or any("api_server" in word for word in command[:1])
+    if serves and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.warning(
+            "vLLM kills its processes at once when it is stopped, and the blocks that still wait to be written are lost; start "
+            "it with --shutdown-timeout 30"
+        )
 
 
 class KVCacheInfo:

@@ -65,12 +65,14 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     queue in blocks), `states` (process -> label of a tier -> its state).
     """
 
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {
+        self.data = {
             **{name: {} for name in (*_NESTED, "counts", "queued", "states")},
             "load_seconds": [],
         }

@@ -52,17 +52,6 @@ _MAX_PROVEN = 1 << 16
 _SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
 
 
-def warn_of_lost_writes(vllm_config: Any, command: Sequence[str]) -> None:
-    """Log what a stop costs where `vllm serve` gives its processes no time for it. `command`: of this process, which a child of
-    vLLM has from its parent."""
-    serves = list(command[1:2]) == ["serve"] or any("api_server" in word for word in command[:1])
-    if serves and getattr(vllm_config, "shutdown_timeout", None) == 0:
-        logger.warning(
-            "vLLM kills its processes at once when it is stopped, and the blocks that still wait to be written are lost; start "
-            "it with --shutdown-timeout 30"
-        )
-
-
 class ForewordConnectorScheduler:
     """See the module. Called from the engine's thread only; methods are named after those of vLLM's connector interface."""
 
