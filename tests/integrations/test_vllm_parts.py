@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
+from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, TransferRefused
 
 SECRET = "a secret of the right length for tests"
@@ -114,7 +115,7 @@ class MemoryStorage:
     def position(self, num_tokens: int) -> int:
         return num_tokens // 2 * 2
 
-    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+    def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         return 0 if salt else min(self.position(len(tokens)), 4)
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings, model_digest
-from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
+from foreword.integrations.vllm.identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.integrity import KeyRing
@@ -99,7 +99,7 @@ class EncoderStore:
         self._settings = settings
 
     def name(self, request: Any, version: bytes, content: bytes) -> OutputName:
-        root = Scope(self._model, 1, tenant_salt(request)).root()
+        root = Scope(self._model, 1, salt_of(request)).root()
         return OutputName(sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
 
     def read(self, name: OutputName, rows: int, size: int) -> EncoderOutput | None:
