@@ -11,6 +11,7 @@ from typing import Final
 
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import Salt
 from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
@@ -120,7 +121,7 @@ class ReplicaPool:
         return (self.fleet.policy.needs_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
 
     def query(
-        self, prompt: TokenizedPrompt, model: str | None, salt: str | None, session: str | None, max_output: int | None
+        self, prompt: TokenizedPrompt, model: str | None, salt: Salt, session: str | None, max_output: int | None
     ) -> PlacementQuery:
         sizes = Counter(one.info.block_size for one in self.upstreams.values() if one.info and one.info.block_size)
         main, *others = [size for size, _ in sizes.most_common()] or [_DEFAULT_BLOCK_SIZE]
@@ -129,9 +130,9 @@ class ReplicaPool:
         other_keys = {size: self._keys(prompt, name, size, salt) for size in others}
         return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, max_output, other_keys)
 
-    def _keys(self, prompt: TokenizedPrompt, model: str, size: int, salt: str | None) -> list[bytes]:
+    def _keys(self, prompt: TokenizedPrompt, model: str, size: int, salt: Salt) -> list[bytes]:
         try:
-            return chain_keys(_root(model, size, salt or ""), prompt.tokens, size)
+            return chain_keys(_root(model, size, salt), prompt.tokens, size)
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
@@ -298,5 +299,5 @@ def _fail(entry: QueueEntry[_Queued], error: Exception) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _root(model: str, block_size: int, salt: str) -> bytes:
-    return Scope(model.encode(), block_size, salt.encode()).root()
+def _root(model: str, block_size: int, salt: Salt) -> bytes:
+    return Scope(model.encode(), block_size, salt).root()

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
+from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import ConfigError, TransferRefused
 from foreword.offload.lookups import StoreLookups
@@ -159,7 +160,7 @@ class MemoryStorage:
     def position(self, num_tokens: int) -> int:
         return num_tokens // 2 * 2
 
-    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+    def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         return 0 if salt else min(self.position(len(tokens)), 4)
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from router_parts import Loop, Relay, RouterProcess, RouterThread, RunningRouter
 from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
 
 from foreword.api.listener import bind
+from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.replica_breaker import ReplicaBreaker
@@ -503,7 +504,8 @@ def test_what_is_sent_to_a_replica(loop: Loop) -> None:
         assert "connection" not in answer.headers or answer.headers["connection"] == "keep-alive"
         body, headers = scripted.seen[0], {name.lower(): value for name, value in scripted.headers[0].items()}
         assert "salt" not in body and "request_id" not in body
-        assert body["cache_salt"] not in ("stolen", "") and len(body["cache_salt"]) == 64
+        salt = Salt.parse(body["cache_salt"])
+        assert salt.tenant and salt == Salt.of(salt.tenant, "stolen")
         assert headers["authorization"] == "Bearer router-key" and headers["x-request-id"] == "mine"
         own = {"x-private", "x-foreword-salt", "x-api-key", "cookie", "x-data-parallel-rank"}
         assert headers["traceparent"] == sent["traceparent"] and not own & headers.keys()

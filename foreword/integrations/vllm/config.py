@@ -14,6 +14,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import Layout
 from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
+from foreword.blocks.salt import Salt
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
@@ -313,7 +314,7 @@ class KVCacheInfo:
         """Fingerprints of the layouts by rank, then by group."""
         return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
 
-    def root(self, salt: bytes) -> bytes:
+    def root(self, salt: Salt) -> bytes:
         """The root key of a salt's chains."""
         return Scope(self.model, self.key_size, salt).root()
 

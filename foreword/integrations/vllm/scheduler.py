@@ -18,7 +18,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
-from foreword.integrations.vllm.identity import RequestIdentity, request_identities, tenant_salt
+from foreword.integrations.vllm.identity import RequestIdentity, request_identities, salt_of
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -215,7 +215,7 @@ class ForewordConnectorScheduler:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
-        root = self._info.root(tenant_salt(request))
+        root = self._info.root(salt_of(request))
         return TokenChain(root, self._info.key_size, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
@@ -474,7 +474,7 @@ class ForewordConnectorScheduler:
         if request.status not in _ENDED or request.num_computed_tokens < prompt:
             return None
         keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant_salt(request))
+        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt_of(request).tenant)
         return [dataclasses.asdict(one) for one in answers]
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
