@@ -61,9 +61,10 @@ Output = list[tuple[str, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class _Hit:
-    """A request that hit, to be repeated. `cache_salt`: as in `RoutedRequest`."""
+    """A request that hit, to be repeated. `cache_salt`: as in `RoutedRequest`. `weights`: the replica's at that time."""
 
     upstream: Upstream
+    weights: str | None
     tenant: Tenant
     cache_salt: str | None
     path: str
@@ -127,7 +128,8 @@ class RouterAudit:
             return
         body = {name: request.body[name] for name in _PROMPT_FIELDS if request.body.get(name) is not None}
         body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": False, **_LOGPROBS[request.interface]}
-        self._pending.append(_Hit(upstream, tenant, cache_salt, request.path, body, counts.prompt or 0))
+        hit = _Hit(upstream, upstream.weights, tenant, cache_salt, request.path, body, counts.prompt or 0)
+        self._pending.append(hit)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Audit while the fleet is idle, and follow the salts that other routers have changed, until cancelled."""
@@ -159,7 +161,7 @@ class RouterAudit:
             except (*CONNECTION_ERRORS, ReplicaFailed, TimeoutError) as error:
                 logger.info("audit: %s did not answer: %s", hit.upstream.url, error)
                 return "skipped"
-            if not cached:
+            if not cached or hit.upstream.weights != hit.weights:
                 return "skipped"
             figures.append(difference(output, expected))
             if figures[-1] <= TOLERANCE:

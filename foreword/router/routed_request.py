@@ -33,6 +33,7 @@ class RoutedRequest:
         attempts: number of failed attempts.
         decision_text: the last placement decision in words.
         previous: why the previous attempt failed, in words.
+        weights: those that began its response; only a replica that has them may continue it. None before its first output.
         miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
         span: of its trace; None without traces. trace_headers: of its present attempt, for the replica.
         cache_salt: the client's own, or what the router has changed it to. salt: of its blocks.
@@ -51,6 +52,7 @@ class RoutedRequest:
     attempts: int = field(default=0, kw_only=True)
     decision_text: str = field(default="", kw_only=True)
     previous: str = field(default="", kw_only=True)
+    weights: str | None = field(default=None, kw_only=True)
     miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
     span: Span | None = field(default=None, kw_only=True)
     trace_headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
@@ -85,7 +87,7 @@ class RoutedRequest:
         """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
-        query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens)
+        query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens, self.weights)
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 from aiohttp import web
 from router_parts import Loop, Relay, RouterProcess, RouterThread, RunningRouter
+from scripted_replica import WEIGHTS, metrics_of
 from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
 
 from foreword.api.listener import bind
@@ -54,6 +55,7 @@ class Scripted:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/v1/requests/{name}/stream", self._migrated)
@@ -76,6 +78,9 @@ class Scripted:
         if self.behaviour == "frozen":
             await asyncio.sleep(600)
         return web.Response(status=500 if self.behaviour == "ill" else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=metrics_of(WEIGHTS))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 100}

@@ -226,12 +226,15 @@ class Picker:
         return Answer(attempt.id, headers, body, endpoints, (routed, attempt), normalised)
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
-        """The next best replicas, to which the same headers and body can be sent."""
+        """The next best replicas, to which the same headers and body can be sent: with a prefill replica, those with its
+        weights."""
         pool, found = routed.pool, list[str]()
         most = self.router.config.max_attempts - 1
         for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
             upstream = pool.upstreams.get(one.replica)
             if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
+                continue
+            if attempt.prefill is not None and upstream.weights != attempt.weights:
                 continue
             if upstream.kind == attempt.upstream.kind and upstream.url not in routed.avoid and len(found) < most:
                 address = await self._address(upstream.url)
