@@ -12,8 +12,8 @@ _ANSWER: Final = 40
 _LONG: Final = (1_900, 1_230, 700, 1_600)
 _HOW: Final = {"turn": "in turn", "together": "together"}
 _SMALL: Final[dict[str, Any]] = {"kv_cache_memory_bytes": 36 << 20}
-# A few more than the longest prompt needs with three KV groups, so memory soon belongs to another request.
-_FEW_BLOCKS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 220}
+# A few more than the longest prompt needs with four KV groups, so memory soon belongs to another request.
+_FEW_BLOCKS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 270}
 
 
 def common(prompt: list[int], earlier: Sequence[list[int]]) -> int:
