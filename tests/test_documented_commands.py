@@ -106,7 +106,6 @@ def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
 def test_blocks_have_a_language(page: str) -> None:
     """Each block says whether it is a command; one that is not run says why."""
     blocks = [step for step in steps((ROOT / page).read_text(encoding="utf-8")) if step.kind not in ("again", "expect")]
-    assert blocks
     assert not [f"{page}:{block.line}" for block in blocks if block.kind not in LANGUAGES]
     assert not [f"{page}:{block.line}" for block in blocks if block.skipped and len(block.skipped) < 10]
 

@@ -57,6 +57,7 @@ def foreword(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(path, "-m", "foreword", *arguments)
 
 
+@pytest.mark.slow
 def test_the_example_passes_the_contract(path: str) -> None:
     """The example's own tests, which are those of the contract with a budget and pins, pass."""
     done = run(path, "-m", "pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", str(_EXAMPLE))

@@ -159,19 +159,18 @@ def _prefix_of(query: PlacementQuery) -> bytes:
     return query.keys[min(-(-_PREFIX_TOKENS // query.block_size), len(query.keys)) - 1]
 
 
-_KINDS: Final[Sequence[type[Policy]]] = (
-    CostPolicy,
-    RandomPolicy,
-    RoundRobin,
-    LeastLoaded,
-    LeastTokens,
-    ConsistentHashing,
-    LongestPrefix,
-    TwoChoices,
-)
-POLICIES: Final = Plugins[type[Policy]](
-    "foreword.placement_policies", "policy", type, {kind.name: kind for kind in _KINDS}
-)
+# The names are those of the classes, which a compiled class does not tell.
+_BUILT_IN: Final[dict[str, type[Policy]]] = {
+    "cost": CostPolicy,
+    "random": RandomPolicy,
+    "round-robin": RoundRobin,
+    "least-loaded": LeastLoaded,
+    "least-tokens": LeastTokens,
+    "consistent-hashing": ConsistentHashing,
+    "longest-prefix": LongestPrefix,
+    "two-choices": TwoChoices,
+}
+POLICIES: Final = Plugins[type[Policy]]("foreword.placement_policies", "policy", type, _BUILT_IN)
 
 
 def policy_named(name: str) -> Policy:

@@ -52,8 +52,10 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The kernels for one instruction set."""
     if request.param == "native":
         return native.load()
+    # One folder in any order of the tests: what is compiled is compiled once.
+    folder = tmp_path_factory.getbasetemp() / "kernels"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(folder))
         flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
         return native.open_library(build.library(flags))
 

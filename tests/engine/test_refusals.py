@@ -67,8 +67,10 @@ FOREIGN: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rwkv": (lambda: transformers.RwkvConfig(**SIZES, num_hidden_layers=2), "only 0 of them attend"),
     "bloom": (lambda: transformers.BloomConfig(**SIZES, n_layer=2, n_head=4), "only 0 of them attend"),
-    "gptj": (
-        lambda: transformers.GPTJConfig(vocab_size=tiny.VOCAB, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
+    "gpt_neo": (
+        lambda: transformers.GPTNeoConfig(
+            vocab_size=tiny.VOCAB, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+        ),
         "does not go through Transformers' attention interface",
     ),
     "mpt": (

@@ -227,6 +227,11 @@ def test_the_reason_in_words() -> None:
     )
 
 
+def test_policies_have_their_names() -> None:
+    """A policy says the name by which it is chosen."""
+    assert [policy_named(name).name for name in POLICIES] == list(POLICIES)
+
+
 def test_no_available_candidate_is_explained() -> None:
     """Without an available candidate the decision names no replica, and the reason for each."""
     found = [candidate("a", excluded="draining"), candidate("b", excluded="overloaded: 9 requests wait there")]

@@ -245,7 +245,7 @@ def test_a_replica_that_freezes(loop: Loop, streams: bool) -> None:
     """A replica that accepts connections but never responds is detected, and its requests are served by another
     one."""
     odd, good = Scripted(loop), Scripted(loop)
-    flags = ["--policy", "round-robin", "--health-timeout", "1.5"]
+    flags = ["--policy", "round-robin", "--health-timeout", "5"]
     with routed(*named(odd, good), *flags, replicas=2) as router:
         odd.behaviour = "frozen"
         for _ in range(2):

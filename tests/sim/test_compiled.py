@@ -24,24 +24,15 @@ def test_modules_that_are_imported_stay_as_they_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["cost", "two-choices"])
-def test_results_are_those_of_the_source(tmp_path: Path, policy: str) -> None:
-    """Failures, tiers, groups, tenants, quotas and sessions: compiled modules give every number that the source gives."""
+def test_results_are_those_of_the_source(tmp_path: Path) -> None:
+    """Failures, tiers, groups, prefill replicas, tenants, quotas and sessions under two policies: compiled modules give every
+    number that the source gives."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(json.dumps(line) + "\n" for line in _requests(seed=5)), encoding="utf-8")
-    fleet = ["--replicas", "4", "--device", "30000", "--memory", "40000", "--shared", "200000"]
+    fleet = ["--replicas", "4", "--prefill", "1", "--device", "30000", "--memory", "40000", "--shared", "200000"]
     changes = ["--change", "20s fail r1", "--change", "30s start r1", "--group", "slow replicas=1 device=40000"]
     tenants = ["--tenant", "a share=3", "--tenant", "b priority=5", "--quota", "b requests=600"]
-    arguments = [str(trace), *fleet, *changes, *tenants, "--policy", policy, "--json"]
-    assert _simulate("--compile", *arguments) == _simulate("--no-compile", *arguments)
-
-
-@pytest.mark.slow
-def test_prefill_replicas_are_those_of_the_source(tmp_path: Path) -> None:
-    """With prefill replicas, compiled modules give every number that the source gives."""
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps(line) + "\n" for line in _requests(seed=6)), encoding="utf-8")
-    arguments = [str(trace), "--replicas", "3", "--prefill", "1", "--device", "60000", "--json"]
+    arguments = [str(trace), *fleet, *changes, *tenants, "--policy", "cost,two-choices", "--json"]
     assert _simulate("--compile", *arguments) == _simulate("--no-compile", *arguments)
 
 

@@ -257,14 +257,14 @@ def test_keep_alive() -> None:
 
     class Busy(Prefill):
         def send(self, source: KVSource, seed: int, tokens: int, first: int) -> None:
-            ends = time.monotonic() + 2.5
+            ends = time.monotonic() + 6.0
             while time.monotonic() < ends:
                 source.keep_alive()
                 time.sleep(0.01)
             super().send(source, seed, tokens, first)
 
     prefill, decode = Busy(), Decode()
-    with two(prefill, decode, progress_timeout=1.5, lease_seconds=1.5) as (connection, _):
+    with two(prefill, decode, progress_timeout=4.0, lease_seconds=4.0) as (connection, _):
         assert pull(connection, decode, 9, 100).wait(PATIENCE) is TransferOutcome.TAKEN
         decode.check()
 
