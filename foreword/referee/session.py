@@ -37,6 +37,7 @@ BLOCK: Final = 32
 KV_BYTES: Final = 256 << 20
 # In float32 a hit and a computation differ in the last bits only; tokens are compared exactly.
 _LOGPROB_WITHIN: Final = 1e-3
+_HALF: Final = 0.5
 # Random prompts may begin with the same token or two, which an engine that reuses parts of blocks finds.
 _CHANCE: Final = 4
 _ENGINE_WORKER: Final = HERE / "engine_worker.py"
@@ -118,17 +119,21 @@ class Evidence:
                 self.failing.append(index)
                 self.wrong_apart = max(self.wrong_apart, apart)
 
-    def must_hit(self, found: Sequence[Answer], when: str, alone: Sequence[Answer] = (), share: float = 0.5) -> None:
+    def must_hit(self, found: Sequence[Answer], when: str, alone: Sequence[Answer] = ()) -> None:
         """The positive control. `alone` is what `Session.reference` says about these prompts: a target that finds fewer than
-        `share` of the tokens that vLLM alone finds when it is asked twice has lost hits."""
-        hits, most = sum(one["cached"] for one in found), sum(one["reusable"] for one in alone)
-        if not hits:
+        half of the tokens that vLLM alone finds when it is asked twice has lost hits."""
+        if any(one["cached"] for one in found):
+            self.must_find(found, [one["reusable"] for one in alone], when, _HALF)
+        else:
             self.missing.append(f"no hit {when}")
-        elif hits < share * most:
-            self.failing += [
-                i for i, (one, own) in enumerate(zip(found, alone, strict=True)) if one["cached"] < own["reusable"]
-            ]
-            self.problems.append(f"finds {hits:,} tokens {when}, where {most:,} can be found")
+
+    def must_find(self, found: Sequence[Answer], tokens: Sequence[int], when: str, share: float) -> None:
+        """At least `share` of these cached tokens, which a target has shown that it can find."""
+        hits = sum(one["cached"] for one in found)
+        if hits < share * sum(tokens):
+            pairs = enumerate(zip(found, tokens, strict=True))
+            self.failing += [index for index, (one, most) in pairs if one["cached"] < most]
+            self.problems.append(f"finds {hits:,} tokens {when}, where {sum(tokens):,} can be found")
 
     def must_miss(self, found: Sequence[Answer], when: str) -> None:
         """The negative control."""

@@ -144,12 +144,13 @@ def connectors() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="mutants whose name contains this text")
+    parser.add_argument("--only", action="append", help="mutants whose name contains this text; may be repeated")
     parser.add_argument("--first", type=int, default=0, help="continue: how many mutants to pass over")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the tests of a mutant")
     arguments = parser.parse_args()
-    planted = [one for one in MUTANTS if arguments.only in one.name]
-    broken = [item for item in connectors().items() if arguments.only in item[0]] if VLLM else []
+    texts = arguments.only or [""]
+    planted = [one for one in MUTANTS if any(text in one.name for text in texts)]
+    broken = [item for item in connectors().items() if any(text in item[0] for text in texts)] if VLLM else []
     results: list[str] = []
 
     def run(name: str, how: Callable[[], str]) -> None:
