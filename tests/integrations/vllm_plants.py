@@ -22,14 +22,14 @@ def one_layer() -> None:
     from vllm.model_executor.layers.attention import Attention
 
     begin, forward = Attention.__init__, Attention.forward
-    made: list[Any] = []
+    names: dict[str, None] = {}  # of layers; a process may make several models, one after the other
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        made.append(self)
+        names[self.layer_name] = None
 
     def longer(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        planted = self is made[min(1, len(made) - 1)]
+        planted = self.layer_name == list(names)[:2][-1]
         return forward(self, query, key * 1.01 if planted else key, value, *args, **kwargs)
 
     Attention.__init__, Attention.forward = __init__, longer
