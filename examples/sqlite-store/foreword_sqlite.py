@@ -76,6 +76,8 @@ class SqliteStore(Store):
     Raises StoreConfigError for an impossible size, StoreError for a file that cannot be opened.
     """
 
+    local = True
+
     def __init__(self, path: str, size: int, *, pin_share: float = 0.5, label: str = "sqlite") -> None:
         check_options(size, pin_share=pin_share)
         self.label = label

@@ -35,6 +35,37 @@ _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model,
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 
 MUTANTS = (
+    # Lookups: one outcome each
+    Mutant(
+        "lookups: a result that comes too late counts again",
+        "foreword/offload/lookups.py",
+        """            if self._ended:
+                return
+""",
+        "",
+        ("tests/test_lookups.py",),
+    ),
+    Mutant(
+        "lookups: no tier counts what it could not be asked",
+        "foreword/store/tier.py",
+        "self.counters.lookups[outcome] += 1",
+        "self.counters.lookups[outcome] += outcome is not LookupOutcome.TIER_OFF",
+        ("tests/test_lookups.py",),
+    ),
+    Mutant(
+        "lookups: remote tiers take the time of local ones",
+        "foreword/store/tiered.py",
+        "self._left = {True: local, False: remote}",
+        "self._left = {True: min(local, remote), False: remote}",
+        ("tests/test_lookups.py",),
+    ),
+    Mutant(
+        "tier: a full store is switched off",
+        "foreword/store/tier.py",
+        "except (StoreFull, StoreReadOnly) as error:",
+        "except StoreReadOnly as error:",
+        ("tests/test_lookups.py",),
+    ),
     # Keys: what KV depends on
     Mutant(
         "keys: salt of a request ignored",
