@@ -36,8 +36,9 @@ NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then ru
 WIDTH = 100
 
 CLI_INTRODUCTION = """
-Every command describes its options with `--help`. `foreword --version` prints the version;
-`foreword --install-completion` installs completion for the current shell.
+Every command describes its common options with `--help`, and all with `--help-all`.
+`foreword --version` prints the version; `foreword --install-completion` installs completion for the
+current shell.
 
 The exit status is 0, 2 for an error of the caller (a wrong option, a wrong value, an unknown name),
 and 1 for any other error. Error messages go to standard error.
@@ -146,7 +147,9 @@ def _command(name: str, command: Any) -> list[str]:
             else:
                 groups.setdefault(getattr(parameter, "rich_help_panel", None) or "Options", []).append(record)
     text = " ".join(inspect.cleandoc(command.help or "").split())
-    parts = [f"## {name}", _wrap(text), f"```\n{' '.join(usage)}\n```"]
+    examples = [line for line in (command.epilog or "").splitlines() if line.startswith("  ")]
+    shown = "\n".join([" ".join(usage), *map(str.strip, examples)])
+    parts = [f"## {name}", _wrap(text), f"```\n{shown}\n```"]
     for title in ("Arguments", "Options"):
         rows = [
             (f"`{flag.partition(' <')[0]}`", " ".join(description.split()))

@@ -2,6 +2,9 @@
 
 import sys
 
+# The extras of commands that are not in `server`.
+_EXTRAS = {"route": "router", "conform": "conform", "simulate": "simulator"}
+
 
 def main() -> None:
     """Run the command. If a package of an extra is missing, say which extra installs it: exit status 2."""
@@ -12,10 +15,10 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name is None or "." in error.name or error.name == "foreword":
             raise
+        extra = _EXTRAS.get(sys.argv[1] if len(sys.argv) > 1 else "", "server")
         print(
-            f"foreword: the package {error.name} is not installed; install this command with "
-            "pip install 'foreword[server]' (foreword[router] for a router, foreword[vllm] beside vLLM, "
-            "foreword[conform] for `foreword conform`)",
+            f"foreword: the package {error.name} is not installed; install what this command needs with "
+            f"pip install 'foreword[{extra}]'{' (foreword[vllm] beside vLLM)' if extra == 'server' else ''}",
             file=sys.stderr,
         )
         sys.exit(2)

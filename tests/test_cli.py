@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from foreword import __version__
@@ -64,7 +65,7 @@ def test_every_key_has_a_flag_with_a_description() -> None:
     """Each configuration key is a flag of `serve` (the model is the argument) or of `route` (replicas go by `--replica`), and
     its help is the docstring's."""
     shown = "".join(
-        runner.invoke(cli.app, [command, "--help"], terminal_width=200).output for command in ("serve", "route")
+        runner.invoke(cli.app, [command, "--help-all"], terminal_width=200).output for command in ("serve", "route")
     )
     flags = list(config_flags())
     assert len(flags) == sum(
@@ -139,9 +140,33 @@ def test_shell_completion() -> None:
     assert found.stdout.strip() == "serve"
 
 
+def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
+    """The names of all commands that do something."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield path
+    for name, child in (children or {}).items():
+        yield from commands(child, *path, name)
+
+
+@pytest.mark.parametrize("command", commands(get_command(cli.app)), ids=" ".join)
+def test_help_is_short(command: tuple[str, ...]) -> None:
+    """`--help` of each command lists at most 16 options and ends with an example of this command; `--help-all` lists all of
+    its options. Without options of `--help-all` it does not name it."""
+    short, long = (
+        runner.invoke(cli.app, [*command, flag], terminal_width=200, catch_exceptions=False).output
+        for flag in ("--help", "--help-all")
+    )
+    options = [set(re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)) for text in (short, long)]
+    assert len(options[0] - {"--help", "--help-all"}) <= 16
+    assert options[0] - {"--help-all"} <= options[1]
+    assert ("--help-all" in options[0]) == (len(options[1]) > len(options[0] - {"--help-all"}))
+    assert "Example" in short and short.rstrip().splitlines()[-1].startswith(f"    foreword {' '.join(command)}")
+
+
 def test_flags_are_grouped() -> None:
-    """`serve --help` lists its flags under a heading for each section of the configuration."""
-    shown = runner.invoke(cli.app, ["serve", "--help"], terminal_width=200).output
+    """`serve --help-all` lists its flags under a heading for each section of the configuration."""
+    shown = runner.invoke(cli.app, ["serve", "--help-all"], terminal_width=200).output
     headings = ["Arguments:", "Options:", "Engine:", "Server:", "Named prefixes:", "Stores:"]
     assert [heading for heading in headings if heading in shown] == headings
     assert shown.index("Engine:") < shown.index("--block-size") < shown.index("Server:") < shown.index("--port")
@@ -150,7 +175,7 @@ def test_flags_are_grouped() -> None:
 def test_help_contains_no_requirement_numbers_and_no_python() -> None:
     """Help is in plain words: without requirement numbers, and without values such as None."""
     for command in ("serve", "route", "doctor", "demo", "simulate", "verify", "forget"):
-        shown = runner.invoke(cli.app, [command, "--help"], terminal_width=200).output
+        shown = runner.invoke(cli.app, [command, "--help-all"], terminal_width=200).output
         assert not re.search(r"\bR\d+\b|\bNone\b|\bTrue\b|\bFalse\b", shown), command
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -159,6 +160,22 @@ requests = [TraceRequest(9.0 * number, [number], 64, 64, 1) for number in range(
 result = simulate(requests, FleetSpec(replicas=3, block_size=64), "last", EngineCosts())
 print([name for name, one in result.replicas.items() if one.steps])
 """
+
+
+def test_a_bug_is_a_sentence(tmp_path: Path) -> None:
+    """What nobody expected, such as a package that fails when it is imported, is one line, which names a file with the
+    traceback."""
+    (tmp_path / "bug.py").write_text("1 / 0")
+    (tmp_path / "pyproject.toml").write_text(
+        "[project]\nname = 'bug'\nversion = '1'\n[project.entry-points.'foreword.stores']\nbug = 'bug:BUG'\n"
+    )
+    describe(tmp_path, tmp_path)
+    done = foreword(os.pathsep.join([str(CHECKOUT), str(tmp_path)]), "inspect", "bug:///x")
+    [line] = done.stderr.splitlines()
+    assert done.returncode == 1 and line.endswith(": ZeroDivisionError: division by zero")
+    [file] = re.findall(r"/\S+\.log", line)
+    assert "bug.py" in Path(file).read_text()
+    Path(file).unlink()
 
 
 def test_a_tool_format_and_a_policy_of_another_package(tmp_path: Path) -> None:

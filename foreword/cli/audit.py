@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from foreword.blocks.prefix_cache import HOLE
+from foreword.cli.help import described
 from foreword.errors import BadRequest
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A report from the folder of --audit-reports.")]
@@ -19,8 +20,8 @@ _LARGEST = 1 << 30
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     group = typer.Typer(no_args_is_help=True, help="Reports of hits whose KV was wrong.")
-    group.command("show")(show)
-    group.command("rerun")(rerun)
+    group.command("show", **described("audit show reports/audit-1764000000-0f3a.json"))(show)
+    group.command("rerun", **described("audit rerun reports/audit-1764000000-0f3a.json"))(rerun)
     app.add_typer(group, name="audit")
 
 

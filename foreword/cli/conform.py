@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.cli.help import described
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("conform")(conform)
+    examples = ("conform --store 'disk:///tmp/empty?size=1GiB'", "conform --engine --only reuse")
+    app.command("conform", **described(*examples))(conform)
 
 
 def conform(

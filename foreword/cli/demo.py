@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.cli.help import described
 from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ HEAD = ("", "TTFT (median)", "worst", "speed-up", "tokens/s", "cached prompt tok
 def register(app: typer.Typer) -> None:
     """Add the command `demo`."""
 
-    @app.command()
+    @app.command(**described("demo"))
     def demo(
         max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
         json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,

@@ -17,8 +17,9 @@ import typer
 
 from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
-from foreword.cli.flags import GroupedCommand, with_config
-from foreword.config import Config, EngineConfig
+from foreword.cli.flags import with_config
+from foreword.cli.help import described
+from foreword.config import Config, EngineConfig, StoreConfig
 from foreword.errors import ForewordError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "prometheus_client")
@@ -39,24 +40,33 @@ class Finding:
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(cls=GroupedCommand)(with_config(doctor))
+    common = ("config", "load", "no-load", "verbose", "device", "dtype", "kv-memory", "host", "port", "store")
+    example = "doctor --store 'disk:///var/cache/foreword?size=20GiB'"
+    app.command(**described("doctor", example, common=common))(with_config(doctor))
 
 
 def doctor(
     config: Config,
     *,
     load: Annotated[bool, typer.Option("--load/--no-load", help="Load the model and check that it computes.")] = True,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what was measured to choose the model's kernels.")
+    ] = False,
 ) -> None:
     """Check this machine and this configuration. Status 1 if something would not work."""
+    from foreword.engine.preflight import without_collections
+
     healthy = True
-    for finding in examine(config, load):
-        healthy &= finding.ok
-        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.topic:<10} {finding.text}", flush=True)
+    with without_collections():
+        for finding in examine(config, load, verbose):
+            healthy &= finding.ok
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.topic:<10} {finding.text}", flush=True)
     raise typer.Exit(0 if healthy else 1)
 
 
-def examine(config: Config, load: bool) -> Iterator[Finding]:
-    """Findings, cheap ones first. `load` also loads the model, which takes time and memory."""
+def examine(config: Config, load: bool, verbose: bool = False) -> Iterator[Finding]:
+    """Findings, cheap ones first. `load` also loads the model, which takes time and memory; with `verbose` also what was
+    measured to choose its kernels."""
     yield Finding("versions", _versions())
     yield Finding("cores", _cores())
     yield Finding("memory", _memory())
@@ -66,7 +76,7 @@ def examine(config: Config, load: bool) -> Iterator[Finding]:
     for url in config.store.urls:
         yield _store(url)
     if load:
-        yield from _model(config)
+        yield from _model(config, verbose)
 
 
 def _versions() -> str:
@@ -165,26 +175,26 @@ def _store(url: str) -> Finding:
     return Finding("store", f"{shown}: opened and answered in {seconds * 1000:.0f} ms{held}")
 
 
-def _model(config: Config) -> Iterator[Finding]:
-    """Load the model; also what was measured to choose its kernels."""
-    from foreword.entrypoints.async_engine import AsyncEngine
+def _model(config: Config, verbose: bool) -> Iterator[Finding]:
+    from foreword.engine import preflight
 
     began = time.monotonic()
     try:
-        engine = AsyncEngine.from_config(config.engine, prefixes=config.prefixes)
+        preflight.check(config.engine, StoreConfig(), config.transfer)
+        from foreword.entrypoints.build import build_engine
+
+        info = build_engine(config.engine, prefixes=config.prefixes).info
     except ForewordError as error:
         yield Finding("model", error.message, ok=False)
         return
     seconds = time.monotonic() - began
-    info = engine.info
-    engine.close()
     text = f"{info.name}: loaded in {seconds:.1f} s, {info.parameters} parameters, {info.dtype} on {info.device}, "
     yield Finding(
         "model",
         text + f"up to {info.max_model_len} tokens, KV memory for {info.kv_tokens} tokens at "
         f"{info.kv_bytes_per_token} bytes each",
     )
-    for line in info.backends:
+    for line in info.backends if verbose else ():
         yield Finding("chosen", line)
 
 

@@ -1,4 +1,4 @@
-"""Command-line flags from the configuration's dataclasses: one flag per key, grouped by section in `--help`.
+"""Command-line flags from the configuration's dataclasses: one flag per key, grouped by section in the help.
 
 A flag's help is the description of its key in the dataclass's docstring.
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from foreword.config import Config, load_config
 
@@ -99,22 +98,6 @@ class ConfigFlag:
         option = typer.Option(None, shown, help=self.help, show_default=False, rich_help_panel=panel)
         kind = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.variable, kind, default=option, annotation=self.kind | None)
-
-
-class GroupedCommand(TyperCommand):
-    """A command whose `--help` lists options in groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        for name, records in groups.items():
-            if records:
-                with formatter.section(name):
-                    formatter.write_dl(records)
 
 
 def config_flags() -> Iterator[ConfigFlag]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import traceback
 from typing import Annotated
 
 import typer
@@ -16,6 +19,7 @@ app = typer.Typer(
     help="A KV cache for LLM serving: offload, prefix-aware routing, named prefixes, and a small serving engine.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
 for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit):
@@ -44,6 +48,17 @@ def main() -> None:
     except ForewordError as error:
         print(f"foreword: {error.message}", file=sys.stderr)
         sys.exit(1 if error.fault == "server" else 2)
+    except BrokenPipeError:  # the reader of the output has ended, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except ModuleNotFoundError:
+        raise  # foreword/__main__.py says which extra installs it
+    except Exception as error:  # noqa: BLE001 - a bug: users get a sentence, and those who mend it the traceback
+        with tempfile.NamedTemporaryFile("w", prefix="foreword-", suffix=".log", delete=False) as file:
+            traceback.print_exc(file=file)
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"foreword: this is a bug, please report it with the file {file.name}: {said}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

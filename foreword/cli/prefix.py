@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from foreword.cli.client import call_server, plural
+from foreword.cli.help import described
 from foreword.errors import ConfigError
 
 prefix_app = typer.Typer(help="Named prefixes of a running server.", no_args_is_help=True, rich_markup_mode=None)
@@ -26,7 +27,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(prefix_app, name="prefix")
 
 
-@prefix_app.command("add")
+@prefix_app.command("add", **described("prefix add manual --file manual.md"))
 def prefix_add(
     name: PrefixName,
     *,
@@ -43,7 +44,7 @@ def prefix_add(
     print(_summary(made))
 
 
-@prefix_app.command("list")
+@prefix_app.command("list", **described("prefix list --server http://127.0.0.1:8000"))
 def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """List the named prefixes with their size and use."""
     found = call_server(server, api_key, "GET", "/v1/prefixes")
@@ -54,13 +55,13 @@ def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = N
     print(f"{found['pinned_bytes']} bytes pinned, {limit}")
 
 
-@prefix_app.command("show")
+@prefix_app.command("show", **described("prefix show manual"))
 def prefix_show(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """Show one prefix with its content, as JSON."""
     print(json.dumps(call_server(server, api_key, "GET", _prefix_path(name)), indent=2, ensure_ascii=False))
 
 
-@prefix_app.command("remove")
+@prefix_app.command("remove", **described("prefix remove manual"))
 def prefix_remove(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
     """Remove a prefix and unpin its blocks."""
     removed = call_server(server, api_key, "DELETE", _prefix_path(name))

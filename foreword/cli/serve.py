@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import typer
 
-from foreword.cli.flags import GroupedCommand, with_config, with_router_config
+from foreword.cli.flags import with_config, with_router_config
+from foreword.cli.help import described
 from foreword.config import Config
+
+_LISTENING = ("config", "host", "port", "api-keys", "log-level")
+_SERVE = (
+    *("device", "dtype", "kv-memory", "max-model-len", "max-num-seqs", "served-model-name"),
+    *("tenant-secret", "tool-parser", "prefix-budget", "store"),
+)
+_ROUTE = (
+    *("replica", "replica-file", "replica-dns", "replica-service", "replica-key", "policy", "tokenizer", "max-waiting"),
+    *("prefix-file", "admin-key"),
+)
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command(cls=GroupedCommand)(with_config(serve))
-    app.command(cls=GroupedCommand)(with_router_config(route))
+    examples = ("serve", "serve Qwen/Qwen3-0.6B --store 'disk:///var/cache/foreword?size=20GiB'")
+    app.command(**described(*examples, common=_LISTENING + _SERVE))(with_config(serve))
+    example = "route --replica http://127.0.0.1:8001 --replica http://127.0.0.1:8002"
+    app.command(**described(example, common=_LISTENING + _ROUTE))(with_router_config(route))
 
 
 def serve(config: Config) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.cli.help import described
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,8 +131,25 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("simulate")(simulate)
-    app.command("calibrate")(calibrate)
+    common = (
+        *(
+            "replicas",
+            "policy",
+            "device",
+            "memory",
+            "disk",
+            "shared",
+            "costs",
+            "block-size",
+            "speed",
+            "limit",
+            "tenant",
+        ),
+        *("slo", "price", "out", "json"),
+    )
+    example = "simulate trace.jsonl --replicas 4,8 --policy all --out fleet.html"
+    app.command("simulate", **described(example, common=common))(simulate)
+    app.command("calibrate", **described("calibrate Qwen/Qwen3-0.6B --out costs.json"))(calibrate)
 
 
 def simulate(

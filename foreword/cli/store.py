@@ -17,6 +17,7 @@ import typer
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.client import plural
+from foreword.cli.help import described
 from foreword.errors import BadFrame, ConfigError
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ _LARGEST_FRAME = 64 << 20
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    app.command("inspect")(inspect_store)
-    app.command("verify")(verify)
-    app.command("forget")(forget)
+    app.command("inspect", **described("inspect disk:///var/cache/foreword"))(inspect_store)
+    app.command("verify", **described("verify --repair disk:///var/cache/foreword"))(verify)
+    app.command("forget", **described("forget --tenant alice disk:///var/cache/foreword"))(forget)
 
 
 def _opened(urls: list[str], *, only_read: bool = False) -> closing[TieredStore]:

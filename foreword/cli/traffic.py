@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foreword.cli.help import described
+
 if TYPE_CHECKING:
     from foreword.sim.traffic import CauseSummary, TrafficReport
 
@@ -30,7 +32,7 @@ def _group() -> None:
     """Keeps `report` a command of its own while it is the only one."""
 
 
-@traffic_app.command("report")
+@traffic_app.command("report", **described("traffic report recording.jsonl"))
 def report(recordings: Recordings, *, as_json: AsJson = False) -> None:
     """Rank the causes of cache misses by recomputed tokens, and estimate what it saves to remove each of them."""
     from foreword.sim.traffic import traffic_report

@@ -7,6 +7,9 @@ memory of a device, is checked then.
 from __future__ import annotations
 
 import ctypes
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +44,17 @@ def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -
     if config.batch_invariant and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
     KeyRing.of(stores)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """For the imports of torch and Transformers in a process of Foreword's own: collections of garbage would take a seventh of
+    their time, and find nothing."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_model(source: str) -> None:

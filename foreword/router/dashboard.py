@@ -35,6 +35,10 @@ def _add_pages(app: web.Application) -> None:
         found = pages.respond(request.match_info.get("name"), request.headers.get("if-none-match"))
         return web.Response(body=found.body, status=found.status, headers=found.headers)
 
+    async def root(request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"location": "ui"})
+
+    app.router.add_get("/", root)
     app.router.add_get("/ui", page)
     app.router.add_get("/ui/{name:.*}", page)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from foreword import __version__
 from foreword.api.prefixes import describe
@@ -81,6 +81,10 @@ def add_routes(routes: Routes, context: ServerContext, history: MetricsHistory) 
         found = pages.respond(request.path_params.get("name"), request.headers.get("if-none-match"))
         return Response(found.body, found.status, found.headers)
 
+    async def root(request: Request) -> Response:
+        return RedirectResponse("ui")
+
+    routes.add("GET", "/", None)(root)
     routes.add("GET", "/ui", None)(page)
     routes.add("GET", "/ui/{name:path}", None)(page)
 

@@ -273,7 +273,8 @@ def load_engine(
     config: Config, observers: Sequence[Observer], events: KvEvents | None, progress: Callable[[str], None]
 ) -> AsyncEngine:
     """Load the engine, which imports torch. Raises ForewordError."""
-    from foreword.entrypoints.async_engine import AsyncEngine
+    with preflight.without_collections():
+        from foreword.entrypoints.async_engine import AsyncEngine
 
     role, transfer = config.role, config.transfer.with_secret()
     engine = AsyncEngine.from_config(

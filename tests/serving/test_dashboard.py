@@ -305,9 +305,10 @@ def hide(page: Page, hidden: bool) -> None:
 
 
 def test_files(site: DashboardServer) -> None:
-    """All files of the page come from this server, with a policy that allows no inline scripts and no other hosts."""
+    """`/` leads to the page. All its files come from this server, with a policy that allows no inline scripts and no other
+    hosts."""
     with httpx.Client(base_url=site.url, follow_redirects=True, timeout=60) as client:
-        answer = client.get("/ui")
+        answer = client.get("/")
         assert str(answer.url).endswith("/ui/") and answer.headers["content-type"].startswith("text/html")
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "*" not in policy

@@ -391,7 +391,7 @@ def test_pauses_of_the_circuit_breaker() -> None:
 
 
 def test_no_healthy_replica(loop: Loop) -> None:
-    """Without a healthy replica requests are refused at once, with 503, Retry-After and the reason."""
+    """Without a healthy replica requests are refused at once, with 503, Retry-After and the reason. `/` leads to the page."""
     scripted = Scripted(loop)
     relay = Relay(loop, scripted.url)
     with routed(*named(relay), replicas=1) as router:
@@ -401,6 +401,8 @@ def test_no_healthy_replica(loop: Loop) -> None:
         assert answer.status_code == 503 and answer.headers["retry-after"]
         assert "cannot connect" in answer.json()["error"]["message"]
         assert http_client.get(f"{router.url}/health").status_code == 200
+        root = http_client.get(f"{router.url}/")
+        assert (root.status_code, root.headers["location"]) == (307, "ui")
 
 
 def test_queue_then_429(loop: Loop) -> None:
