@@ -188,7 +188,7 @@ def is_sparse(name: bytes) -> bool:
 
 def requests_of(trace: Sequence[TraceRequest], size: int) -> list[Request]:
     """Each request's full blocks as numbers. Blocks of answers that the trace does not contain are unique."""
-    root = Scope(b"checkpoints", size, b"").root()
+    root = Scope(b"checkpoints", size).root()
     numbers: dict[bytes, int] = {}
     unique = count(1 << 31)
     found: list[Request] = []

@@ -72,7 +72,7 @@ class InstancePair:
         return asyncio.run(gather())
 
     def _request(self, prompt: list[int], params: SamplingParams, prefill: str = "") -> Request:
-        return Request(f"p{next(self._ids)}", tuple(prompt), params, b"", want_cache_report=True, prefill=prefill)
+        return Request(f"p{next(self._ids)}", tuple(prompt), params, want_cache_report=True, prefill=prefill)
 
     async def _prefill(self, prompt: list[int], params: SamplingParams) -> Found:
         assert self.first.instance is not None

@@ -159,7 +159,7 @@ def measure_shape(kind: str, replicas: int, requests: int) -> list[str]:
     for number in range(requests):
         now = 0.3 * number / replicas
         tokens = text("common", common) + text(rng.random(), length - common)
-        others = {size: chain_keys(Scope(b"model", size).root(), tokens, size) for size in sizes}
+        others = {("", size): chain_keys(Scope(b"model", size).root(), tokens, size) for size in sizes}
         query = PlacementQuery(chain_keys(ROOT, tokens, BLOCK), length, BLOCK, other_keys=others)
         began = time.process_time()
         decision = fleet.place(query, now)

@@ -30,6 +30,7 @@ from timing import machine, set_up, table, version_of
 from tokenizers import Tokenizer
 
 from foreword.api.listener import bind, url_of
+from foreword.blocks.salt import NO_SALT
 from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.process import serving
@@ -196,7 +197,7 @@ def decide(router: Router, request: Request) -> Decision:
     pool = router.pool("bench")
     prompt = TokenizedPrompt(request.body["prompt"], "client")
     session = f"{router.auth.tenant({}).name}/{request.session}" if request.session else None
-    query = pool.query(prompt, "bench", None, session, request.body["max_tokens"])
+    query = pool.query(prompt, "bench", NO_SALT, session, request.body["max_tokens"])
     return pool.fleet.place(query, clock())
 
 

@@ -26,6 +26,7 @@ from timing import machine, set_up, table
 from torch import Tensor
 
 from foreword import LLM, SamplingParams
+from foreword.blocks.salt import NO_SALT
 from foreword.engine.draw import Draw
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
@@ -107,7 +108,7 @@ def history(rounds: int) -> None:
     made = random.Random(1)
     old, fresh = (LLM(kv_memory="4096 tokens", history_tokens=size) for size in (REMEMBERED, 0))
     for _ in range(REMEMBERED // 30 + 1):
-        old._core._history.add(b"", array("I", (made.randrange(1000) for _ in range(30))))
+        old._core._history.add(NO_SALT, array("I", (made.randrange(1000) for _ in range(30))))
     taken: dict[LLM, list[float]] = {old: [], fresh: []}
     for _ in range(rounds):
         prompts = [[made.randrange(1000) for _ in range(20)] for _ in range(40)]

@@ -263,7 +263,7 @@ def as_blocks(trace: Sequence[object], size: int) -> tuple[list[list[Block]], li
     from foreword.blocks.keys import Scope, chain_keys
     from foreword.sim.trace import TraceRequest
 
-    root = Scope(b"eviction", size, b"").root()
+    root = Scope(b"eviction", size).root()
     numbers: dict[bytes, Block] = {}
     names: list[bytes] = []
     requests: list[list[Block]] = []

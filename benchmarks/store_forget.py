@@ -21,18 +21,20 @@ from pathlib import Path
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.salt import Salt
 from foreword.store.frame import RAW, Header, frame
 
 MODEL = b"m" * 32
 LAYOUT = Layout(MODEL, 16, (LayerLayout(1, 8, 8),), "bfloat16").fingerprint
 ERASE = """
 import json, resource, sys, time
+from foreword.blocks.salt import Salt
 from foreword.prefixes.erasure import forget_tenant
 from foreword.store.urls import open_store
 started = time.perf_counter()
 store = open_store([sys.argv[1]])
 opened = time.perf_counter()
-receipt = forget_tenant(store, sys.argv[2].encode())
+receipt = forget_tenant(store, Salt(sys.argv[2].encode()))
 seconds = time.perf_counter() - opened
 store.close()
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -42,7 +44,7 @@ print(json.dumps({**receipt.plain(), "open_seconds": opened - started, "seconds"
 
 def write_tenant(folder: Path, salt: bytes, count: int) -> int:
     """Write a tenant's chain without every tenth block. Returns how many blocks it has."""
-    root = Scope(MODEL, 16, salt).root()
+    root = Scope(MODEL, 16, Salt(salt)).root()
     place = folder / LAYOUT.hex() / root[:16].hex()
     for number in range(256):
         (place / f"{number:02x}").mkdir(parents=True, mode=0o700)
@@ -60,7 +62,7 @@ def write_tenant(folder: Path, salt: bytes, count: int) -> int:
 
 
 def files_of(folder: Path, salt: bytes) -> int:
-    place = folder / LAYOUT.hex() / Scope(MODEL, 16, salt).root()[:16].hex()
+    place = folder / LAYOUT.hex() / Scope(MODEL, 16, Salt(salt)).root()[:16].hex()
     return sum(len(files) for _, _, files in os.walk(place))
 
 

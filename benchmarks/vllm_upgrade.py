@@ -181,7 +181,7 @@ def main() -> None:
                     print(json.dumps(row), flush=True)
                     if arguments.json is not None:
                         lines = [cells(one) for one in rows]
-                        write_figures(arguments.json, "Upgrades of vLLM", HEAD, lines, set_up_facts, rows=rows)
+                        write_figures(arguments.json, "Upgrades of vLLM", HEAD, lines, set_up_facts, kinds=rows)
             except (Failed, subprocess.TimeoutExpired) as error:
                 print(f"{name}: {error}", flush=True)
                 failed = True

@@ -20,13 +20,13 @@ class BlocksStored:
     Attributes:
         parent: key of the block before the first of these.
         tokens: tokens of these blocks.
-        salt: the tenant's cache salt if these are the first blocks of a chain, else None.
+        salt: `Salt.text` if these are the first blocks of a chain, else None.
     """
 
     parent: bytes
     keys: tuple[bytes, ...]
     tokens: Sequence[int] = ()
-    salt: bytes | None = None
+    salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def resolved(*requirements: str) -> tuple[dict[str, Any], ...]:
 
 @functools.cache
 def cpu_build() -> tuple[str, ...]:
-    """Requirements for the CPU build of torch: from PyTorch's index, or from a wheel on this machine."""
+    """Requirements for the CPU build of torch: a wheel that pip finds here, or PyTorch's index."""
     command = [
         sys.executable,
         "-m",
@@ -71,11 +71,11 @@ def cpu_build() -> tuple[str, ...]:
         "--no-deps",
         "--retries=0",
     ]
-    index = ("--extra-index-url", CPU_LINE.split()[-1])
-    for wanted in (("torch", "--index-url", index[1]), ("torch==2.13.0+cpu",)):
+    for more in ((), ("--extra-index-url", CPU_LINE.split()[-1])):
+        wanted = ("torch==2.13.0+cpu", *more)
         if subprocess.run([*command, "--timeout=10", *wanted], capture_output=True).returncode == 0:
-            return ("torch", *index) if len(wanted) > 1 else wanted
-    pytest.skip("neither PyTorch's index nor a local wheel gives the CPU build of torch")
+            return wanted
+    pytest.skip("neither a local wheel nor PyTorch's index gives the CPU build of torch")
 
 
 def size(package: dict[str, Any]) -> int:

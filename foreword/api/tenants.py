@@ -1,8 +1,8 @@
 """Authentication: API key -> tenant -> cache salt. The server and the router share it.
 
 The salt decides which cached blocks a request can hit. It depends on the API key; `cache_salt` in a request divides the
-tenant's cache further (`mix_salt`), and never reaches another tenant's. Only a router with the `router_key` authenticates
-callers itself and names their salt in the header `x-foreword-salt`.
+tenant's cache further (`blocks/salt.py`), and never reaches another tenant's. Only a router with the `router_key` authenticates
+callers itself and names their tenant's salt in the header `x-foreword-salt`.
 """
 
 from __future__ import annotations
@@ -124,11 +124,6 @@ def _tenant_of_salt(salt: str | None) -> Tenant:
 def derive_salt(secret: bytes, tenant: str) -> bytes:
     """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
     return hmac.digest(secret, tenant.encode(), hashlib.sha256)
-
-
-def mix_salt(salt: bytes, cache_salt: str) -> bytes:
-    """The salt of a request with its own `cache_salt`: it separates requests within a tenant and never joins tenants."""
-    return hmac.digest(salt, b"cache_salt\x00" + cache_salt.encode("utf-8", "surrogatepass"), hashlib.sha256)
 
 
 def _read(path: str | None) -> list[str]:

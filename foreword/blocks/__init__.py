@@ -3,6 +3,7 @@
 from foreword.blocks.keys import KEY_BYTES, KEY_FORMAT, Scope, TokenChain, chain_keys
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.prefix_cache import BlockTable, Copy, Match, PrefixCache
+from foreword.blocks.salt import Salt
 
 __all__ = [
     "KEY_BYTES",
@@ -12,6 +13,7 @@ __all__ = [
     "Copy",
     "Match",
     "PrefixCache",
+    "Salt",
     "Scope",
     "TokenChain",
     "chain_keys",

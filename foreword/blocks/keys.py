@@ -1,6 +1,6 @@
 """Block keys: chained SHA-256 hashes of tokens. The format is specified in docs/reference/formats.md.
 
-    key_0     = tenant (16 bytes) || first 16 bytes of SHA-256(scope)
+    key_0     = salt's digest (16 bytes) || first 16 bytes of SHA-256(scope)
     key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)
 
 Keys are equal in all processes, on all machines and after restarts. The block size is part of the scope. It fixes the
@@ -16,11 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest
 
 KEY_FORMAT = 2
 KEY_BYTES = 32
-VLLM_SALT = b"vllm\x00"  # before the `cache_salt` of a request to vLLM
 _MAGIC = b"foreword/key\x00"
 _TOKEN_BYTES = 4
 
@@ -35,27 +35,23 @@ class Scope:
     Attributes:
         model: fingerprint of the weights (of their content, not their path).
         block_size: tokens per block.
-        salt: the tenant's cache salt. Tenants with equal salts share blocks, others never do.
+        salt: of the tenant and the client. Equal salts share blocks, others never do.
     """
 
     model: bytes
     block_size: int
-    salt: bytes = b""
+    salt: Salt = NO_SALT
 
     def encode(self) -> bytes:
-        """Canonical bytes: magic, format, block size, then model and salt, each after its length (uint32 LE)."""
+        """Canonical bytes: magic, format, block size, then model, tenant and the client's salt if there is one, each after its
+        length (uint32 LE)."""
         head = struct.pack("<II", KEY_FORMAT, self.block_size)
-        parts = (struct.pack("<I", len(part)) + part for part in (self.model, self.salt))
-        return _MAGIC + head + b"".join(parts)
+        given = (self.model, *self.salt) if self.salt.client else (self.model, self.salt.tenant)
+        return _MAGIC + head + b"".join(struct.pack("<I", len(part)) + part for part in given)
 
     def root(self) -> bytes:
-        """`key_0`, the parent of a chain's first block. Its first 16 bytes are those of `tenant_digest`."""
-        return bytes.fromhex(tenant_digest(self.salt)) + sha256(self.encode()).digest()[:16]
-
-
-def tenant_digest(salt: bytes) -> str:
-    """Identifies a tenant without revealing the salt."""
-    return sha256(b"foreword/tenant\x00" + salt).hexdigest()[:32]
+        """`key_0`, the parent of a chain's first block. It begins with `Salt.digest`."""
+        return self.salt.digest + sha256(self.encode()).digest()[:16]
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:

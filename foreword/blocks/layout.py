@@ -2,9 +2,8 @@
 
 The layout is not part of a block's key (a router knows the tokens, not the tensors), but of the name under which a store
 keeps it: `name = layout fingerprint (16 bytes) || root (first 16 bytes of the chain's root key) || key (32 bytes)`. The
-layout implies the model, and the root begins with a digest of the tenant, so all blocks of a tenant in one layout have names
-with the same first 32 bytes. The written format is in
-docs/reference/formats.md.
+layout implies the model, and the root begins with a digest of the tenant (`salt.py`), so all blocks of a tenant in one layout
+have names with the same first 28 bytes. The written format is in docs/reference/formats.md.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 
 from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadRequest
 
 LAYOUT_FORMAT = 1
 FINGERPRINT_BYTES = 16
-ROOT_BYTES = 16
+ROOT_BYTES = DIGEST_BYTES
 PREFIX_BYTES = FINGERPRINT_BYTES + ROOT_BYTES
 NAME_BYTES = PREFIX_BYTES + KEY_BYTES
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -96,7 +96,7 @@ class Layout:
 
 
 def chain_prefix(layout: bytes, root: bytes) -> bytes:
-    """The first bytes of the names of all blocks with this layout and root key: those of one tenant in one layout."""
+    """The first bytes of the names of all blocks with this layout and root key."""
     return layout + root[:ROOT_BYTES]
 
 

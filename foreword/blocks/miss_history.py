@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Literal
 
 from foreword.blocks.common_prefixes import common_prefix_length
+from foreword.blocks.salt import Salt
 
 MissReason = Literal[
     "all_cached",
@@ -35,9 +36,9 @@ class Explanation:
 
 @dataclass(slots=True)
 class _RecentText:
-    """A tenant's tokens; `counted` of them are in the history's total."""
+    """The tokens of a salt; `counted` of them are in the history's total."""
 
-    salt: bytes
+    salt: Salt
     tokens: array[int]
     counted: int
 
@@ -57,7 +58,7 @@ class MissHistory:
         self._measure_next = 0
         self._total = 0
 
-    def add(self, salt: bytes, tokens: array[int]) -> None:
+    def add(self, salt: Salt, tokens: array[int]) -> None:
         """Remember a sequence, and forget the oldest ones beyond the capacity."""
         if not self._capacity:
             return
@@ -79,13 +80,13 @@ class MissHistory:
             text.counted = len(text.tokens)
             self._measure_next += 1
 
-    def recent(self, salt: bytes, count: int) -> list[array[int]]:
-        """Copies of a tenant's `count` newest sequences, newest first."""
+    def recent(self, salt: Salt, count: int) -> list[array[int]]:
+        """Copies of a salt's `count` newest sequences, newest first."""
         newest_first = reversed(self._texts.values())
         return [text.tokens[:] for text in islice((t for t in newest_first if t.salt == salt), count)]
 
     def explain(
-        self, salt: bytes, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False
+        self, salt: Salt, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False
     ) -> Explanation:
         """Explain why only `cached` of the prompt's tokens were cached. Costs O(tokens remembered)."""
         length = len(prompt)
@@ -100,7 +101,7 @@ class MissHistory:
         if same >= next_block and same > cached + 1:
             detail = f"Tokens up to {same} were computed before, but blocks after token {cached} have been evicted."
             return Explanation("evicted", None, detail)
-        if tell_other_tenants and self._longest_match(prompt, lambda other: other != salt) >= next_block:
+        if tell_other_tenants and self._longest_match(prompt, lambda other: other.tenant != salt.tenant) >= next_block:
             return Explanation("other_tenant", None, "Another tenant has this prefix; tenants do not share.")
         if same == length:
             detail = f"The whole prompt was seen before; its last {length - cached} tokens do not fill a block."
@@ -115,7 +116,7 @@ class MissHistory:
         detail = f"The closest recent prompt matches {same} tokens and differs at position {same}."
         return Explanation("diverged", same, detail)
 
-    def _longest_match(self, prompt: array[int], accepts: Callable[[bytes], bool]) -> int:
-        """Length of the longest prefix that the prompt shares with another text of an accepted tenant."""
+    def _longest_match(self, prompt: array[int], accepts: Callable[[Salt], bool]) -> int:
+        """Length of the longest prefix that the prompt shares with another text of an accepted salt."""
         others = (text for text in self._texts.values() if text.tokens is not prompt and accepts(text.salt))
         return max((common_prefix_length(prompt, text.tokens) for text in others), default=0)

@@ -138,7 +138,7 @@ class BlockPool:
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes], owner: bytes = b"") -> None:
         """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block. `owner`
-        is for `clear`."""
+        is the chain's root key, for `clear`."""
         block_keys, owners, index = self._keys, self._owners, self._index
         for block, key in zip(blocks, keys, strict=True):
             block_keys[block] = key
@@ -231,11 +231,11 @@ class BlockPool:
         pairs = enumerate(zip(self._refs, self._keys, self._owners, strict=True))
         return [block for block, (refs, key, of) in pairs if refs and key is not None and of == owner]
 
-    def clear(self, owner: bytes | None = None) -> int:
-        """Drop the cached content of all free blocks, or of those of one owner, and return their number. Blocks in use keep
-        their keys."""
+    def clear(self, owner: bytes = b"") -> int:
+        """Drop the cached content of all free blocks, or of those whose owners begin with `owner`, and return their number.
+        Blocks in use keep their keys."""
         cached = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
-        dropped = [(block, key) for block, key in cached if owner is None or self._owners[block] == owner]
+        dropped = [(block, key) for block, key in cached if self._owners[block].startswith(owner)]
         removed = []
         for block, key in dropped:
             self._keys[block] = None

@@ -31,6 +31,7 @@ from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import ConfigError, IntegrityError
 
 MAX_PARTIAL_BLOCKS = 4096
@@ -85,6 +86,7 @@ class BlockTable:
 
     Attributes:
         chain: the tokens and their keys.
+        salt: of the chain.
         blocks: block numbers; the KV of token `i` is in `blocks[i // block_size]`.
         others: the same of each further group. All groups have equally many blocks, HOLEs included.
         holes: number of leading HOLEs of each group.
@@ -93,10 +95,11 @@ class BlockTable:
         trimmed: number of full blocks at the last `trim`, which does nothing until there is another one.
     """
 
-    __slots__ = ("blocks", "chain", "holes", "next_block_at", "others", "published", "trimmed")
+    __slots__ = ("blocks", "chain", "holes", "next_block_at", "others", "published", "salt", "trimmed")
 
-    def __init__(self, chain: TokenChain, num_groups: int = 1) -> None:
+    def __init__(self, chain: TokenChain, num_groups: int = 1, salt: Salt = NO_SALT) -> None:
         self.chain = chain
+        self.salt = salt
         self.empty(num_groups)
 
     def empty(self, num_groups: int) -> None:
@@ -169,17 +172,17 @@ class PrefixCache:
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks * len(self.groups)
         self._on_published = on_published
-        self._roots: dict[bytes, bytes] = {}
+        self._roots: dict[Salt, bytes] = {}
         # Partly filled blocks: parent key -> (a block of each group, its tokens, the root), least recently noted first.
         self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int], bytes]] = OrderedDict()
         self._partial_parents: dict[int, bytes] = {}
 
-    def open(self, tokens: Iterable[int], *, salt: bytes = b"", extras: Sequence[bytes] = ()) -> BlockTable:
+    def open(self, tokens: Iterable[int], *, salt: Salt = NO_SALT, extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence. It has no blocks yet."""
-        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras), len(self.groups))
+        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras), len(self.groups), salt)
 
-    def root(self, salt: bytes) -> bytes:
-        """The root key of a tenant's chains."""
+    def root(self, salt: Salt) -> bytes:
+        """The root key of a salt's chains."""
         root = self._roots.get(salt)
         if root is None:
             if len(self._roots) >= 1024:
@@ -187,13 +190,9 @@ class PrefixCache:
             root = self._roots[salt] = self.scope(salt).root()
         return root
 
-    def scope(self, salt: bytes) -> Scope:
-        """What determines a tenant's keys. From any thread."""
+    def scope(self, salt: Salt) -> Scope:
+        """What determines a salt's keys. From any thread."""
         return Scope(self._model, self.block_size, salt)
-
-    def salt_of(self, root: bytes) -> bytes | None:
-        """The salt of a recently used root key."""
-        return next((salt for salt, known in self._roots.items() if known == root), None)
 
     def lookup(self, table: BlockTable) -> Match:
         """The longest cached prefix of the table's tokens. Changes nothing: no references, no eviction order."""
@@ -490,20 +489,21 @@ class PrefixCache:
     def unpin(self, blocks: Sequence[int]) -> None:
         self.pool.release(blocks)
 
-    def clear(self, salt: bytes | None = None) -> int:
-        """Drop all cached blocks that are not in use, or those of one tenant, and return their number."""
-        root = None if salt is None else self.root(salt)
-        self._forget_partials(root)
-        return self.pool.clear(root)
+    def clear(self, salt: Salt | None = None) -> int:
+        """Drop all cached blocks that are not in use, or those of a salt, without a client's salt those of the whole tenant.
+        Returns their number."""
+        owner = b"" if salt is None else salt.prefix
+        self._forget_partials(owner)
+        return self.pool.clear(owner)
 
     def drop(self, root: bytes) -> None:
-        """Drop all cached blocks of a tenant: no lookup finds them, those in use neither."""
+        """Drop all cached blocks of the chains with this root key: no lookup finds them, those in use neither."""
         self._forget_partials(root)
         self.pool.retract(self.pool.in_use(root))
         self.pool.clear(root)
 
-    def _forget_partials(self, root: bytes | None) -> None:
-        for parent in [key for key, (_, _, owner) in self._partials.items() if root in (None, owner)]:
+    def _forget_partials(self, owner: bytes) -> None:
+        for parent in [key for key, (_, _, root) in self._partials.items() if root.startswith(owner)]:
             self._forget_partial(parent)
 
     def check(self) -> None:

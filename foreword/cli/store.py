@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 import typer
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.salt import Salt
 from foreword.cli.client import plural
 from foreword.errors import BadFrame, ConfigError
 
@@ -112,9 +113,10 @@ def _tier_summary(tier: StoreTier, known: dict[bytes, LayoutRecord]) -> dict[str
 def _group_summary(
     fingerprint: bytes, entries: list[StoredBlock], chains: StoredChains, record: LayoutRecord | None
 ) -> dict[str, Any]:
+    from foreword.store.fair_share import tenant_of
+
     stored = [entry.stored_at for entry in entries if entry.stored_at]
     used = [entry.used_at for entry in entries if entry.used_at]
-    roots = Counter(entry.parent for entry in chains.heads())
     return {
         "layout": fingerprint.hex(),
         "model": record.model_name if record else None,
@@ -124,7 +126,7 @@ def _group_summary(
         "loss": record.described["loss"] if record else None,
         "blocks": len(entries),
         "bytes": sum(entry.size for entry in entries),
-        "tenants": len(roots),
+        "tenants": len({tenant_of(entry.name) for entry in entries}),
         "chains": chains.leaves(),
         "longest_chain": max((entry.depth for entry in entries), default=-1) + 1,
         "unreachable": chains.unreachable(),
@@ -312,7 +314,7 @@ def forget(
         elif prefix is not None:
             receipt = erasure.forget_prefix(store, prefix)
         else:
-            receipt = erasure.forget_tenant(store, *_salts(tenant, tenant_secret, cache_salt))
+            receipt = erasure.forget_tenant(store, _salt(tenant, tenant_secret, cache_salt))
     _print_receipt(receipt.plain(tenant_secret))
 
 
@@ -320,18 +322,14 @@ def _choices(*given: object) -> Iterable[tuple[str, bool]]:
     return zip(("tenant", "no-tenant", "prefix", "model", "server"), map(bool, given), strict=True)
 
 
-def _salts(tenant: str | None, secret: str | None, cache_salt: str | None) -> list[bytes]:
-    """The salts of a tenant's requests (None: of those without a tenant), or of those with a `cache_salt`."""
-    from foreword.api.tenants import derive_salt, mix_salt
-    from foreword.blocks.keys import VLLM_SALT
+def _salt(tenant: str | None, secret: str | None, cache_salt: str | None) -> Salt:
+    """The salt of a tenant's requests (None: of those without a tenant), or of those with a `cache_salt`."""
+    from foreword.api.tenants import derive_salt
 
     if tenant is not None and secret is None:
         raise ConfigError("--tenant needs the servers' --tenant-secret: it determines the names of the tenant's blocks")
     salt = b"" if tenant is None or secret is None else derive_salt(secret.encode(), tenant)
-    if cache_salt is None:
-        return [salt]
-    in_vllm = [VLLM_SALT + cache_salt.encode()] if tenant is None else []
-    return [mix_salt(salt, cache_salt), *in_vllm]
+    return Salt.of(salt, cache_salt)
 
 
 def _print_receipt(receipt: dict[str, object]) -> None:

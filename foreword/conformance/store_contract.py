@@ -11,6 +11,8 @@ from typing import ClassVar
 
 import pytest
 
+from foreword.blocks.layout import ROOT_BYTES
+from foreword.blocks.salt import TENANT_BYTES
 from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import make_frames, names_of, present, read, soon, whole
@@ -197,13 +199,14 @@ class StoreContract(ReadContract, BudgetContract):
             assert not entry.parent or entry.depth == one.header.depth
 
     def test_list_names_and_erase(self, store: Store) -> None:
-        """list_names finds every block of a layout, of a root, of both, and of any, and no other block, also where chains have
-        gaps. What it lists may be deleted while it lists. erase deletes the same blocks and no other."""
+        """list_names finds every block of a layout, of a root, of a tenant's roots, of both, and of any, and no other block,
+        also where chains have gaps. What it lists may be deleted while it lists. erase deletes the same blocks and no other."""
         tenants = [bytes([number]) * 32 for number in (1, 2)]
+        salted = tenants[0][:TENANT_BYTES] + bytes(20)
         layouts = [bytes([number]) * 16 for number in (3, 4)]
         chains = {
             (layout, root): make_frames(number, 70, 100, layout=layout, root=root)
-            for number, (layout, root) in enumerate(itertools.product(layouts, tenants))
+            for number, (layout, root) in enumerate(itertools.product(layouts, [*tenants, salted]))
         }
         for chain in chains.values():
             store.put(chain, deadline=soon())
@@ -213,15 +216,19 @@ class StoreContract(ReadContract, BudgetContract):
             return {name for names in store.list_names(layout, root, deadline=soon()) for name in names}
 
         wanted = {place: {*names_of(chain)} - {chain[0].name, chain[30].name} for place, chain in chains.items()}
-        for layout, root in itertools.product((b"", *layouts), (b"", *tenants)):
-            some = [names for place, names in wanted.items() if layout in (b"", place[0]) and root in (b"", place[1])]
-            assert listed(layout, root[:16]) == set().union(*some)
-        assert listed(bytes(16)) == listed(b"", bytes(16)) == set()
+        roots = [b"", *(root[:size] for root in (*tenants, salted) for size in (TENANT_BYTES, ROOT_BYTES))]
+        for layout, root in itertools.product((b"", *layouts), roots):
+            some = [names for at, names in wanted.items() if at[0].startswith(layout) and at[1].startswith(root)]
+            assert listed(layout, root) == set().union(*some)
+        assert listed(bytes(16)) == listed(b"", bytes(16)) == listed(b"", bytes(TENANT_BYTES)) == set()
         for names in store.list_names(layouts[0], tenants[0][:16], deadline=soon()):
             assert store.delete(names, deadline=soon()) == len(set(names))
         assert listed(b"", tenants[0][:16]) == wanted[layouts[1], tenants[0]]
         assert store.erase(b"", tenants[0][:16], deadline=soon()) >= 68
         assert listed(b"", tenants[0][:16]) == set()
+        assert listed(b"", salted[:16]) == wanted[layouts[0], salted] | wanted[layouts[1], salted]
+        assert store.erase(layouts[0], tenants[0][:TENANT_BYTES], deadline=soon()) >= 68
+        assert listed(b"", tenants[0][:TENANT_BYTES]) == wanted[layouts[1], salted]
         assert listed(b"", tenants[1][:16]) == wanted[layouts[0], tenants[1]] | wanted[layouts[1], tenants[1]]
 
     def test_deleting_while_scanning(self, store: Store) -> None:

@@ -15,10 +15,11 @@ import msgspec
 
 from foreword.blocks.keys import token_bytes
 from foreword.blocks.retention import Retention
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.request import MAX_N, CacheReport, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class PrefillTask:
     params: SamplingParams
     seed: int
     index: int = 0
-    salt: bytes = b""
+    salt: Salt = NO_SALT
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class MigrationOffer:
         max_total: length at which it ends.
         room: the destination needs blocks for so many tokens: no more have KV when it arrives.
         envelope: the server's: how the response is written. Opaque to engines.
-        retain, owner: what it keeps, and whose budget counts that, as in `engine.request.Request`.
+        retain: what it keeps, as in `engine.request.Request`.
     """
 
     id: str
@@ -73,12 +74,11 @@ class MigrationOffer:
     max_total: int
     room: int
     index: int = 0
-    salt: bytes = b""
+    salt: Salt = NO_SALT
     want_cache_report: bool = False
     envelope: bytes = b""
     version: int = VERSION
     retain: tuple[Retention, ...] = ()
-    owner: bytes | None = None
 
     def __post_init__(self) -> None:
         _check_draw(self.seed, self.index)

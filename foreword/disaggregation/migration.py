@@ -160,8 +160,7 @@ class Migrations:
         request, tokens = sequence.request, pack(sequence.table.chain.tokens)
         limits = (request.params, sequence.seed, sequence.max_total, room)
         rest = (request.index, request.salt, request.want_cache_report, envelope)
-        retain, owner = request.retain, request.owner
-        offer = MigrationOffer(new_id, tokens, sequence.num_prompt, *limits, *rest, retain=retain, owner=owner)
+        offer = MigrationOffer(new_id, tokens, sequence.num_prompt, *limits, *rest, retain=request.retain)
         migration = OutgoingMigration(sequence, address, to, offer, future, time.monotonic())
         self._outgoing[sequence] = migration
         full = kv // self._block_size
@@ -357,7 +356,7 @@ class Migrations:
             raise BadRequest("its description contradicts itself")
         prompt, output = tokens[: offer.prompt], tokens[offer.prompt :]
         given = (offer.id, prompt, offer.params, offer.salt, offer.index, offer.want_cache_report)
-        request = Request(*given, retain=offer.retain, owner=offer.owner)
+        request = Request(*given, retain=offer.retain)
         sequence = self._core.open(request, offer.seed, compiled)
         sequence.table.chain.tokens.extend(output)
         sequence.max_total = offer.max_total

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks import PrefixCache
-from foreword.blocks.keys import tenant_digest
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
 
 
@@ -18,13 +18,11 @@ class PromptRetentions:
     """The retentions of one prompt.
 
     Attributes:
-        owner: salt of the tenant.
         wishes: those that the request asked for and whose KV is not computed yet, in order of their ends.
         again: those known before, whose blocks are not kept on the device.
         answers: to the request's wishes so far.
     """
 
-    owner: bytes
     wishes: deque[Retention]
     again: deque[Retention] = field(default_factory=deque)
     answers: list[RetentionAnswer] = field(default_factory=list)
@@ -52,8 +50,7 @@ class KeptPrefixes:
         """The retentions of a prompt that is queued; None if it asks for none and there are none."""
         if request.index or not (request.retain or len(self.book)):
             return None
-        owner = request.salt if request.owner is None else request.owner
-        return PromptRetentions(owner, deque(sorted(request.retain, key=lambda wish: wish.end)))
+        return PromptRetentions(deque(sorted(request.retain, key=lambda wish: wish.end)))
 
     def admitted(self, kept: PromptRetentions, table: BlockTable, num_prompt: int) -> None:
         """Renew the retentions that a prompt passes."""
@@ -68,17 +65,17 @@ class KeptPrefixes:
         """The KV of the first `tokens` tokens is computed: keep what ends there."""
         size = self._cache.block_size
         while kept.again and kept.again[0].end <= tokens:
-            self.keep(table, kept.owner, kept.again.popleft())
+            self.keep(table, kept.again.popleft())
         while kept.wishes and kept.wishes[0].end // size * size <= tokens:
-            kept.answers.append(self.keep(table, kept.owner, kept.wishes.popleft()))
+            kept.answers.append(self.keep(table, kept.wishes.popleft()))
 
     def ended(self, kept: PromptRetentions) -> tuple[RetentionAnswer, ...]:
         """The answers to all wishes of a request that has ended."""
         refused = RetentionAnswer("refused", 0, None, "the request ended before this part was computed")
         return (*kept.answers, *(refused for _ in kept.wishes))
 
-    def keep(self, table: BlockTable, owner: bytes, wish: Retention) -> RetentionAnswer:
-        """Keep the table's first blocks, whose KV is computed, for the tenant with the salt `owner`."""
+    def keep(self, table: BlockTable, wish: Retention) -> RetentionAnswer:
+        """Keep the table's first blocks, whose KV is computed, for its tenant."""
         cache, size = self._cache, self._cache.block_size
         depth = wish.end // size
         if not cache.enabled:
@@ -91,7 +88,7 @@ class KeptPrefixes:
             return RetentionAnswer("refused", 0, None, "not all of its blocks are cached any more")
         keys = table.chain.keys_to(depth)[:depth]
         whole = len(cache.groups) > 1 or bool(cache.windows)
-        tenant, root = tenant_digest(owner), table.chain.root
+        tenant, root = tenant_digest(table.salt.tenant), table.chain.root
         answer = self.book.retain(tenant, root, keys, blocks, wish, block_size=size, whole=whole)
         self.settle()
         return answer

@@ -17,6 +17,7 @@ from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
+from foreword.blocks.salt import Salt
 from foreword.engine.best_of import BestOf, sampled_params
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
@@ -294,8 +295,8 @@ class EngineCore:
     def end_failed(self, sequence: SequenceState, error: str) -> Delta:
         return self._end(sequence, "error", error=error)
 
-    def recent_texts(self, salt: bytes, count: int) -> list[array[int]]:
-        """Copies of a tenant's newest remembered prompts, each with its output."""
+    def recent_texts(self, salt: Salt, count: int) -> list[array[int]]:
+        """Copies of a salt's newest remembered prompts, each with its output."""
         return self._history.recent(salt, count)
 
     def has_work(self) -> bool:
@@ -347,7 +348,7 @@ class EngineCore:
         if sequence.kept is not None:
             self.kept.computed(sequence.kept, sequence.table, sequence.computed)
 
-    def prefetch(self, tokens: Sequence[int], salt: bytes, on_end: Callable[[BlockTable, str], None]) -> None:
+    def prefetch(self, tokens: Sequence[int], salt: Salt, on_end: Callable[[BlockTable, str], None]) -> None:
         """Load what the stores have of a coming prompt. Raises BadRequest, PromptTooLong, or QueueFull if too many do that."""
         self.validate(Request("prefetch", tuple(tokens), SamplingParams(max_tokens=0)))
         if len(self.scheduler.prefetches) >= MAX_PREFETCHES:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Retention, RetentionAnswer
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
 
 # `moved`: it continues at another instance (`Delta.moved`).
@@ -147,24 +148,22 @@ class Request:
     Attributes:
         id: unique among the requests in flight.
         tokens: the whole prompt, a named prefix included.
-        salt: the tenant's salt; equal salts share cached blocks, different ones never do.
+        salt: of its tenant and client; equal salts share cached blocks, different ones never do.
         index: which of the `n` sequences of its prompt this is.
         want_cache_report: explain in the final `Delta` where the prompt's KV came from.
         prefill: transfer address of the instance that computes the prompt; "" computes it here.
         retain: which of its prefixes are kept, and how long; in order of their ends.
-        owner: salt of the tenant whose budget counts what is kept; None if that is `salt`.
         output: tokens that another engine has generated after the prompt. Generation continues after them.
     """
 
     id: str
     tokens: tuple[int, ...]
     params: SamplingParams
-    salt: bytes = b""
+    salt: Salt = NO_SALT
     index: int = 0
     want_cache_report: bool = False
     prefill: str = ""
     retain: tuple[Retention, ...] = ()
-    owner: bytes | None = None
     output: tuple[int, ...] = ()
 
 

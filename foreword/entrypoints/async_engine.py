@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
-from foreword.blocks.keys import Scope, chain_keys, tenant_digest
+from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
+from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
@@ -37,7 +38,7 @@ from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, S
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.erasure import forget_tenant
+from foreword.prefixes.erasure import described, forget_tenant
 from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.service import PinnedKV, Registration
 
@@ -254,27 +255,25 @@ class AsyncEngine:
         ttl: float | None,
         priority: int = 0,
         *,
-        salt: bytes = b"",
-        owner: bytes | None = None,
+        salt: Salt = NO_SALT,
     ) -> RetentionAnswer:
-        """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary. `owner`: salt of
-        the tenant, if that is not `salt`. Raises BadRequest, PromptTooLong, EngineFailed."""
-        request = cache_control.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt, owner)
+        """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary. Raises
+        BadRequest, PromptTooLong, EngineFailed."""
+        request = cache_control.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt)
         answers: tuple[RetentionAnswer, ...] = ()
         async for delta in self.generate(request):
             answers = delta.retained
         return answers[0]
 
-    async def pin(self, tokens: Sequence[int], *, salt: bytes = b"", owner: bytes | None = None) -> RetentionAnswer:
+    async def pin(self, tokens: Sequence[int], *, salt: Salt = NO_SALT) -> RetentionAnswer:
         """Keep the KV of `tokens` until it is released."""
-        return await self.retain(tokens, None, MAX_PRIORITY, salt=salt, owner=owner)
+        return await self.retain(tokens, None, MAX_PRIORITY, salt=salt)
 
     async def prefetch(
         self,
         tokens: Sequence[int],
         *,
-        salt: bytes = b"",
-        owner: bytes | None = None,
+        salt: Salt = NO_SALT,
         seconds: float = cache_control.PREFETCH_SECONDS,
     ) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed. Raises
@@ -290,19 +289,17 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
                 loop.call_soon_threadsafe(resolve, answer)
 
-        await self._call(lambda: cache_control.prefetch(self._core, tokens, salt, seconds, done, owner))
+        await self._call(lambda: cache_control.prefetch(self._core, tokens, salt, seconds, done))
         return await future
 
-    def release(
-        self, tokens: Sequence[int] | None = None, *, salt: bytes = b"", owner: bytes | None = None
-    ) -> list[RetentionInfo]:
-        """End the retentions along a prompt, or all of the tenant. Returns them."""
-        released = cache_control.release(self._core, tokens, salt, owner)
+    def release(self, tokens: Sequence[int] | None = None, *, salt: Salt = NO_SALT) -> list[RetentionInfo]:
+        """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. Returns them."""
+        released = cache_control.release(self._core, tokens, salt)
         return [cache_control.describe(one) for one in released]
 
-    def retentions(self, *, salt: bytes = b"") -> list[RetentionInfo]:
-        """What a tenant keeps."""
-        return [cache_control.describe(one) for one in self._core.kept.book.of(tenant_digest(salt))]
+    def retentions(self, tenant: bytes = b"") -> list[RetentionInfo]:
+        """What a tenant, given its salt, keeps."""
+        return [cache_control.describe(one) for one in self._core.kept.book.of(tenant_digest(tenant))]
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
         """Unclaimed requests, once the engine's thread has done everything posted before."""
@@ -354,12 +351,13 @@ class AsyncEngine:
             failed=self._failed,
         )
 
-    async def common_prefixes(self, salt: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
-        """The prefixes that a tenant's newest texts have in common, the largest saving first."""
+    async def common_prefixes(self, tenant: bytes = b"", limit: int = 8) -> list[CommonPrefix]:
+        """The prefixes that the newest texts of a tenant, given its salt, have in common, the largest saving first."""
+        salt = Salt(tenant)
         texts = await self._call(lambda: self._core.recent_texts(salt, _COMPARED_TEXTS))
         return await asyncio.to_thread(self._find_common, texts, salt, limit)
 
-    def _find_common(self, texts: Sequence[array[int]], salt: bytes, limit: int) -> list[CommonPrefix]:
+    def _find_common(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
         size, pool = self.info.block_size, self._core.cache.pool
         root = Scope(bytes.fromhex(self.info.fingerprint), size, salt).root()
         found = common_prefixes(texts, size, limit)
@@ -370,23 +368,27 @@ class AsyncEngine:
         """Prove the pool's invariants between two steps. Raises IntegrityError."""
         await self._call(self._core.cache.check)
 
-    async def clear_cache(self, salt: bytes | None = None) -> int:
-        """Forget all blocks that are not in use, or those of one tenant; returns their number."""
+    async def clear_cache(self, salt: Salt | None = None) -> int:
+        """Forget all blocks that are not in use, or those of a salt, without a client's salt those of the whole tenant. Returns
+        their number."""
         return await self._call(lambda: self._core.cache.clear(salt))
 
-    async def forget(self, salt: bytes = b"") -> dict[str, Any]:
-        """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device. Returns what was
-        removed: `prefixes.erasure.Receipt` as an object, with `device_blocks`. Raises StoreError if a store cannot."""
-        for prefix in self.prefixes.list(salt=salt):
-            with contextlib.suppress(UnknownPrefix):
-                await self.prefixes.remove(prefix.name, salt=salt)
-        self.release(salt=salt)
-        cleared = await self.clear_cache(salt)
+    async def forget(self, salt: Salt = NO_SALT, *others: Salt) -> dict[str, Any]:
+        """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device; of a salt with a
+        client's own only what requests with it have cached. Returns what was removed: `prefixes.erasure.Receipt` as an object,
+        with `device_blocks`. Raises StoreError if a store cannot."""
+        cleared, salts = 0, (salt, *others)
+        for salt in salts:
+            for prefix in () if salt.client else self.prefixes.list(salt=salt.tenant):
+                with contextlib.suppress(UnknownPrefix):
+                    await self.prefixes.remove(prefix.name, salt=salt.tenant)
+            self.release(salt=salt)
+            cleared += await self.clear_cache(salt)
         offload = self.offload
         if offload is None:
-            return {"what": f"tenant {tenant_digest(salt)}", "device_blocks": cleared, "left": 0}
+            return {"what": described(salts), "device_blocks": cleared, "left": 0}
         await asyncio.to_thread(self._parts.flush, 30.0)
-        receipt = await asyncio.to_thread(forget_tenant, offload.store, salt)
+        receipt = await asyncio.to_thread(forget_tenant, offload.store, *salts)
         return {**receipt.plain(), "device_blocks": cleared}
 
     async def drain(self, timeout: float) -> None:

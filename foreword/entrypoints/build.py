@@ -296,7 +296,7 @@ def _prefix_cache(
     def published(table: BlockTable, start: int, end: int) -> None:
         chain, size = table.chain, config.block_size
         keys, tokens = chain.keys_to(end)[start:end], chain.tokens[start * size : end * size]
-        salt = cache.salt_of(chain.root) if not start else None
+        salt = table.salt.text if not start else None
         event = BlocksStored(chain.key_before(start), tuple(keys), tokens, salt)
         for observer in observers:
             observer.notify(event)

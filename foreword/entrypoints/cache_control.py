@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.keys import chain_keys, tenant_digest
+from foreword.blocks.keys import chain_keys
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
+from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
 from foreword.engine.request import Request, SamplingParams
 
 if TYPE_CHECKING:
@@ -37,25 +38,19 @@ def describe(one: Retained) -> RetentionInfo:
 
 
 def retaining(
-    request_id: str,
-    tokens: Sequence[int],
-    ttl: float | None,
-    priority: int,
-    salt: bytes = b"",
-    owner: bytes | None = None,
+    request_id: str, tokens: Sequence[int], ttl: float | None, priority: int, salt: Salt = NO_SALT
 ) -> Request:
     """A request without output that keeps the whole of `tokens`."""
     wish = Retention(len(tokens), ttl, priority)
-    return Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt, retain=(wish,), owner=owner)
+    return Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt, retain=(wish,))
 
 
 def prefetch(
     core: EngineCore,
     tokens: Sequence[int],
-    salt: bytes,
+    salt: Salt,
     seconds: float,
     done: Callable[[RetentionAnswer], None],
-    owner: bytes | None = None,
 ) -> None:
     """Load what the stores have of `tokens` and keep it on the device for some seconds. On the engine's thread. Raises what
     `EngineCore.prefetch` raises."""
@@ -67,9 +62,7 @@ def prefetch(
         if not held:
             done(RetentionAnswer("refused", 0, None, reason or "neither the device nor a store has it"))
             return
-        kept = core.kept.keep(
-            table, salt if owner is None else owner, Retention(held, seconds, PREFETCH_PRIORITY, stored=False)
-        )
+        kept = core.kept.keep(table, Retention(held, seconds, PREFETCH_PRIORITY, stored=False))
         why = reason or ("" if held == full else "the stores have no more of it")
         ttl = kept.ttl if kept.tokens == held else None
         done(RetentionAnswer("accepted" if held == full else "clipped", held, ttl, why or kept.reason))
@@ -77,10 +70,11 @@ def prefetch(
     core.prefetch(tokens, salt, ended)
 
 
-def release(core: EngineCore, tokens: Sequence[int] | None, salt: bytes, owner: bytes | None = None) -> list[Retained]:
-    """End the retentions along a prompt, or all of a tenant. From any thread; their blocks go back before the next step."""
-    book, tenant = core.kept.book, tenant_digest(salt if owner is None else owner)
+def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[Retained]:
+    """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. From any thread; their
+    blocks go back before the next step."""
+    book, tenant = core.kept.book, tenant_digest(salt.tenant)
     if tokens is None:
-        return book.release(tenant, [one.key for one in book.of(tenant)])
+        return book.release(tenant, [one.key for one in book.of(tenant) if one.root.startswith(salt.prefix)])
     keys = chain_keys(core.cache.scope(salt).root(), tokens, core.cache.block_size)
     return book.release(tenant, keys)

@@ -12,6 +12,7 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
+from foreword.blocks.salt import NO_SALT
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -152,13 +153,13 @@ class LLM:
     def prefetch(self, tokens: Sequence[int], *, seconds: float = cache_control.PREFETCH_SECONDS) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed."""
         answers: list[RetentionAnswer] = []
-        cache_control.prefetch(self._core, tokens, b"", seconds, answers.append)
+        cache_control.prefetch(self._core, tokens, NO_SALT, seconds, answers.append)
         self._drain([])
         return answers[0]
 
     def release(self, tokens: Sequence[int] | None = None) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all. Returns them."""
-        released = cache_control.release(self._core, tokens, b"")
+        released = cache_control.release(self._core, tokens, NO_SALT)
         self._core.kept.settle()
         return [cache_control.describe(one) for one in released]
 

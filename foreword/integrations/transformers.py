@@ -22,6 +22,7 @@ from transformers import DynamicCache
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ROOT_BYTES, LayerLayout, Layout, chain_prefix
+from foreword.blocks.salt import Salt
 from foreword.engine.model import fingerprint_model
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
@@ -55,7 +56,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
             are fingerprinted once per process and must not change afterwards.
         store: one URL, several (the fastest first), or an open `TieredStore`, which the caller closes.
         input_ids: the prompt, `[1, tokens]` or `[tokens]`. Its last token is always computed.
-        salt: blocks with different salts are never shared.
+        salt: of the tenant; blocks with different salts are never shared.
         timeout: limit of the load in seconds; tokens that are not loaded by then are computed.
 
     Attributes:
@@ -87,7 +88,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         self._store = (
             store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=KeyRing.from_environment())
         )
-        self._root = Scope(kv.fingerprint, block_size, salt).root()
+        self._root = Scope(kv.fingerprint, block_size, Salt(salt)).root()
         self._device = model.device
         self._dtype = getattr(torch, kv.dtype)
         self.loaded_tokens = 0

@@ -29,6 +29,7 @@ _QUICK: Final = 0.0005  # seconds; the engine's thread waits a moment for lookup
 _WEIGHT: Final = 0.2
 # A lookup ends by itself at its limit. A request waits this much longer, in case all threads are taken.
 _SPARE_SECONDS: Final = 1.0
+_MEMORY_SECONDS: Final = 0.5  # of these for memory, if it is asked last
 
 # What a lookup found: the tier of each block, or a position. And how many tokens that is.
 Result = tuple[list[int] | Found, int]
@@ -216,7 +217,7 @@ class StoreLookups:
         ending: Future[None] = Future()
 
         def run(inline: bool) -> None:
-            search = TierSearch(limit) if load.patient else TierSearch(limit, local, remote)
+            search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
             result = look_up(search, inline)
             if result is None:
                 self._threads.submit(run, False)

@@ -1,8 +1,9 @@
 """Delete what a tenant, a named prefix or a model has stored, from every tier, with a receipt.
 
-A name begins with the layout, which implies the model, and a digest of the tenant. So a tenant and a model are prefixes of
-names: their blocks are listed and deleted, whatever chains, index and records say, and then listed again. The work grows with
-what is deleted, the memory does not. An erasure that was interrupted continues when it is called again.
+A name begins with the layout, which implies the model, and a digest of the tenant and of the client's salt. So a tenant, a
+salt and a model are prefixes of names: their blocks are listed and deleted, whatever chains, index and records say, and then
+listed again. The work grows with what is deleted, the memory does not. An erasure that was interrupted continues when it is
+called again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, sha256
 from typing import Any, TypeVar
 
-from foreword.blocks.keys import tenant_digest
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError
 from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Name, StoredBlock
@@ -127,14 +128,23 @@ def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes]
     return found
 
 
-def forget_tenant(store: TieredStore, *salts: bytes) -> Receipt:
-    """Erase all blocks, named prefixes and retentions of the tenant with these salts. Does not raise: the receipt says what
-    failed."""
-    tenants = list(map(tenant_digest, salts))
+def forget_tenant(store: TieredStore, salt: Salt, *others: Salt) -> Receipt:
+    """Erase all blocks, named prefixes and retentions of tenants; of a salt with a client's own the blocks of requests with it.
+    Does not raise: the receipt says what failed."""
+    salts = (salt, *others)
+    prefixes = tuple(one.prefix.hex() for one in salts)
     erasure = _Erasure(store)
-    erasure.sweep([(b"", bytes.fromhex(tenant)) for tenant in tenants])
-    erasure.remove_records(lambda key: any(f"/{tenant}/" in key for tenant in tenants))
-    return erasure.receipt(f"tenant {', '.join(tenants)}")
+    erasure.sweep([(b"", one.prefix) for one in salts])
+    erasure.remove_records(lambda key: key.split("/")[2].startswith(prefixes))
+    return erasure.receipt(described(salts))
+
+
+def described(salts: Iterable[Salt]) -> str:
+    """What an erasure of salts is about, in a receipt."""
+    return ", ".join(
+        f"{f'cache_salt {one.digest.hex()} of ' if one.client else ''}tenant {tenant_digest(one.tenant)}"
+        for one in salts
+    )
 
 
 def forget_model(store: TieredStore, model: str) -> Receipt:
@@ -223,7 +233,7 @@ class _Erasure:
         """Delete a named prefix, given its tenant and the key of its last block."""
         chosen = self._chains(root).with_prefix(last)
         self._widened |= chosen is None
-        self.sweep([(b"", root)], chosen)
+        self.sweep([(b"", root[:TENANT_BYTES] if chosen is None else root)], chosen)
 
     def chain(self, root: bytes, key: bytes, depth: int) -> None:
         """Delete a block and all that may continue it, given its tenant, its key and its position."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreword.blocks import PrefixCache
+from foreword.blocks import PrefixCache, Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import SequenceState
 from foreword.prefixes.service import PinnedKV
@@ -20,7 +20,7 @@ class PrefixPin:
     def __init__(
         self, cache: PrefixCache, block_bytes: int, request_id: str, tokens: Sequence[int], salt: bytes = b""
     ) -> None:
-        self.request = Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt)
+        self.request = Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=Salt(salt))
         self.pinned: PinnedKV | None = None
         self._cache = cache
         self._block_bytes = block_bytes

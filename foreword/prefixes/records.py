@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
-from foreword.blocks.keys import tenant_digest
+from foreword.blocks.salt import tenant_digest
 from foreword.errors import StoreError
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.store.base import Store

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import Salt
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.store_pins import StorePins
@@ -71,7 +72,7 @@ class StoredPrefixes(PrefixStorage):
         return chain_keys(self._root(salt), tokens, self._block_size)
 
     def _root(self, salt: bytes) -> bytes:
-        return Scope(self._model, self._block_size, salt).root()
+        return Scope(self._model, self._block_size, Salt(salt)).root()
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         super().put(prefix, salt)

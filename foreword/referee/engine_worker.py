@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, StoreConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.build import build_engine
@@ -31,13 +32,13 @@ class Engine:
     def ask(self, line: dict[str, Any]) -> dict[str, Any]:
         """Generate greedily."""
         began = time.perf_counter()
-        salt = (line.get("salt") or "").encode()
+        salt = Salt.of(b"", line.get("salt"))
         prompts = line["ask"]
         groups = [[prompt] for prompt in prompts] if line.get("how", "turn") == "turn" else [prompts]
         results = [one for group in groups for one in self._generate(group, line.get("new_tokens", 8), salt)]
         return {"results": results, "seconds": time.perf_counter() - began}
 
-    def _generate(self, prompts: list[list[int]], new_tokens: int, salt: bytes) -> list[dict[str, Any]]:
+    def _generate(self, prompts: list[list[int]], new_tokens: int, salt: Salt) -> list[dict[str, Any]]:
         core = self._parts.core
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
         found: dict[str, list[Delta]] = {}

@@ -78,13 +78,19 @@ def adapter_version(session: Session, draw: Draw) -> Evidence:
 def mixed(session: Session, draw: Draw) -> Evidence:
     """Requests without an adapter and with two in one step: what is loaded of it later is right."""
     evidence, asked = Evidence(), draw.prompts()
-    adapters = (None, ["one", 1, str(session.adapter(1))], ["other", 2, str(session.adapter(2))])
+    adapters: list[list[object] | None] = [
+        None, ["one", 1, str(session.adapter(1))], ["other", 2, str(session.adapter(2))],
+    ]  # fmt: skip
     alone = session.alone(**_LORA)
     right = [alone.ask_all(asked, adapter=each) for each in adapters]
     worker = session.connected(**_LORA)
-    together = session.store(worker, [*asked] * 3, adapter=[each for each in adapters for _ in asked], how="together")
+    for each in adapters[1:]:  # both are in memory, so that there is one which may be mistaken for none
+        worker.ask_all([draw.tokens("first", 40)], adapter=each)
+    every = [(prompt, each) for prompt in asked for each in adapters]
+    adapter_of = [each for _, each in every]
+    together = session.store(worker, [prompt for prompt, _ in every], adapter=adapter_of, how="together")
     # vLLM's kernels for CPUs compute requests without an adapter wrongly in such a step, with and without a connector.
-    in_turn = [one for each in right for one in each]
+    in_turn = [one for same_prompt in zip(*right, strict=True) for one in same_prompt]
     other = sum(one["tokens"] != truth["tokens"] for one, truth in zip(together, in_turn, strict=True))
     evidence.notes.append(f"{other} of {len(together)} answers of the step itself differ")
     for each, truth in zip(adapters, right, strict=True):

@@ -43,6 +43,8 @@ VLLM_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 
+# Tokens, or a prompt with images (`worker.py`).
+Prompt = list[int] | dict[str, Any]
 Answer = dict[str, Any]
 
 
@@ -253,16 +255,16 @@ class Worker:
         self.transcript.append("  -> " + _summary(found))
         return found
 
-    def ask(self, prompt: list[int], new_tokens: int = 8) -> Answer:
+    def ask(self, prompt: Prompt, new_tokens: int = 8) -> Answer:
         """One request alone."""
         return self.ask_all([prompt], new_tokens)[0]
 
-    def ask_all(self, prompts: Sequence[list[int]], new_tokens: int = 8, **how: Any) -> list[Answer]:
+    def ask_all(self, prompts: Sequence[Prompt], new_tokens: int = 8, **how: Any) -> list[Answer]:
         """Several requests: one after the other, or as `how`, `salt` and `adapter` say."""
         found: list[Answer] = self.tell({"ask": list(prompts), "new_tokens": new_tokens, **how})["results"]
         return found
 
-    def ask_together(self, prompts: Sequence[list[int]], new_tokens: int) -> Answer:
+    def ask_together(self, prompts: Sequence[Prompt], new_tokens: int) -> Answer:
         """All at once: `results`, and the `seconds` until the last has ended."""
         return self.tell({"ask": list(prompts), "new_tokens": new_tokens, "how": "together"})
 

@@ -100,7 +100,8 @@ def _pool_state(pool: ReplicaPool) -> dict[str, Any]:
         "model": pool.model,
         "policy": pool.fleet.policy.name,
         "replicas": list(pool.upstreams),
-        "queued": len(pool.queue),
+        "weights": pool.by_weights(),
+        "queued": pool.waiting,
         "sessions": len(pool.fleet.sessions),
         "sessions_moved": pool.fleet.sessions_moved,
         "directory_blocks": len(pool.fleet.directory),
@@ -126,6 +127,7 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
         described |= {
             "kind": info.kind,
             "models": list(info.models),
+            "weights": upstream.weights,
             "max_model_len": info.max_model_len,
             "block_size": info.block_size,
             "capacity_tokens": info.capacity_tokens,

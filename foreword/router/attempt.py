@@ -26,6 +26,7 @@ class Attempt:
     Attributes:
         queued: seconds spent in the router's queue.
         sent_at: when it was placed.
+        weights: those of the replica when it was chosen; None if they were not known.
         prefill: the replica that computes the prompt, if it is another one.
         begun: the first token was observed, at `first_token_at`.
         span: of its trace, ended with it; None without traces. problem: why it failed.
@@ -39,6 +40,7 @@ class Attempt:
     prompt: TokenizedPrompt
     queued: float
     sent_at: float
+    weights: str | None = None
     prefill: Upstream | None = None
     begun: bool = False
     first_token_at: float | None = None

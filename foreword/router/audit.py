@@ -27,7 +27,7 @@ import aiohttp
 import msgspec
 
 from foreword.api.tenants import Tenant
-from foreword.blocks.keys import tenant_digest
+from foreword.blocks.salt import Salt
 from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
@@ -61,11 +61,12 @@ Output = list[tuple[str, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class _Hit:
-    """A request that hit, to be repeated. `salt` is that of its blocks."""
+    """A request that hit, to be repeated. `cache_salt`: as in `RoutedRequest`. `weights`: the replica's at that time."""
 
     upstream: Upstream
+    weights: str | None
     tenant: Tenant
-    salt: bytes
+    cache_salt: str | None
     path: str
     body: Mapping[str, Any]
     tokens: int
@@ -81,7 +82,7 @@ class RouterAudit:
         folder: for reports, and for the changed salts, which must outlive the router; None keeps nothing.
 
     Attributes:
-        salts: of the tenants whose cached KV was wrong.
+        salts: those whose cached KV was wrong.
         results: audits by result: `equal`, `different`, `skipped` (no hit any more, or the replica did not answer) or `failed`
             (an error of the audit).
 
@@ -105,9 +106,9 @@ class RouterAudit:
         self._pending: deque[_Hit] = deque()
 
     def finished(
-        self, request: ClientRequest, tenant: Tenant, salt: bytes, upstream: Upstream, counts: TokenCounts
+        self, request: ClientRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: TokenCounts
     ) -> None:
-        """A request has ended; its blocks have this salt. Some of those that hit are taken for an audit."""
+        """A request has ended; it had this `cache_salt`. Some of those that hit are taken for an audit."""
         if not self._every:
             return
         self._routed += counts.prompt or 0
@@ -119,7 +120,7 @@ class RouterAudit:
             self._chosen = self._random.randrange(self._every)
         if number != self._chosen:
             return
-        # The replica must take a salt from the router, and must not charge the client for it.
+        # The replica must take the tenant from the router, and must not charge the client for it.
         salted = upstream.kind == "vllm" or (upstream.kind == "foreword" and self._auth.uses_own_key)
         fits = request.interface in _LOGPROBS and len(request.raw) <= _MAX_BODY
         if not salted or not fits or len(self._pending) >= _MAX_PENDING:
@@ -127,7 +128,8 @@ class RouterAudit:
             return
         body = {name: request.body[name] for name in _PROMPT_FIELDS if request.body.get(name) is not None}
         body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": False, **_LOGPROBS[request.interface]}
-        self._pending.append(_Hit(upstream, tenant, salt, request.path, body, counts.prompt or 0))
+        hit = _Hit(upstream, upstream.weights, tenant, cache_salt, request.path, body, counts.prompt or 0)
+        self._pending.append(hit)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Audit while the fleet is idle, and follow the salts that other routers have changed, until cancelled."""
@@ -154,12 +156,12 @@ class RouterAudit:
         figures = []
         for _ in range(2):
             try:
-                cached, output = await self._ask(session, hit, hit.salt)
-                _, expected = await self._ask(session, hit, secrets.token_bytes(32))
+                cached, output = await self._ask(session, hit, hit.cache_salt)
+                _, expected = await self._ask(session, hit, secrets.token_hex(16))
             except (*CONNECTION_ERRORS, ReplicaFailed, TimeoutError) as error:
                 logger.info("audit: %s did not answer: %s", hit.upstream.url, error)
                 return "skipped"
-            if not cached:
+            if not cached or hit.upstream.weights != hit.weights:
                 return "skipped"
             figures.append(difference(output, expected))
             if figures[-1] <= TOLERANCE:
@@ -167,12 +169,13 @@ class RouterAudit:
         self._quarantine(hit, figures, output, expected)
         return "different"
 
-    async def _ask(self, session: aiohttp.ClientSession, hit: _Hit, salt: bytes) -> tuple[int, Output]:
+    async def _ask(self, session: aiohttp.ClientSession, hit: _Hit, cache_salt: str | None) -> tuple[int, Output]:
         """Cached tokens and output. Raises what aiohttp raises, and ReplicaFailed."""
         self._spent += hit.tokens
         kind = hit.upstream.kind
-        body = {**hit.body, "cache_salt": salt.hex()} if kind == "vllm" and salt else hit.body
-        headers = {**self._auth.headers(hit.tenant, salt, None, kind), "content-type": "application/json"}
+        given = Salt.of(hit.tenant.salt, cache_salt).text if kind == "vllm" else cache_salt
+        body = {**hit.body, "cache_salt": given} if given else hit.body
+        headers = {**self._auth.headers(hit.tenant, None, kind), "content-type": "application/json"}
         url, data = hit.upstream.url + hit.path, msgspec.json.encode(body)
         async with session.post(url, data=data, headers=headers, timeout=_TIMEOUT, allow_redirects=False) as response:
             content = await read_whole(response)
@@ -182,11 +185,12 @@ class RouterAudit:
 
     def _quarantine(self, hit: _Hit, figures: list[float], output: Output, expected: Output) -> None:
         """Never use again what the tenant has cached, on any replica, and report it."""
-        self.salts.change(hit.salt)
+        salt = Salt.of(hit.tenant.salt, hit.cache_salt)
+        self.salts.change(salt)
         url, prompt = hit.upstream.url, json.dumps(hit.body, sort_keys=True)
         logger.error(
             "audit: %s answers from its cache otherwise than without it (log-probabilities differ by %.2g); nothing that "
-            "tenant %s has cached is used any more", url, min(figures), hit.tenant.name,
+            "tenant %s has cached with this cache_salt is used any more", url, min(figures), hit.tenant.name,
         )  # fmt: skip
         if self._folder is None:
             return
@@ -197,7 +201,7 @@ class RouterAudit:
             "time": now,
             "replica": url,
             "model": hit.body.get("model") or hit.upstream.model,
-            "tenant": tenant_digest(hit.salt),
+            "tenant": salt.digest.hex(),
             "prompt_tokens": hit.tokens,
             "prompt_sha256": sha256(prompt.encode()).hexdigest(),
             "differences": [one if math.isfinite(one) else None for one in figures],

@@ -59,7 +59,7 @@ class RouterAuth:
 
     @property
     def uses_own_key(self) -> bool:
-        """Whether replicas get the router's own key, so that only the salt in the request separates tenants."""
+        """Whether replicas get the router's own key, so that only what the router says separates tenants."""
         return self._replica_key is not None
 
     def tenant(self, headers: Mapping[str, str]) -> Tenant:
@@ -95,20 +95,20 @@ class RouterAuth:
             raise Forbidden(f"Without API keys only clients on the router's own machine may do this: {purpose}")
         return tenant
 
-    def headers(self, tenant: Tenant, salt: bytes, authorization: str | None, kind: str) -> dict[str, str]:
-        """Authentication at a replica: the router's key and the request's salt, or else the client's own key."""
+    def headers(self, tenant: Tenant, authorization: str | None, kind: str) -> dict[str, str]:
+        """Authentication at a replica: the router's key and the tenant's salt, or else the client's own key."""
         if self._replica_key is None:
             return {"authorization": authorization} if authorization else {}
         headers = {"authorization": f"Bearer {self._replica_key}"}
-        if kind == "foreword" and salt:
-            headers[SALT_HEADER] = salt.hex()
+        if kind == "foreword" and tenant.salt:
+            headers[SALT_HEADER] = tenant.salt.hex()
         return headers
 
-    def headers_of(self, tenant: Tenant, kind: str, salt: bytes | None = None) -> dict[str, str]:
-        """Authentication of the router's own requests on behalf of a tenant. `salt`: of the request, if it has its own."""
+    def headers_of(self, tenant: Tenant, kind: str) -> dict[str, str]:
+        """Authentication of the router's own requests on behalf of a tenant."""
         if self._replica_key is None:
             return self.tenants.headers_for(tenant.salt)
-        return self.headers(tenant, tenant.salt if salt is None else salt, None, kind)
+        return self.headers(tenant, None, kind)
 
     def probe_headers(self) -> dict[str, str]:
         """Authentication of the router's own requests: probes and tokenization."""

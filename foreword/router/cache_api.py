@@ -15,8 +15,9 @@ import msgspec
 from aiohttp import web
 
 from foreword.api.errors import error_body
-from foreword.api.tenants import Tenant, mix_salt
-from foreword.errors import NoReplica, ReplicaFailed
+from foreword.api.tenants import Tenant
+from foreword.blocks.salt import Salt
+from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.client_request import ClientRequest, decode_object
 from foreword.router.passthrough import healthy, send_once
 from foreword.router.replicas import Upstream, clock
@@ -32,7 +33,7 @@ def add_routes(app: web.Application, router: Router) -> None:
         """What the tenant keeps with cache control, and on which replicas."""
         tenant = router.auth.tenant(request.headers)
         request["tenant"] = tenant.name
-        return _retained(await _ask(router, request, tenant, _able(healthy(router)), b""))
+        return _retained(await _ask(router, request, tenant, _able(healthy(router))))
 
     async def control(request: web.Request) -> web.Response:
         """Retain, pin, prefetch or release."""
@@ -43,9 +44,12 @@ def add_routes(app: web.Application, router: Router) -> None:
         with router.quotas.admit(tenant.name, clock()):
             raw = await router.bodies.whole(request, router.limits())
             body = await _decoded(router, raw)
+            given = body.get("cache_salt")
+            if given is not None and not isinstance(given, str):
+                raise BadRequest("cache_salt must be a string", param="cache_salt")
+            body["cache_salt"] = router.audit.salts.all_of(tenant.salt, given)[-1]
             targets = await _targets(router, request, tenant, body, verb)
-            salted = msgspec.json.encode({**body, "cache_salt": _salt(tenant, body).hex() or None})
-            return _answer(verb, targets, await _ask(router, request, tenant, list(targets), raw, salted))
+            return _answer(verb, targets, await _ask(router, request, tenant, list(targets), body))
 
     app.router.add_get("/v1/cache/retained", retained)
     for verb in ("retain", "pin", "prefetch", "release"):
@@ -82,16 +86,14 @@ async def _targets(
     prompt = await router.prompts.tokenize(asked, pool.tokenizing_replicas)
     session = asked.session(request.headers.get("x-session-id"))
     name = f"{tenant.name}/{session}" if session is not None else None
-    salt = _salt(tenant, body).hex() or None
-    known = pool.likely_replicas(pool.query(prompt, asked.model, salt, name, None))
+    known = pool.likely_replicas(pool.query(prompt, asked.model, _salt(tenant, body), name, None))
     found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
     return found or dict.fromkeys(able, "all replicas: none is known to hold it")
 
 
-def _salt(tenant: Tenant, body: Mapping[str, Any]) -> bytes:
+def _salt(tenant: Tenant, body: Mapping[str, Any]) -> Salt:
     """Of the blocks that a body is about."""
-    given = body.get("cache_salt")
-    return mix_salt(tenant.salt, given) if isinstance(given, str) and given else tenant.salt
+    return Salt.of(tenant.salt, body["cache_salt"])
 
 
 def _as_prompt(body: Mapping[str, Any]) -> ClientRequest:
@@ -115,14 +117,16 @@ async def _ask(
     request: web.Request,
     tenant: Tenant,
     targets: Sequence[Upstream],
-    body: bytes,
-    salted: bytes = b"",
+    body: Mapping[str, Any] | None = None,
 ) -> dict[Upstream, web.Response]:
-    """The answers of these replicas. One that does not answer counts as an error response. `salted`: the body for servers to
-    which the router does not send the tenant's salt in a header."""
+    """The answers of these replicas. One that does not answer counts as an error response."""
 
     async def one(upstream: Upstream) -> web.Response:
-        data = body if upstream.kind == "foreword" else salted
+        data = b""
+        if body is not None:
+            # Only Foreword's servers know the tenant without it.
+            given = body["cache_salt"] if upstream.kind == "foreword" else _salt(tenant, body).text or None
+            data = msgspec.json.encode({**body, "cache_salt": given})
         try:
             return await send_once(router, request, tenant, upstream, request.rel_url.raw_path, data)
         except ReplicaFailed as error:

@@ -22,7 +22,7 @@ async def is_alive(probe: ReplicaProbe, upstream: Upstream, seconds: float) -> b
     for path, body in _BODIES:
         data = msgspec.json.encode({"model": upstream.model, **body})
         try:
-            status = await probe.post(upstream.url + path, data, aiohttp.ClientTimeout(total=seconds))
+            status, _ = await probe.post(upstream.url + path, data, aiohttp.ClientTimeout(total=seconds))
         except (*CONNECTION_ERRORS, ReplicaFailed):
             return False
         if status not in (404, 405):

@@ -1,4 +1,4 @@
-"""Salts of tenants whose cached KV was wrong: what they were changed with, shared by routers through a folder.
+"""Salts whose cached KV was wrong: the `cache_salt` that their requests have instead, shared by routers through a folder.
 
 A change is a file of its own, which is created once and never written again. So routers need no lock, and none of them can
 undo what another one has changed.
@@ -11,11 +11,11 @@ import logging
 import os
 import re
 import secrets
+from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-from foreword.api.tenants import mix_salt
-from foreword.blocks.keys import tenant_digest
+from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _CHANGE: Final = re.compile(r"[0-9a-f]{32}")
 
 
 class ChangedSalts:
-    """Changes by the digest of the tenant's salt.
+    """Changes, by a digest of the salt. A changed salt is of the same tenant.
 
     Args:
         folder: where the changes are kept, and where those of other routers are found; None keeps them in memory only.
@@ -46,15 +46,16 @@ class ChangedSalts:
     def __len__(self) -> int:
         return len(self._changes)
 
-    def salted(self, salt: bytes) -> bytes:
-        """The salt of a tenant's blocks from now on."""
-        while self._changes and (change := self._changes.get(tenant_digest(salt))) is not None:
-            salt = mix_salt(salt, change)
-        return salt
+    def all_of(self, tenant: bytes, cache_salt: str | None) -> list[str | None]:
+        """What requests of a tenant with this `cache_salt` have had in its place: first itself, and from now on the last."""
+        found = [cache_salt]
+        while self._changes and (change := self._changes.get(_digest(Salt.of(tenant, found[-1])))) is not None:
+            found.append(change)
+        return found
 
-    def change(self, salt: bytes) -> None:
+    def change(self, salt: Salt) -> None:
         """Never again use this salt; `sync` tells the other routers."""
-        self._changes.setdefault(tenant_digest(salt), secrets.token_hex(16))
+        self._changes.setdefault(_digest(salt), secrets.token_hex(16))
 
     def sync(self) -> None:
         """Write new changes and read those of other routers; the first change of a salt holds. On any thread, one at a time. A
@@ -99,3 +100,8 @@ class ChangedSalts:
                 os.link(new, path)
         finally:
             new.unlink(missing_ok=True)
+
+
+def _digest(salt: Salt) -> str:
+    """32 hexadecimal digits, which reveal nothing of the salt."""
+    return sha256(salt.text.encode()).hexdigest()[:32] if salt.client else tenant_digest(salt.tenant)

@@ -125,7 +125,7 @@ async def _send(
 ) -> web.Response:
     """Send the client's request to a replica. Raises what aiohttp raises, and ReplicaFailed."""
     headers = request_headers(request.headers)
-    headers.update(router.auth.headers(tenant, tenant.salt, credentials(request.headers), upstream.kind))
+    headers.update(router.auth.headers(tenant, credentials(request.headers), upstream.kind))
     headers["x-request-id"], headers["accept-encoding"] = request["id"], "identity"
     if body:
         headers["content-type"] = "application/json"
@@ -178,8 +178,9 @@ async def erase_everywhere(router: Router, request: web.Request, tenant: Tenant)
     able = [one for one in router.upstreams.values() if one.kind == "foreword"]
     if request.query.get("scope", "tenant") != "tenant":  # replicas would take the router for an operator
         raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
-    salt = request.query.get("cache_salt")
-    path = str(URL("/v1/cache").with_query({"cache_salt": salt} if salt else {}))
+    given = [one for one in request.query.getall("cache_salt", []) if one]
+    salts = [one for salt in given for one in router.audit.salts.all_of(tenant.salt, salt)]
+    path = str(URL("/v1/cache").with_query([("cache_salt", str(one)) for one in salts]))
     sent = (send_once(router, request, tenant, one, path, b"") for one in able)
     answers = dict(zip([one.url for one in able], await asyncio.gather(*sent, return_exceptions=True), strict=True))
     receipts: dict[str, dict[str, Any]] = {}

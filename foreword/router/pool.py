@@ -1,8 +1,13 @@
-"""The replicas of one model: placement, and a fair queue for requests when all replicas are overloaded."""
+"""The replicas of one model: placement, and a fair queue for requests when all replicas are overloaded.
+
+Replicas that serve a name may differ in their weights, as during an update of the model. Then all of them get new requests, but
+only replicas with equal weights continue each other's responses, compute prompts for each other, and share block keys.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +16,7 @@ from typing import Final
 
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import Salt
 from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
@@ -19,10 +25,12 @@ from foreword.router.replicas import Upstream, clock
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
-from foreword.routing.placement import PlacementQuery
+from foreword.routing.placement import KeySpace, PlacementQuery
 from foreword.routing.policies import policy_named
 from foreword.routing.queue import FairQueue, QueueEntry
 from foreword.routing.sessions import SessionTable
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
 # Reasons with this prefix are temporary: requests wait for the replica.
@@ -61,14 +69,20 @@ class ReplicaPool:
         )
         self.upstreams: dict[str, Upstream] = {}
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
+        # Requests whose response has begun, and that wait for a replica to continue it: before the queue, and in order.
+        self._broken: dict[asyncio.Future[Attempt], PlacementRequest] = {}
+        self._differing: dict[str, list[str]] = {}
         self._max_waiting = config.max_waiting
         self._timer: asyncio.TimerHandle | None = None
 
     # Replicas
 
     def add(self, upstream: Upstream) -> None:
+        """Add a replica, or apply a change of what it serves."""
         info = upstream.info
         assert info is not None
+        if upstream.url in self.upstreams:
+            self.fleet.remove(upstream.url)
         self.upstreams[upstream.url] = upstream
         self.fleet.add(
             upstream.url,
@@ -77,6 +91,7 @@ class ReplicaPool:
             block_size=info.block_size,
             capacity_tokens=info.capacity_tokens,
             max_queued=self._waiting_limit(upstream),
+            weights=info.weights,
         )
         self.refresh(upstream)
 
@@ -103,10 +118,44 @@ class ReplicaPool:
         kinds = {upstream.kind for upstream in self.upstreams.values()}
         return "foreword" if kinds <= {"foreword"} else "vllm" if kinds <= {"foreword", "vllm"} else "openai"
 
-    def tokenizing_replicas(self, avoid: Sequence[str] = ()) -> list[Upstream]:
-        """Replicas that can tokenize: the least loaded first, those to avoid last."""
+    def with_weights(self, weights: str) -> list[Upstream]:
+        """The replicas that are known to have these weights."""
+        return [one for one in self.upstreams.values() if one.weights == weights]
+
+    def check_continuable(self, weights: str) -> None:
+        """Raises NoReplica, with the reasons, if no replica in service is known to have these weights."""
+        if all(one.out_of_service for one in self.with_weights(weights)):
+            reasons = [f"{url}: {one.out_of_service or _other(one)}" for url, one in self.upstreams.items()]
+            raise NoReplica(f"no replica with its weights takes requests: {'; '.join(reasons) or 'there is none'}")
+
+    def by_weights(self) -> dict[str, list[str]]:
+        """The URLs of the replicas in service whose weights are known, by their weights."""
+        found: dict[str, list[str]] = {}
+        for url, one in sorted(self.upstreams.items()):
+            if one.weights is not None and not one.out_of_service:
+                found.setdefault(one.weights, []).append(url)
+        return found
+
+    def report_weights(self) -> None:
+        """Log when replicas begin to differ in their weights, and when they do not any more."""
+        found = self.by_weights()
+        differing = found if len(found) > 1 else {}
+        if differing.keys() != self._differing.keys():
+            if differing:
+                listed = "; ".join(f"{short(weights)} at {', '.join(urls)}" for weights, urls in differing.items())
+                logger.warning(
+                    "model %s: its replicas have different weights: %s. All of them get new requests; a response is only "
+                    "continued by a replica with the weights that began it", self.model, listed,
+                )  # fmt: skip
+            else:
+                logger.info("model %s: all of its replicas whose weights are known have the same again", self.model)
+        self._differing = differing
+
+    def tokenizing_replicas(self, avoid: Sequence[str] = (), weights: str | None = None) -> list[Upstream]:
+        """Replicas that can tokenize: the least loaded first, those to avoid last. With `weights` only those that have them."""
         now = clock()
-        found = [one for one in self.upstreams.values() if one.info and one.info.tokenize_path]
+        able = self.upstreams.values() if weights is None else self.with_weights(weights)
+        found = [one for one in able if one.info and one.info.tokenize_path]
         return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
 
     def _waiting_limit(self, upstream: Upstream) -> int:
@@ -120,18 +169,39 @@ class ReplicaPool:
         return (self.fleet.policy.needs_prompts and len(self.upstreams) > 1) or self.fleet.on_finished is not None
 
     def query(
-        self, prompt: TokenizedPrompt, model: str | None, salt: str | None, session: str | None, max_output: int | None
+        self,
+        prompt: TokenizedPrompt,
+        model: str | None,
+        salt: Salt,
+        session: str | None,
+        max_output: int | None,
+        required_weights: str | None = None,
     ) -> PlacementQuery:
-        sizes = Counter(one.info.block_size for one in self.upstreams.values() if one.info and one.info.block_size)
-        main, *others = [size for size, _ in sizes.most_common()] or [_DEFAULT_BLOCK_SIZE]
+        main, *others = self._key_spaces(required_weights)
         name = model or self.model
         keys = self._keys(prompt, name, main, salt)
-        other_keys = {size: self._keys(prompt, name, size, salt) for size in others}
-        return PlacementQuery(keys, max(len(prompt.tokens), 1), main, session, max_output, other_keys)
+        other_keys = {space: self._keys(prompt, name, space, salt) for space in others}
+        weights, size = main
+        return PlacementQuery(
+            keys, max(len(prompt.tokens), 1), size, session, max_output, other_keys, weights, required_weights
+        )
 
-    def _keys(self, prompt: TokenizedPrompt, model: str, size: int, salt: str | None) -> list[bytes]:
+    def _key_spaces(self, required_weights: str | None) -> list[KeySpace]:
+        """Weights and block sizes of the replicas: those of most of them first, for every router the same."""
+        infos = [one.info for one in self.upstreams.values() if one.info is not None]
+        if required_weights is not None:
+            infos = [info for info in infos if info.weights == required_weights]
+        counts = Counter((info.weights or "", info.block_size) for info in infos if info.block_size is not None)
+        known = sorted(counts, key=lambda space: (-counts[space], space))
+        size = known[0][1] if known else _DEFAULT_BLOCK_SIZE
+        # A replica that does not say its block size is looked up with that of the others.
+        rest = {(info.weights or "", size) for info in infos if info.block_size is None}
+        return known + sorted(rest.difference(known)) or [(required_weights or "", size)]
+
+    def _keys(self, prompt: TokenizedPrompt, model: str, space: KeySpace, salt: Salt) -> list[bytes]:
+        weights, size = space
         try:
-            return chain_keys(_root(model, size, salt or ""), prompt.tokens, size)
+            return chain_keys(_root(key_model(model, weights), size, salt), prompt.tokens, size)
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
 
@@ -139,7 +209,8 @@ class ReplicaPool:
         """Replicas that have more than half of a prompt in tiers of their own, or serve its session; with the tokens that they
         have of it."""
         now = clock()
-        home = self.fleet.sessions.home(query.session, query.keys, now)
+        session = self.fleet.home(query, now)
+        home = session.replica if session is not None else None
         held = {
             one.name: min(one.reach[CacheTier.DISK] * (one.block_size or query.block_size), query.tokens)
             for one in self.fleet.candidates(query, now)
@@ -148,12 +219,16 @@ class ReplicaPool:
 
     def repeats(self, query: PlacementQuery) -> bool:
         """Whether it is a single prompt that ends with the same full block as an earlier one: not a conversation that grows."""
-        return query.session is None and self.fleet.sessions.home(None, query.keys[-1:], clock()) is not None
+        now, spaces = clock(), (query.keys, *query.other_keys.values())
+        return query.session is None and any(self.fleet.sessions.find(None, keys[-1:], now) for keys in spaces)
 
     async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
-        attempt = self._try_place(request) if not len(self.queue) else None
-        return attempt if attempt is not None else await self._wait(request)
+        has_begun = request.query.required_weights is not None
+        attempt = self._try_place(request) if has_begun or not len(self.queue) else None
+        if attempt is not None:
+            return attempt
+        return await (self._wait_to_continue(request) if has_begun else self._wait(request))
 
     def _try_place(self, request: PlacementRequest) -> Attempt | None:
         """None if all suitable replicas are overloaded. Raises NoReplica if there are none."""
@@ -177,9 +252,46 @@ class ReplicaPool:
         if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
-        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, prefill)
+        weights = upstream.weights
+        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, weights, prefill)
 
     # The queue
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a replica."""
+        return len(self.queue) + len(self._broken)
+
+    async def _wait_to_continue(self, request: PlacementRequest) -> Attempt:
+        """Its number is bounded by that of the requests in flight: unlike a new request, it is never refused for it."""
+        began = clock()
+        future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
+        self._broken[future] = request
+        self._set_timer()
+        try:
+            attempt = await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self.failed(future.result())
+            raise
+        finally:
+            self._broken.pop(future, None)
+        attempt.queued = clock() - began
+        return attempt
+
+    def _serve_broken(self) -> None:
+        """Place requests whose response has begun, each while a replica with its weights has room."""
+        for future, request in list(self._broken.items()):
+            weights = request.query.required_weights
+            if future.done() or (self._has_hope(weights) and not self._has_room(weights)):
+                continue
+            try:
+                attempt = self._try_place(request)
+            except NoReplica as error:
+                future.set_exception(error)
+            else:
+                if attempt is not None:
+                    future.set_result(attempt)
 
     async def _wait(self, request: PlacementRequest) -> Attempt:
         began = clock()
@@ -200,6 +312,8 @@ class ReplicaPool:
 
     def serve_queue(self) -> None:
         """Place queued requests while a replica has room."""
+        if self._broken:
+            self._serve_broken()
         while len(self.queue) and self._has_room():
             entry = self.queue.pop(clock())
             if entry is None:
@@ -221,18 +335,20 @@ class ReplicaPool:
                 _fail(entry, NoReplica("No replica takes requests any more"))
         self._set_timer()
 
-    def _has_room(self) -> bool:
+    def _has_room(self, weights: str | None = None) -> bool:
+        """Whether a replica takes requests now. With `weights` only those count that have them."""
         now = clock()
         return any(
             not one.excluded(now) and len(self.fleet.replicas[url].load.waiting) < self._waiting_limit(one)
             for url, one in self.upstreams.items()
-            if one.spec.role != "prefill"
+            if one.spec.role != "prefill" and weights in (None, one.weights)
         )
 
-    def _has_hope(self) -> bool:
-        """Whether a replica takes requests now or when it is not overloaded any more."""
+    def _has_hope(self, weights: str | None = None) -> bool:
+        """Whether a replica takes requests now or when it is not overloaded any more. `weights` as for `_has_room`."""
         now = clock()
-        reasons = ((one.excluded(now), one.trial) for one in self.upstreams.values())
+        able = [one for one in self.upstreams.values() if weights in (None, one.weights)]
+        reasons = ((one.excluded(now), one.trial) for one in able)
         return any(not reason or reason.startswith(_OVERLOADED) or trial for reason, trial in reasons)
 
     def _set_timer(self) -> None:
@@ -240,7 +356,7 @@ class ReplicaPool:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not len(self.queue):
+        if not self.waiting:
             return
         now = clock()
         pauses = [one.pause_until - now for one in self.upstreams.values() if one.pause_until > now]
@@ -251,7 +367,7 @@ class ReplicaPool:
 
     def first_token(self, attempt: Attempt) -> None:
         self.fleet.first_token(attempt.id, clock())
-        if len(self.queue):
+        if self.waiting:
             self.serve_queue()
 
     def expect_first_token(self, attempt: Attempt) -> None:
@@ -297,6 +413,20 @@ def _fail(entry: QueueEntry[_Queued], error: Exception) -> None:
         placed.set_exception(error)
 
 
+def key_model(model: str, weights: str | None) -> str:
+    """The model in the router's block keys: KV of other weights never has an equal key."""
+    return f"{model}\x00{weights}" if weights else model
+
+
+def _other(upstream: Upstream) -> str:
+    return "it has other weights" if upstream.weights is not None else "its weights are not known"
+
+
+def short(weights: str) -> str:
+    """Weights in a log line."""
+    return weights[:16]
+
+
 @lru_cache(maxsize=1024)
-def _root(model: str, block_size: int, salt: str) -> bytes:
-    return Scope(model.encode(), block_size, salt.encode()).root()
+def _root(model: str, block_size: int, salt: Salt) -> bytes:
+    return Scope(model.encode(), block_size, salt).root()

@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from foreword.api.tenants import Tenant
+from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.client_request import PATHS, ClientRequest
@@ -156,7 +157,7 @@ class RouterPrefixes:
         body: dict[str, Any] = {"model": info.models[0], "max_tokens": 1}
         body["prompt" if prefix.kind == "text" else "messages"] = prefix.content
         if info.kind == "vllm" and tenant.salt:
-            body["cache_salt"] = tenant.salt.hex()
+            body["cache_salt"] = Salt(tenant.salt).text
         try:
             await self._send(url, info.kind, tenant, "POST", path, body)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:

@@ -85,7 +85,7 @@ class ProxiedRequest(RoutedRequest):
         """Headers for a replica."""
         client = self.http_request.headers
         headers = request_headers(client)
-        headers.update(self.router.auth.headers(self.tenant, self.salt, credentials(client), upstream.kind))
+        headers.update(self.router.auth.headers(self.tenant, credentials(client), upstream.kind))
         headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
         headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
         headers.update(self.trace_headers)
@@ -143,7 +143,7 @@ class ProxiedRequest(RoutedRequest):
     def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
         """A replica served the request to its end."""
         super().finished(attempt, counts)
-        self.router.audit.finished(self.request, self.tenant, self.salt, attempt.upstream, counts)
+        self.router.audit.finished(self.request, self.tenant, self.cache_salt, attempt.upstream, counts)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)

@@ -1,4 +1,4 @@
-"""What a replica reports in its `/metrics`: number of requests, block size, capacity and memory usage."""
+"""What a replica reports in its `/metrics`: number of requests, block size, capacity, memory usage and weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any, Final
 _LINE: Final = re.compile(
     r"^(vllm:(?:num_requests_running|num_requests_waiting|cache_config_info|kv_cache_usage_perc)"
     r"|foreword:(?:blocks|blocks_free|blocks_cached|blocks_pinned)"
-    r"|foreword:tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open))(\{.*\})?\s+(\S+)$",
+    r"|foreword:tier_(?:bytes|budget_bytes|blocks|pinned_bytes|open)"
+    r"|foreword:model_info|vllm:foreword_model_info|process_start_time_seconds)(\{.*\})?\s+(\S+)$",
     re.MULTILINE,
 )
+# Of Foreword's servers, and of vLLM servers with Foreword's connector.
+_MODEL_INFO: Final = ("foreword:model_info", "vllm:foreword_model_info")
+_CONNECTOR: Final = "vllm:foreword_"
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -26,6 +30,9 @@ class ReplicaMetrics:
         usage: share of its blocks in use by requests.
         device: device blocks of a Foreword server: all, free, cached, pinned.
         tiers: its store tiers, in its own order.
+        fingerprint: of its weights.
+        has_connector: it is a vLLM server with Foreword's connector, which publishes the fingerprint with its first step.
+        started: when its process started, in seconds since 1970.
     """
 
     requests: int | None = None
@@ -34,6 +41,9 @@ class ReplicaMetrics:
     usage: float | None = None
     device: dict[str, float] | None = None
     tiers: tuple[dict[str, Any], ...] = ()
+    fingerprint: str | None = None
+    has_connector: bool = False
+    started: float | None = None
 
 
 UNKNOWN: Final = ReplicaMetrics()
@@ -46,6 +56,7 @@ def parse_metrics(text: str) -> ReplicaMetrics:
     # By engine: a data-parallel vLLM server has several.
     configs: dict[str, dict[str, str]] = {}
     usages: list[float] = []
+    fingerprints: set[str] = set()
     for name, given, number in _LINE.findall(text):
         try:
             value = float(number)
@@ -56,6 +67,9 @@ def parse_metrics(text: str) -> ReplicaMetrics:
             configs.setdefault(labels.get("engine", ""), labels)
         elif name.startswith("foreword:tier_"):
             tiers.setdefault(labels.get("tier", ""), {})[name.removeprefix("foreword:tier_")] = value
+        elif name in _MODEL_INFO:
+            # The series of weights that were replaced in place is 0.
+            fingerprints |= {labels.get("fingerprint", "")} if value == 1 else set()
         elif name == "vllm:kv_cache_usage_perc":
             usages += [value] if math.isfinite(value) else []
         elif math.isfinite(value):
@@ -70,6 +84,10 @@ def parse_metrics(text: str) -> ReplicaMetrics:
         sum(usages) / len(usages) if usages else None,
         _device(values),
         tuple(_tier(label, tiers[label]) for label in tiers),
+        # Engines with different weights are one replica, and nothing is the same as that.
+        next(iter(fingerprints)) or None if len(fingerprints) == 1 else None,
+        _CONNECTOR in text,
+        values.get("process_start_time_seconds"),
     )
 
 

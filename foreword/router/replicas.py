@@ -14,6 +14,8 @@ import msgspec
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
+from foreword.router import logprobs_probe
+from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 
@@ -23,6 +25,11 @@ _MAX_METRICS_BYTES: Final = 8 << 20
 _MAX_PROBE_BYTES: Final = 8 << 20
 _MAX_RESPONSE_BYTES: Final = 64 << 20
 _MAX_MODEL_LEN: Final = 1 << 24
+# To compute the log-probabilities of a short text, also on a server with much to do.
+_LOGPROBS_SECONDS: Final = 10.0
+# A vLLM server publishes its fingerprint with its first step: how often, and at what interval, the router looks after one.
+_LOOKS: Final = 20
+_LOOK_SECONDS: Final = 0.1
 ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
@@ -87,6 +94,10 @@ class ReplicaInfo:
         event_sources: endpoints of its KV events: `(events, replay)`.
         salt_from: where a Foreword server takes tenants' salts from.
         tokenize_path: path of its tokenization endpoint; None if it has none.
+        weights: the fingerprint of its weights, or a name that this router gave them; None if they are not known.
+        published: whether `weights` is the fingerprint that the replica publishes.
+        unknown_because: why they are not known.
+        started: when its process started, in seconds since 1970; None if it does not say.
     """
 
     kind: str
@@ -99,6 +110,10 @@ class ReplicaInfo:
     event_sources: tuple[tuple[str, str | None], ...] = ()
     salt_from: str | None = None
     tokenize_path: str | None = None
+    weights: str | None = None
+    published: bool = False
+    unknown_because: str = ""
+    started: float | None = None
 
 
 @dataclass(eq=False)
@@ -120,6 +135,9 @@ class Upstream:
         problem: result of the last failed probe.
         isolation_problem: why it would let tenants share blocks; empty if it would not.
         tasks: its watcher, then its KV event subscriptions.
+        unconfirmed: it was away, or showed other weights: it gets no requests until its watcher has asked what it serves.
+        wake: lets its watcher go on.
+        reading: one reading of its weights at a time. next_reading: one that has not begun yet.
     """
 
     spec: ReplicaSpec
@@ -141,6 +159,10 @@ class Upstream:
     problem: str = "it has not answered yet"
     isolation_problem: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    unconfirmed: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    next_reading: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -154,8 +176,14 @@ class Upstream:
     def model(self) -> str | None:
         return self.info.models[0] if self.info and self.info.models else None
 
-    def excluded(self, now: float) -> str:
-        """Why it gets no new requests now; empty if it does."""
+    @property
+    def weights(self) -> str | None:
+        """Which weights it serves: a replica with an equal value may continue its responses. None if that is not known."""
+        return self.info.weights if self.info is not None and not self.unconfirmed else None
+
+    @property
+    def out_of_service(self) -> str:
+        """Why it gets no new requests, however little it has to do; empty if it does."""
         if self.drained:
             return "draining"
         if self.unready:
@@ -164,8 +192,14 @@ class Upstream:
             return f"unhealthy: {self.problem}"
         if self.breaker.state == "open":
             return f"unhealthy: {self.breaker.reason}"
-        if self.isolation_problem:
-            return self.isolation_problem
+        if self.unconfirmed:
+            return "unhealthy: it was away, or its weights have changed, and it was not asked yet what it serves"
+        return self.isolation_problem
+
+    def excluded(self, now: float) -> str:
+        """Why it gets no new requests now; empty if it does."""
+        if problem := self.out_of_service:
+            return problem
         if self.trial:
             return "overloaded: the circuit is half-open, and one trial request is in flight"
         if self.pause_until > now:
@@ -196,6 +230,11 @@ class AwaitedResponse:
         self.cancel()
 
 
+def stamp_of(weights: str) -> str:
+    """The `system_fingerprint` of a Foreword server's responses."""
+    return f"fp_{weights[:12]}"
+
+
 class ProbeResult(NamedTuple):
     """Result of a health probe.
 
@@ -223,6 +262,7 @@ class ReplicaProbe:
         self._session = session
         self._headers = headers
         self._timeout = aiohttp.ClientTimeout(total=config.health_timeout)
+        self._readings = LogprobReadings()
 
     async def health(self, upstream: Upstream) -> ProbeResult:
         """Probe `/ready` (Foreword servers), then `/health` (vLLM), then `/v1/models` (any other server)."""
@@ -243,14 +283,13 @@ class ReplicaProbe:
             return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
         return HEALTHY
 
-    async def post(self, url: str, data: bytes, timeout: aiohttp.ClientTimeout) -> int:
-        """The status of the answer, once it is complete. Raises what aiohttp raises, and ReplicaFailed."""
+    async def post(self, url: str, data: bytes, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
+        """Status and body of the answer. Raises what aiohttp raises, and ReplicaFailed."""
         headers = {**self._headers, "content-type": "application/json"}
         async with self._session.post(
             url, data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
-            await read_whole(response, _MAX_PROBE_BYTES)
-            return response.status
+            return response.status, await read_whole(response, _MAX_PROBE_BYTES)
 
     async def info(self, upstream: Upstream) -> ReplicaInfo:
         """Raises ReplicaFailed."""
@@ -278,6 +317,7 @@ class ReplicaProbe:
         if kind == "openai":
             return ReplicaInfo(kind, names, cards, max_model_len)
         metrics = await self.metrics(upstream)
+        metrics, name, problem = await self._weights(upstream, names[0], max_model_len, kind, metrics)
         return ReplicaInfo(
             kind,
             names,
@@ -289,7 +329,43 @@ class ReplicaProbe:
             event_sources=await self._event_sources(upstream),
             salt_from=salt_from if isinstance(salt_from, str) else None,
             tokenize_path="/v1/tokenize" if kind == "foreword" else "/tokenize",
+            weights=metrics.fingerprint or name,
+            published=metrics.fingerprint is not None,
+            unknown_because=problem,
+            started=metrics.started,
         )
+
+    async def _weights(
+        self, upstream: Upstream, model: str, max_model_len: int | None, kind: str, metrics: ReplicaMetrics
+    ) -> tuple[ReplicaMetrics, str | None, str]:
+        """The metrics with the fingerprint of the weights. Without one, a name for them by their log-probabilities, or None and
+        the reason. Raises what aiohttp raises for `/metrics`."""
+        if metrics.fingerprint is not None:
+            return metrics, None, ""
+        if kind != "vllm":
+            return metrics, None, "its /metrics do not contain their fingerprint"
+        name, problem = None, ""
+        try:
+            name = await self.name_by_logprobs(upstream, model, max_model_len)
+        except ReplicaFailed as error:
+            problem = error.message
+        for _ in range(_LOOKS if metrics.has_connector else 0):
+            if (found := await self.metrics(upstream)).fingerprint is not None:
+                return found, None, ""
+            await asyncio.sleep(_LOOK_SECONDS)
+        return metrics, name, problem
+
+    async def name_by_logprobs(self, upstream: Upstream, model: str, max_model_len: int | None) -> str:
+        """A name for its weights, the same as for other replicas that compute the same. Raises ReplicaFailed."""
+        body, limit = logprobs_probe.request_body(model, max_model_len), aiohttp.ClientTimeout(total=_LOGPROBS_SECONDS)
+        try:
+            status, data = await self.post(f"{upstream.url}/v1/completions", body, limit)
+        except CONNECTION_ERRORS as error:
+            raise ReplicaFailed(f"it returned no log-probabilities: {type(error).__name__}") from None
+        if status != 200:
+            hint = " (--replica-key)" if status in (401, 403) else ""
+            raise ReplicaFailed(f"it returned no log-probabilities: /v1/completions says {status}{hint}")
+        return self._readings.name(model, logprobs_probe.read_response(data))
 
     async def metrics(self, upstream: Upstream) -> ReplicaMetrics:
         """The replica's metrics, from the first 8 MiB. Raises what aiohttp raises."""

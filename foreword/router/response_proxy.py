@@ -23,7 +23,7 @@ from foreword.api import sse
 from foreword.api.dialects.chat_reader import read_error
 from foreword.api.errors import error_body
 from foreword.api.misses.causes import Miss
-from foreword.errors import DeadlineExceeded, ForewordError, ReplicaFailed
+from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, describe_error, describe_response
 from foreword.router.auth import response_headers
@@ -34,7 +34,7 @@ from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock
+from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.translation import Translation
 from foreword.router.whole_response import TokenCounts
@@ -89,14 +89,22 @@ class _ResponseProxy:
         self._prompt: TokenizedPrompt | None = None
         # The replica to which the request migrated, if it did.
         self._migrated_to: Upstream | None = None
+        # Why the last attempt ended, and whether the next one continues its response.
+        self._broke = ""
+        self._continues = False
 
     async def run(self) -> web.StreamResponse:
         proxied = self.proxied
         while True:
             try:
                 attempt = await proxied.place(self._prompt)
+            except NoReplica as error:
+                return await self.fail(error if proxied.weights is None else self._impossible(self._broke, error))
             except ForewordError as error:
                 return await self.fail(error)
+            if self._continues:
+                self._continues = False
+                proxied.router.metrics.continued("continued")
             try:
                 response = await self._open(attempt)
                 if response is None:
@@ -111,8 +119,9 @@ class _ResponseProxy:
                 # Errors of the client's connection were converted to ClientDisconnected.
                 proxied.lost(attempt, error, at=self._migrated_to)
                 self._migrated_to = None
+                self._broke = describe_error(error)
                 try:
-                    complete = await self._prepare_failover(error)
+                    complete = await self._prepare_failover(attempt, error)
                 except ForewordError as fatal:
                     return await self.fail(fatal)
                 if complete:
@@ -167,7 +176,10 @@ class _ResponseProxy:
         awaited = AwaitedResponse(response.close, clock(), stream.begun)
         upstream.awaited.add(awaited)
         migrated = None
+        stream.next_response(stamped=upstream.kind == "foreword")
         try:
+            if self.proxied.weights is not None:
+                await self.proxied.router.confirm(upstream, self.proxied.weights)
             migrated = await self._forward_events(attempt, response, awaited)
             if stream.done and migrated is None:
                 await _read_to_end(response)
@@ -250,6 +262,7 @@ class _ResponseProxy:
     def _first_token(self, attempt: Attempt) -> None:
         proxied, upstream = self.proxied, attempt.upstream
         attempt.begun, attempt.first_token_at = True, clock()
+        proxied.router.stamped(upstream, self.stream.last_stamp)
         proxied.began_stream()
         if upstream.trial and self._migrated_to is None:
             # The trial request succeeds: other requests need not wait for the end of this response.
@@ -270,7 +283,7 @@ class _ResponseProxy:
 
     # Failover
 
-    async def _prepare_failover(self, error: BaseException) -> bool:
+    async def _prepare_failover(self, attempt: Attempt, error: BaseException) -> bool:
         """Prepare the next attempt. True if the response is already complete. Raises ForewordError."""
         proxied, stream = self.proxied, self.stream
         if stream.done:
@@ -285,31 +298,56 @@ class _ResponseProxy:
             proxied.router.metrics.retry()
             return False
         try:
-            return await self._prepare_continuation()
-        except ReplicaFailed as problem:
-            proxied.router.metrics.continued("impossible")
-            raise ReplicaFailed(
-                f"The replica failed in the middle of the response ({describe_error(error)}), and no other replica can "
-                f"continue it exactly: {problem.message}"
-            ) from None
+            return await self._prepare_continuation(attempt)
+        except (ReplicaFailed, NoReplica) as problem:
+            raise self._impossible(self._broke, problem) from None
 
-    async def _prepare_continuation(self) -> bool:
-        """The next attempt continues the response. True if the response is already complete. Raises ReplicaFailed."""
+    def _impossible(self, broke: str, problem: ForewordError) -> ReplicaFailed:
+        self.proxied.router.metrics.continued("impossible")
+        return ReplicaFailed(
+            f"The replica failed in the middle of the response ({broke}), and no other replica can continue it exactly: "
+            f"{problem.message}"
+        )
+
+    def _weights(self, attempt: Attempt) -> str:
+        """Those that began the response. Raises ReplicaFailed if they are not known."""
+        proxied, upstream, stamp = self.proxied, attempt.upstream, self.stream.stamp
+        weights = proxied.weights
+        if weights is None and upstream.kind == "foreword" and stamp is not None:
+            # What the response says was true when it began, whatever the replica serves now.
+            known = [attempt.weights, *(one.weights for one in proxied.pool.upstreams.values())]
+            weights = next((one for one in known if one is not None and stamp_of(one) == stamp), None)
+        elif weights is None and upstream.weights == attempt.weights:
+            weights = attempt.weights
+        if weights is None:
+            raise ReplicaFailed("which weights began it is not known")
+        return weights
+
+    async def _prepare_continuation(self, attempt: Attempt) -> bool:
+        """The next attempt continues the response. True if the response is already complete.
+
+        Raises ReplicaFailed, and NoReplica if no replica with the same weights is in service.
+        """
         proxied, stream = self.proxied, self.stream
-        request, pool = proxied.request, proxied.pool
-        if pool.kind == "foreword" and stream.can_resume:
-            self._resume()
-            return False
-        reason = why_not_continuable(request)
+        request, reason = proxied.request, why_not_continuable(proxied.request)
         if reason is None and not stream.can_continue:
             reason = "its tokens are not known" if stream.text_only else "part of it is not text"
+        if reason is not None and not stream.can_resume:
+            raise ReplicaFailed(reason)
+        pool, weights = proxied.pool, self._weights(attempt)
+        proxied.weights = weights
+        same = pool.with_weights(weights) or [attempt.upstream]
+        if stream.can_resume and all(one.kind == "foreword" for one in same):
+            pool.check_continuable(weights)
+            self._resume()
+            return False
         if reason is not None:
             raise ReplicaFailed(reason)
         position = await self._position()
         continuation = Continuation(request, position)
         end = stream.continue_from(continuation, position)
         if end is None:
-            lengths = [one.info.max_model_len or 0 for one in pool.upstreams.values() if one.info]
+            lengths = [one.info.max_model_len or 0 for one in same if one.info]
             default = _DEFAULT_COMPLETION_TOKENS if request.interface == "completion" else None
             body = continuation_body(request, stream.prompt_ids, position, max(lengths, default=0) or None, default)
             if body["max_tokens"] == 0:
@@ -317,6 +355,7 @@ class _ResponseProxy:
         if end is not None:
             await self._write(None, end)
             return True
+        pool.check_continuable(weights)
         self._path = PATHS["completion"]
         self._continue_with(body, body["prompt"], len(position.tokens))
         return False
@@ -333,8 +372,8 @@ class _ResponseProxy:
         proxied = self.proxied
         self._body = body
         self._prompt = TokenizedPrompt(prompt, "client") if proxied.pool.needs_prompts else proxied.prompt
-        proxied.router.metrics.continued("continued")
-        logger.info("request %s continues after %d tokens", proxied.request_id, count)
+        self._continues = True
+        logger.info("request %s is to continue after %d tokens", proxied.request_id, count)
 
     async def _position(self) -> StreamPosition:
         """Where the stream broke. Raises ReplicaFailed."""
@@ -344,7 +383,7 @@ class _ResponseProxy:
         settled, length = (0, 0) if body.get("stop") else stream.settled
         count, text = 0, ""
         if settled < len(tokens) or length < len(sent):
-            replicas = proxied.pool.tokenizing_replicas(proxied.avoid)
+            replicas = proxied.pool.tokenizing_replicas(proxied.avoid, proxied.weights)
             before, rest = [*stream.prompt_ids, *tokens[:settled]], sent[length:]
             try:
                 count, text = await proxied.router.prompts.text_of(before, tokens[settled:], rest, replicas)

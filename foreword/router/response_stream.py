@@ -49,6 +49,7 @@ class ResponseStream:
         prompt_tokens, cached_tokens, output_tokens: from the usage; None until it arrived.
         continuation: set after a failover in the middle of the response, if the router converts the rest.
         resumed: another replica wrote the rest of the response itself.
+        stamp: the `system_fingerprint` with which the response began; None if there was none. last_stamp: the last replica's.
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
 
@@ -74,6 +75,9 @@ class ResponseStream:
         self.output_tokens: int | None = None
         self.continuation: Continuation | None = None
         self.resumed = False
+        self.stamp: str | None = None
+        self.last_stamp: str | None = None
+        self._unstamped = self._compares = False
         self.holds_end = False
         self.end_held = False
         self._last: dict[str, Any] | None = None
@@ -101,6 +105,10 @@ class ResponseStream:
         if self.output_tokens is not None and self.prompt_tokens is not None:
             return self.prompt_tokens + self.output_tokens
         return len(self.prompt_ids) + (len(self.tokens) or len(self.sent_text()) // 4)
+
+    def next_response(self, *, stamped: bool) -> None:
+        """The chunks of another replica follow. `stamped`: its `system_fingerprint` says which weights it has."""
+        self._unstamped, self._compares = True, stamped and self.begun
 
     def restart(self) -> None:
         """Another replica starts again. The client may already have the first chunk, which has the role."""
@@ -211,6 +219,8 @@ class ResponseStream:
             return self._usage_chunk(event, chunk)
         if type(choices) is not list:
             raise _malformed("choices")
+        if self._unstamped:
+            self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in chunk.items() if name not in _NOT_HEAD}
         if not self.request.single:
@@ -222,6 +232,18 @@ class ResponseStream:
             return self._continued(self.continuation, choice)
         self._remember(chunk, choice, fields)
         return self._forward(event, chunk, choice, fields)
+
+    def _read_stamp(self, chunk: dict[str, Any]) -> None:
+        """Read a replica's stamp from its first chunk. Raises ReplicaFailed if it continues a response of other weights."""
+        self._unstamped = False
+        stamp = chunk.get("system_fingerprint")
+        self.last_stamp = stamp if type(stamp) is str else None
+        if self._compares and self.stamp and self.last_stamp and self.stamp != self.last_stamp:
+            raise ReplicaFailed("it has other weights than those that began the response")
+        if not self.begun:
+            self.stamp = self.last_stamp
+            if "system_fingerprint" in self.head:  # of a replica that sent no output
+                self.head["system_fingerprint"] = self.stamp
 
     def _remember(self, chunk: dict[str, Any], choice: dict[str, Any], fields: _Fields) -> None:
         """Note what a continuation will need."""

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from foreword.api.misses.causes import Miss
-from foreword.api.tenants import Tenant, mix_salt
+from foreword.api.tenants import Tenant
+from foreword.blocks.salt import Salt
 from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import DIALECT_NAMES, ClientRequest
@@ -32,9 +33,11 @@ class RoutedRequest:
         attempts: number of failed attempts.
         decision_text: the last placement decision in words.
         previous: why the previous attempt failed, in words.
+        weights: those that began its response; only a replica that has them may continue it. None before its first output.
         miss: why part of its prompt was not cached, once it has ended; None if it is not explained.
         span: of its trace; None without traces. trace_headers: of its present attempt, for the replica.
-        salt: of its blocks. priority: for replicas; None if there is nothing to say.
+        cache_salt: the client's own, or what the router has changed it to. salt: of its blocks.
+        priority: for replicas; None if there is nothing to say.
     """
 
     router: Router
@@ -49,15 +52,17 @@ class RoutedRequest:
     attempts: int = field(default=0, kw_only=True)
     decision_text: str = field(default="", kw_only=True)
     previous: str = field(default="", kw_only=True)
+    weights: str | None = field(default=None, kw_only=True)
     miss: asyncio.Future[Miss] | None = field(default=None, kw_only=True)
     span: Span | None = field(default=None, kw_only=True)
     trace_headers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    salt: bytes = field(init=False)
+    cache_salt: str | None = field(init=False)
+    salt: Salt = field(init=False)
     priority: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        given, salt = self.request.cache_salt, self.tenant.salt
-        self.salt = self.router.audit.salts.salted(mix_salt(salt, given) if given else salt)
+        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt)[-1]
+        self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         wanted = self.request.priority
         allowed = self.router.auth.priority(self.tenant, wanted or 0)
         self.priority = None if wanted is None and not allowed else allowed
@@ -68,10 +73,10 @@ class RoutedRequest:
         return DIALECT_NAMES[self.request.interface]
 
     def body_salt(self, kind: str) -> str | None:
-        """`cache_salt` in the body for a replica of this kind. Foreword's servers get the salt in a header, or mix it."""
+        """`cache_salt` in the body for a replica of this kind. Foreword's servers know the tenant."""
         if kind == "foreword":
-            return None if self.router.auth.uses_own_key else self.request.cache_salt
-        return self.salt.hex() if kind == "vllm" or self.request.cache_salt else None
+            return self.cache_salt
+        return self.salt.text if kind == "vllm" or self.request.cache_salt else None
 
     def own_fields(self, kind: str) -> dict[str, Any]:
         """The fields that the router sets in a body for a replica of this kind."""
@@ -82,7 +87,7 @@ class RoutedRequest:
         """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
-        query = pool.query(prompt, request.model, self.salt.hex() or None, self.session, request.max_tokens)
+        query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens, self.weights)
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
@@ -90,7 +95,7 @@ class RoutedRequest:
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
         if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
             # Later requests of a session go where it is: another replica has no use for their prompts.
-            router.warm_up.record(self.tenant, request.model, self.salt, request.cache_salt, prompt.tokens)
+            router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,12 +30,12 @@ from foreword.router.decision_log import DecisionLog
 from foreword.router.events import KvEventSubscription
 from foreword.router.metrics import RouterMetrics
 from foreword.router.misses import RouterMisses
-from foreword.router.pool import ReplicaPool
+from foreword.router.pool import ReplicaPool, key_model, short
 from foreword.router.prefixes import RouterPrefixes
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.recording import record_finished
 from foreword.router.replica_breaker import ReplicaBreaker
-from foreword.router.replica_metrics import UNKNOWN
+from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replicas import (
     CONNECTION_ERRORS,
     ProbeResult,
@@ -43,6 +44,7 @@ from foreword.router.replicas import (
     ReplicaSpec,
     Upstream,
     clock,
+    stamp_of,
 )
 from foreword.router.suspicious import SuspiciousRequests
 from foreword.router.warm_up import WarmUp
@@ -57,6 +59,9 @@ _SILENCE_SECONDS: Final = 2.0
 # Shorter than the keep-alive of servers (uvicorn, and so vLLM: 5 s): the side that sends next must close idle connections.
 _KEEP_ALIVE_SECONDS: Final = 4.0
 _WATCHDOG_SECONDS: Final = 0.5
+# When a replica is asked again whose weights could not be read: after this time, then twice as long each time.
+_WEIGHTS_SECONDS: Final = 30.0
+_MAX_WEIGHTS_SECONDS: Final = 600.0
 # The router's event loop counts as stalled if the watchdog wakes this late.
 _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
@@ -261,7 +266,9 @@ class Router:
 
     async def _watch(self, upstream: Upstream) -> None:
         metrics_read_at, stalls = 0.0, 0
+        weights_due, weights_pause = 0.0, _WEIGHTS_SECONDS
         while True:
+            upstream.wake.clear()
             now = clock()
             if upstream.breaker.due(now):
                 was_open = upstream.breaker.state == "open"
@@ -269,14 +276,26 @@ class Router:
                 if result.timed_out and await self.stalled_since(now) and (stalls := stalls + 1) <= MAX_STALLS:
                     continue
                 stalls = 0
+                # It may have other weights than before it was away.
+                upstream.unconfirmed |= was_open and result.problem is None
                 self._probed(upstream, result)
-                if result.problem is None and (upstream.info is None or was_open):
+                retries = upstream.kind == "vllm" and upstream.weights is None and now >= weights_due
+                asks = upstream.info is None or upstream.unconfirmed or retries or _publishes_late(upstream)
+                if result.problem is None and asks:
                     await self._learn(upstream)
+                    weights_pause = min(weights_pause * 2, _MAX_WEIGHTS_SECONDS) if retries else _WEIGHTS_SECONDS
+                    weights_due = clock() + weights_pause
                 if result.problem is None and now - metrics_read_at >= _METRICS_SECONDS:
                     metrics_read_at = now
                     await self._read_metrics(upstream)
-            interval = self.config.health_interval
-            await asyncio.sleep(min(interval, 0.5) if upstream.info is None else interval)
+            learned = upstream.info is not None and not upstream.unconfirmed
+            await self._pause(
+                upstream, self.config.health_interval if learned else min(self.config.health_interval, 0.5)
+            )
+
+    async def _pause(self, upstream: Upstream, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(upstream.wake.wait(), seconds)
 
     async def stalled_since(self, since: float) -> bool:
         """Whether the router's event loop stalled. Then a timeout says nothing about the replica."""
@@ -301,15 +320,19 @@ class Router:
             return
         if upstream.url not in self.upstreams:
             return
-        self._forget(upstream)
-        # It gets requests after this: they may name prefixes that it has lost.
-        await self.prefixes.prepare(upstream.url, info)
-        if any(one is not upstream for one in self.healthy()):  # otherwise requests wait for it
-            upstream.problem = "it loads the prefixes that are used most"
-            await self.warm_up.warm(self.session, upstream.url, info)
-        upstream.info = info
+        model, joins = info.models[0], upstream.info is None or upstream.unconfirmed
+        if joins or model != upstream.model:
+            self._forget(upstream)
+            # It gets requests after this: they may name prefixes that it has lost.
+            await self.prefixes.prepare(upstream.url, info)
+            if any(one is not upstream for one in self.healthy()):  # otherwise requests wait for it
+                upstream.problem = "it loads the prefixes that are used most"
+                await self.warm_up.warm(self.session, upstream.url, info)
+        elif info.weights is None:
+            return  # it was asked again for them
+        self._unsubscribe(upstream)
+        upstream.info, upstream.unconfirmed = info, False
         upstream.isolation_problem = self._isolation_problem(info)
-        model = info.models[0]
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights)
@@ -318,7 +341,13 @@ class Router:
         self._subscribe(upstream, pool)
         pool.add(upstream)
         events = ", sends KV events" if upstream.url in self.subscriptions else ""
-        logger.info("replica %s serves %s (%s)%s", upstream.url, model, info.kind, events)
+        weights = f", weights {short(info.weights)}" if info.weights is not None else ""
+        logger.info("replica %s serves %s (%s%s)%s", upstream.url, model, info.kind, weights, events)
+        if info.weights is None and info.kind != "openai":
+            logger.warning(
+                "replica %s: which weights it has is not known, so no other replica can continue its responses: %s",
+                upstream.url, info.unknown_because,
+            )  # fmt: skip
         if upstream.isolation_problem:
             logger.error("replica %s takes no requests: %s", upstream.url, upstream.isolation_problem)
 
@@ -345,7 +374,11 @@ class Router:
         counts = info.kind == "vllm"
         for endpoint, replay in info.event_sources:
             feed = KvEventFeed(
-                pool.fleet.directory, upstream.url, pool.model.encode(), info.block_size, counts_copies=counts
+                pool.fleet.directory,
+                upstream.url,
+                key_model(pool.model, info.weights).encode(),
+                info.block_size,
+                counts_copies=counts,
             )
             subscription = KvEventSubscription(self._zmq, feed, endpoint, replay)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)
@@ -356,23 +389,86 @@ class Router:
         pool = self.pool_of(upstream)
         if pool is not None:
             pool.remove(upstream)
+        self._unsubscribe(upstream)
+
+    def _unsubscribe(self, upstream: Upstream) -> None:
         self.subscriptions.pop(upstream.url, None)
         while len(upstream.tasks) > 1:
             upstream.tasks.pop().cancel()
 
     async def _read_metrics(self, upstream: Upstream) -> None:
-        """Read how much memory the replica uses, and how many requests of other routers and clients it has."""
+        """Read how much memory the replica uses, how many requests of other routers and clients it has, and whether its weights
+        are those that are known."""
         if upstream.kind == "openai":
             return
         try:
             upstream.metrics = await self.probe.metrics(upstream)
         except CONNECTION_ERRORS:
             upstream.metrics = UNKNOWN
+        self._compare(upstream, upstream.metrics)
         found = upstream.metrics.requests
         pool = self.pool_of(upstream)
         replica = pool.fleet.replicas.get(upstream.url) if pool else None
         if found is not None and replica is not None:
             replica.reported_running = max(found - upstream.in_flight, 0)
+
+    # Weights
+
+    def _compare(self, upstream: Upstream, found: ReplicaMetrics) -> None:
+        """Ask the replica again what it serves if its metrics are those of another process, or of other weights."""
+        info = upstream.info
+        if info is None or upstream.unconfirmed:
+            return
+        if None not in (found.started, info.started) and found.started != info.started:
+            self._unconfirm(upstream, "its process is another one")
+        elif found.fingerprint not in (None, info.weights) and info.published:
+            self._unconfirm(upstream, "it publishes another fingerprint")
+
+    def _unconfirm(self, upstream: Upstream, why: str) -> None:
+        """Send nothing to a replica before it was asked again what it serves."""
+        logger.warning("replica %s is asked again what it serves: %s", upstream.url, why)
+        upstream.unconfirmed = True
+        upstream.wake.set()
+        self.refresh(upstream)
+
+    def stamped(self, upstream: Upstream, stamp: str | None) -> None:
+        """A response of the replica began with this `system_fingerprint`."""
+        if (
+            upstream.kind == "foreword"
+            and upstream.weights is not None
+            and stamp not in (None, stamp_of(upstream.weights))
+        ):
+            self._unconfirm(upstream, "a response of it names other weights")
+
+    async def confirm(self, upstream: Upstream, weights: str) -> None:
+        """Read a replica's weights again, once it has begun to continue a response that these weights began. Raises
+        ReplicaFailed if it has others, or if that cannot be read.
+
+        Responses of Foreword's servers name their weights themselves.
+        """
+        if upstream.kind != "foreword":
+            if upstream.next_reading is None:
+                upstream.next_reading = asyncio.create_task(self._read_weights(upstream))
+            try:
+                await asyncio.shield(upstream.next_reading)
+            except CONNECTION_ERRORS as error:
+                raise ReplicaFailed(f"its weights could not be read again ({type(error).__name__})") from None
+        if upstream.weights != weights:
+            raise ReplicaFailed("it has other weights than those that began the response")
+
+    async def _read_weights(self, upstream: Upstream) -> None:
+        """One reading for all that asked before it began. Raises what aiohttp raises, and ReplicaFailed."""
+        async with upstream.reading:
+            upstream.next_reading = None
+            info = upstream.info
+            if info is None or info.weights is None or upstream.unconfirmed:
+                return
+            found = await self.probe.metrics(upstream)
+            self._compare(upstream, found)
+            if found.fingerprint is None and None in (found.started, info.started):
+                name = await self.probe.name_by_logprobs(upstream, info.models[0], info.max_model_len)
+                if name != info.weights:
+                    self._unconfirm(upstream, "it computes other log-probabilities")
 
     async def _watchdog(self) -> None:
         """Aborts stalled streams, notices a stalled event loop, and scrubs the directories."""
@@ -386,6 +482,7 @@ class Router:
                 self._abort_stalled(upstream, now)
             for pool in self.pools.values():
                 pool.fleet.directory.scrub(_SCRUBBED_BUCKETS)
+                pool.report_weights()
             self.suspicious.forget_old(now)
 
     def _abort_stalled(self, upstream: Upstream, now: float) -> None:
@@ -455,3 +552,9 @@ class Router:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a background task of the router failed", exc_info=error)
+
+
+def _publishes_late(upstream: Upstream) -> bool:
+    """Whether it has published its fingerprint since it was asked for it."""
+    known = upstream.info is None or upstream.info.published
+    return not known and upstream.metrics.fingerprint is not None

@@ -75,13 +75,18 @@ class RouterStateCollector(Collector):
         blocks = _gauge("directory_blocks", "Blocks in the directory.", "model_name")
         sessions = _gauge("sessions", "Known sessions.", "model_name")
         moved = _counter("sessions_moved", "Requests not placed on their session's replica.", "model_name")
+        prints = _gauge("model_fingerprints", "Different weights of replicas in service.", "model_name")
+        weights = _gauge("replica_weights", "1; the label has the weights.", "replica", "model_name", "weights")
         for name, pool in self._router.pools.items():
-            queue.add_metric((name,), len(pool.queue))
+            queue.add_metric((name,), pool.waiting)
+            prints.add_metric((name,), len(pool.by_weights()))
+            for url, upstream in pool.upstreams.items():
+                weights.add_metric((url, name, upstream.weights or "unknown"), 1)
             work.add_metric((name,), pool.fleet.queued_seconds(clock(), pool.queue.cost))
             blocks.add_metric((name,), len(pool.fleet.directory))
             sessions.add_metric((name,), len(pool.fleet.sessions))
             moved.add_metric((name,), pool.fleet.sessions_moved)
-        yield from (queue, work, blocks, sessions, moved)
+        yield from (queue, work, blocks, sessions, moved, prints, weights)
 
     def _events(self) -> Metric:
         events = _counter("kv_events", "KV events by kind.", "replica", "kind")

@@ -20,6 +20,7 @@ import msgspec
 
 from foreword.api.tenants import Tenant
 from foreword.blocks.common_prefixes import common_prefix_length, common_prefixes
+from foreword.blocks.salt import Salt
 from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.metrics import RouterMetrics
@@ -42,11 +43,10 @@ _AT_A_TIME: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Owner:
-    """Whose blocks a prompt has. `salt`: of the blocks; `cache_salt`: what the client gave."""
+    """Whose blocks a prompt has."""
 
     tenant: Tenant
     model: str | None
-    salt: bytes
     cache_salt: str | None
 
 
@@ -64,14 +64,12 @@ class WarmUp:
         self._prompts: deque[tuple[_Owner, Sequence[int]]] = deque()
         self._tokens = 0
 
-    def record(
-        self, tenant: Tenant, model: str | None, salt: bytes, cache_salt: str | None, tokens: Sequence[int]
-    ) -> None:
+    def record(self, tenant: Tenant, model: str | None, cache_salt: str | None, tokens: Sequence[int]) -> None:
         """Note a prompt: of a session only the first."""
         if not self._seconds or not tokens:
             return
         kept = tokens if len(tokens) <= _MAX_LENGTH else tokens[:_MAX_LENGTH]
-        self._prompts.append((_Owner(tenant, model, salt, cache_salt), kept))
+        self._prompts.append((_Owner(tenant, model, cache_salt), kept))
         self._tokens += len(kept)
         while len(self._prompts) > _MAX_PROMPTS or self._tokens > _MAX_TOKENS:
             self._tokens -= len(self._prompts.popleft()[1])
@@ -104,11 +102,11 @@ class WarmUp:
         self, session: aiohttp.ClientSession, url: str, kind: str, owner: _Owner, tokens: Sequence[int]
     ) -> int:
         """Tokens that are on the device then. Raises what aiohttp raises, and ReplicaFailed."""
-        salt = owner.salt.hex() if kind == "vllm" else None if self._auth.uses_own_key else owner.cache_salt
+        salt = Salt.of(owner.tenant.salt, owner.cache_salt).text if kind == "vllm" else owner.cache_salt
         fields = {"model": owner.model, "prompt": list(tokens), "cache_salt": salt or None}
         data = msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
         headers = {
-            **self._auth.headers_of(owner.tenant, kind, owner.salt),
+            **self._auth.headers_of(owner.tenant, kind),
             "content-type": "application/json",
             "accept-encoding": "identity",
         }

@@ -1,5 +1,7 @@
 """Disaggregated prefill: whether one replica computes the prompt and another decodes. Uses the cost model. Pure.
 
+Both replicas have the same weights: those of the replica that would serve the request alone.
+
 The decoding replica could compute the prompt itself. A separate prefill pays if it gives a lower TTFT in spite of the
 KV transfer, or if the prompt would slow down many decoding sequences. It does not pay where little is left to compute.
 """
@@ -48,6 +50,12 @@ class DisaggregationPolicy:
         alone = policy.choose(query, decode, home)
         if alone.estimate is None:
             return _with_estimates(policy.choose(query, prefill, home), alone)
+        weights = next(one.weights for one in decode if one.name == alone.replica)
+        # Of unknown weights nothing is known to be the same.
+        prefill = [one for one in prefill if one.weights == weights is not None]
+        decode = [one for one in decode if one.weights == weights]
+        if not prefill:
+            return alone
         first = policy.choose(query, prefill)
         if first.estimate is None or alone.estimate.computed < self.min_tokens:
             return alone

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys
+from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
@@ -198,7 +199,7 @@ class KvEventFeed:
         first = list(extras[0] or ()) if extras else []
         if len(first) > 1 or not all(isinstance(one, str) for one in first):
             return None
-        return Scope(self._model, self._block_size, first[0].encode() if first else b"").root()
+        return Scope(self._model, self._block_size, Salt.parse(first[0] if first else None)).root()
 
     def _clear(self) -> None:
         self._directory.cleared(self.replica)

@@ -12,8 +12,10 @@ Not thread-safe. Times are seconds of any monotonic clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
@@ -22,8 +24,8 @@ from foreword.routing.directory import CacheTier, Directory, Holdings, Reach
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
 from foreword.routing.load import ReplicaLoad, SentRequest
-from foreword.routing.placement import Candidate, CostEstimate, CostPolicy, Decision, PlacementQuery, Policy
-from foreword.routing.sessions import SessionTable
+from foreword.routing.placement import Candidate, CostEstimate, CostPolicy, Decision, KeySpace, PlacementQuery, Policy
+from foreword.routing.sessions import SessionHome, SessionTable
 from foreword.routing.shortlist import MAX_PRICED, Shortlist
 
 Role = Literal["both", "prefill", "decode"]
@@ -34,6 +36,11 @@ _USUAL_OUTPUT: Final = 256
 _MIN_DECODE_TOKENS: Final = 8
 # Learned costs count as stale after this time without an observation.
 _STALE_SECONDS: Final = 60.0
+# Why a replica takes no request of a certain kind.
+_FAILED: Final = "it failed this request"
+_OTHER_WEIGHTS: Final = "it is not known to have the weights that began the response"
+_OTHER_SESSION: Final = "the session's other requests were served with other weights"
+NO_REASONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -46,6 +53,7 @@ class ReplicaState:
         capacity_tokens: capacity of its KV memory; None if unknown.
         reported_running: requests that it reports beyond those sent by this router.
         learned_at: time of the last observation of its costs.
+        weights: which weights it serves; None if that is not known.
     """
 
     name: str
@@ -62,6 +70,11 @@ class ReplicaState:
     accuracy: EstimateAccuracy = field(default_factory=EstimateAccuracy)
     estimated_blocks: EstimatedBlocks | None = None
     learned_at: float = -math.inf
+    weights: str | None = ""
+
+    def key_space(self, query: PlacementQuery) -> KeySpace:
+        """Which of the query's keys are for it."""
+        return self.weights or "", self.block_size or query.block_size
 
     def is_stale(self, now: float) -> bool:
         """Whether its costs were never learned, or not recently."""
@@ -83,10 +96,10 @@ class ReplicaState:
             )
         return self.estimated_blocks
 
-    def refusal(self, avoided: bool = False) -> str:
-        """Why it takes no request, or not one that is to avoid it; empty if it does."""
-        if self.excluded or avoided:
-            return self.excluded or "it failed this request"
+    def refusal(self, unsuited: str = "") -> str:
+        """Why it takes no request, or not one for which it is `unsuited`; empty if it does."""
+        if self.excluded or unsuited:
+            return self.excluded or unsuited
         queued = len(self.load.waiting)
         is_full = self.max_queued is not None and queued >= self.max_queued
         return f"overloaded: {queued} requests wait there" if is_full else ""
@@ -167,6 +180,7 @@ class Fleet:
         self.sessions_moved = 0
         self.on_finished: Callable[[PlacedRequest], None] | None = None
         self._requests: dict[str, PlacedRequest] = {}
+        self._weights: Counter[str | None] = Counter()
         self._shortlist = Shortlist()
         # By role and configured costs.
         self._common_costs: dict[tuple[Role, ReplicaCosts | None], CostModel] = {}
@@ -183,23 +197,33 @@ class Fleet:
         capacity_tokens: int | None = None,
         max_queued: int | None = None,
         costs: ReplicaCosts | None = None,
+        weights: str | None = "",
     ) -> ReplicaState:
-        """Add a replica. Raises ConfigError for a duplicate name or an unknown role."""
+        """Add a replica. Raises ConfigError for a duplicate name or an unknown role.
+
+        Only replicas with equal `weights` share KV, continue each other's responses and compute prompts for each other. None
+        is equal to nothing.
+        """
         if name in self.replicas:
             raise ConfigError(f"there is a replica named {name!r} already")
         if role not in ("both", "prefill", "decode"):
             raise ConfigError(f"a replica's role is both, prefill or decode, not {role!r}")
         model = CostModel(costs, self._common_costs.setdefault((role, costs), CostModel(costs)))
-        replica = ReplicaState(name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model)
+        replica = ReplicaState(
+            name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model, weights=weights
+        )
         self.replicas[name] = replica
+        self._weights[weights] += 1
         for one in self.replicas.values() if len(self.replicas) == MAX_PRICED + 1 else (replica,):
             self._rank(one)
         return replica
 
     def remove(self, name: str) -> None:
         """Remove a replica. Its requests in flight may still be reported as finished. Raises NotFound."""
-        self._replica(name)
+        weights = self._replica(name).weights
         del self.replicas[name]
+        self._weights[weights] -= 1
+        self._weights += Counter()  # drops those that no replica has
         self._shortlist.discard(name)
         self.directory.cleared(name)
         self.sessions.remove_replica(name)
@@ -225,17 +249,44 @@ class Fleet:
     # Placement
 
     def place(self, query: PlacementQuery, now: float, *, avoid: Sequence[str] = ()) -> Decision:
-        """Choose a replica. Changes only the policy's state. `avoid` names replicas where the request failed."""
-        home = self.sessions.home(query.session, query.keys, now)
+        """Choose a replica. Changes only the policy's state. `avoid` names replicas where the request failed.
+
+        A session stays with its weights while a replica with them takes requests.
+        """
+        session, unsuited = self.home(query, now), dict.fromkeys(avoid, _FAILED)
+        home = session.replica if session is not None else None
+        if query.required_weights is not None:
+            return self._place(query, now, self._without(query.required_weights, _OTHER_WEIGHTS) | unsuited, home)
+        if session is not None and session.weights and len(self._weights) > 1:
+            decision = self._place(query, now, self._without(session.weights, _OTHER_SESSION) | unsuited, home)
+            if decision.replica is not None:
+                return decision
+        return self._place(query, now, unsuited, home)
+
+    def home(self, query: PlacementQuery, now: float) -> SessionHome | None:
+        """Where the query's session was served last."""
+        if query.session is not None or not query.other_keys:
+            return self.sessions.find(query.session, query.keys, now)
+        spaces = {query.key_space: query.keys, **query.other_keys}
+        found = [(size, self.sessions.find(None, keys, now)) for (_, size), keys in spaces.items()]
+        known = [(size * one.blocks, one) for size, one in found if one is not None]
+        return max(known, key=lambda pair: pair[0])[1] if known else None
+
+    def _without(self, weights: str, reason: str) -> dict[str, str]:
+        """The reason for all replicas that are not known to have these weights."""
+        return {name: reason for name, one in self.replicas.items() if one.weights != weights}
+
+    def _place(self, query: PlacementQuery, now: float, unsuited: Mapping[str, str], home: str | None) -> Decision:
+        """`unsuited`: why some replicas do not take this request."""
         if self.policy.needs_all or len(self.replicas) <= MAX_PRICED:
-            return self._choose(query, self.candidates(query, now, avoid), home)
-        decision = self._choose(query, self.shortlisted(query, now, avoid, home), home)
+            return self._choose(query, self.candidates(query, now, unsuited), home)
+        decision = self._choose(query, self.shortlisted(query, now, unsuited, home), home)
         if decision.replica is not None:
             return decision
         # Only now the reasons of all replicas matter.
-        refusals = [(name, one.refusal(name in avoid)) for name, one in self.replicas.items()]
+        refusals = [(name, one.refusal(unsuited.get(name, ""))) for name, one in self.replicas.items()]
         if not all(refusal for _, refusal in refusals):
-            return self._choose(query, self.candidates(query, now, avoid), home)
+            return self._choose(query, self.candidates(query, now, unsuited), home)
         estimates = tuple([CostEstimate(name, excluded=refusal) for name, refusal in refusals])
         return Decision(None, estimates, "none", home=home)
 
@@ -246,54 +297,65 @@ class Fleet:
         prefill = [one for one in candidates if self.replicas[one.name].role != "decode"]
         return self.disaggregation.choose(query, prefill, decode, self.policy, home)
 
-    def candidates(self, query: PlacementQuery, now: float, avoid: Sequence[str] = ()) -> list[Candidate]:
-        """The present state of every replica for this request."""
-        return self._candidates(query, now, avoid, dict.fromkeys(self.replicas, 1.0), {})
+    def candidates(
+        self, query: PlacementQuery, now: float, unsuited: Mapping[str, str] = NO_REASONS
+    ) -> list[Candidate]:
+        """The present state of every replica for this request. `unsuited`: why some do not take it."""
+        return self._candidates(query, now, unsuited, dict.fromkeys(self.replicas, 1.0), {})
 
     def shortlisted(
-        self, query: PlacementQuery, now: float, avoid: Sequence[str] = (), home: str | None = None
+        self,
+        query: PlacementQuery,
+        now: float,
+        unsuited: Mapping[str, str] = NO_REASONS,
+        home: str | None = None,
     ) -> list[Candidate]:
         """The present state of the replicas that may be the best for this request: a bounded number (`shortlist`)."""
-        lookups: dict[int, Holdings] = {}
+        lookups: dict[KeySpace, Holdings] = {}
         held: dict[str, int] = {}
         own = int(CacheTier.DISK)
-        for size in {query.block_size, *query.other_keys}:
-            keys = query.keys_at(size)
-            lookups[size] = self.directory.lookup(keys)
+        for space in {query.key_space, *query.other_keys}:
+            keys = query.keys_in(space)
+            lookups[space] = self.directory.lookup(keys)
             found = self._shortlist.sent_to(keys)
-            for name, reach in lookups[size].replicas.items():
+            for name, reach in lookups[space].replicas.items():
                 found[name] = reach[own]
-            held.update([(name, blocks * size) for name, blocks in found.items() if blocks])
-        return self._candidates(query, now, avoid, self._shortlist.choose(held, home, frozenset(avoid)), lookups)
+            if query.other_keys:  # a replica may have had other weights before
+                found = {name: blocks for name, blocks in found.items() if self._is_in(name, space, query)}
+            held.update([(name, blocks * space[1]) for name, blocks in found.items() if blocks])
+        return self._candidates(query, now, unsuited, self._shortlist.choose(held, home, unsuited), lookups)
+
+    def _is_in(self, name: str, space: KeySpace, query: PlacementQuery) -> bool:
+        return name in self.replicas and self.replicas[name].key_space(query) == space
 
     def _candidates(
         self,
         query: PlacementQuery,
         now: float,
-        avoid: Collection[str],
+        unsuited: Mapping[str, str],
         chosen: Mapping[str, float],
-        lookups: dict[int, Holdings],
+        lookups: dict[KeySpace, Holdings],
     ) -> list[Candidate]:
-        """The state of the chosen replicas, each with its weight in the fleet. `lookups`: those done, by block size."""
+        """The state of the chosen replicas, each with the number that it stands for. `lookups`: those done."""
         resident = _resident(query)
         found: list[Candidate] = []
         leading = 0
         for name, weight in chosen.items():
             replica = self.replicas[name]
-            excluded = replica.refusal(name in avoid)
+            excluded = replica.refusal(unsuited.get(name, ""))
             if excluded:
                 found.append(Candidate(name, excluded=excluded))
                 continue
-            size = replica.block_size or query.block_size
-            keys = query.keys_at(size)
-            if size not in lookups:
-                lookups[size] = self.directory.lookup(keys)
-            reach = lookups[size].of(name)
+            space = replica.key_space(query)
+            keys = query.keys_in(space)
+            if space not in lookups:
+                lookups[space] = self.directory.lookup(keys)
+            reach = lookups[space].of(name)
             # Many replicas hold the same part of the prompt, so the last result is a good guess.
             leading = replica.leading_without_events(keys, reach[0], leading)
             if leading > reach[0]:
                 reach = tuple([max(one, leading) for one in reach])
-            found.append(_candidate(replica, resident, reach, size, replica.costs(now), now, weight))
+            found.append(_candidate(replica, resident, reach, space[1], replica.costs(now), now, weight))
         return found
 
     def queued_seconds(self, now: float, unplaced: float = 0.0) -> float:
@@ -319,8 +381,8 @@ class Fleet:
             raise NotFound(decision.in_words())
         decoding = self._replica(decision.replica)
         computing = self._replica(decision.prefill) if decision.prefill else decoding
-        size = computing.block_size or query.block_size
-        keys = query.keys_at(size)
+        space = computing.key_space(query)
+        keys, size = query.keys_in(space), space[1]
         load = computing.load
         request = self._requests[name] = PlacedRequest(
             tokens=query.tokens,
@@ -348,7 +410,8 @@ class Fleet:
             request.guessed = max(estimate.reused // size - max(estimated.known(keys), in_flight), 0)
             estimated.sent(keys)
         self.sessions_moved += decision.home is not None and decision.home != decision.replica
-        self.sessions.record(query.session, query.keys, decision.replica, now)
+        session_keys = query.keys_in(decoding.key_space(query))
+        self.sessions.record(query.session, session_keys, decision.replica, now, decoding.weights)
 
     def first_token(self, name: str, now: float) -> None:
         """Note the first token of a request. Unknown requests are ignored."""
@@ -463,6 +526,7 @@ def _candidate(
         pairs,
         load.recent_tokens(now),
         stands_for,
+        replica.weights,
     )
 
 

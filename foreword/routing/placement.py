@@ -51,6 +51,10 @@ _MAX_REASONS: Final = 32
 _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 
 
+KeySpace = tuple[str, int]
+"""Weights and block size. A block of other weights, or of another size, never has an equal key."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
     """A request to place.
@@ -61,7 +65,9 @@ class PlacementQuery:
         block_size: tokens per block.
         session: name of the session, if the client gave one.
         max_output: `max_tokens`, if the client gave it.
-        other_keys: keys by block size, for replicas with other block sizes.
+        other_keys: keys for replicas with other weights or block sizes.
+        weights: of the replicas that `keys` are for.
+        required_weights: a replica with these weights has sent output already, so only one with the same may serve it.
     """
 
     keys: Sequence[bytes]
@@ -69,11 +75,18 @@ class PlacementQuery:
     block_size: int
     session: str | None = None
     max_output: int | None = None
-    other_keys: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    other_keys: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
+    weights: str = ""
+    required_weights: str | None = None
 
-    def keys_at(self, block_size: int) -> Sequence[bytes]:
-        """The keys for this block size; empty if they were not given."""
-        return self.keys if block_size == self.block_size else self.other_keys.get(block_size, ())
+    @property
+    def key_space(self) -> KeySpace:
+        """Of `keys`."""
+        return self.weights, self.block_size
+
+    def keys_in(self, space: KeySpace) -> Sequence[bytes]:
+        """The keys for replicas of this key space; empty if they were not given."""
+        return self.keys if space == self.key_space else self.other_keys.get(space, ())
 
 
 class Candidate(NamedTuple):
@@ -88,6 +101,7 @@ class Candidate(NamedTuple):
         excluded: why it takes no requests; empty if it does.
         recent_tokens: prompt tokens sent there in the last minutes, cached or not.
         stands_for: number of replicas like it, this one included, of which only it is a candidate.
+        weights: which weights it serves; None if that is not known.
     """
 
     name: str
@@ -102,6 +116,7 @@ class Candidate(NamedTuple):
     queued_pairs: float = 0.0
     recent_tokens: float = 0.0
     stands_for: float = 1.0
+    weights: str | None = ""
 
 
 class CostEstimate(NamedTuple):
@@ -320,7 +335,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
     # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, _, running, memory, block_size, _, queued_pairs, _, _ = candidate
+    name, costs, reach, queued_tokens, _, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
     tokens, size = query.tokens, block_size or query.block_size
     cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
     if reach[-1] > reach[0] or cached > tokens:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,8 +15,9 @@ from foreword.api import cache_control
 from foreword.api.cache_control import CacheRequest
 from foreword.api.dialects.limits import Limits
 from foreword.api.errors import CLIENT_GONE
-from foreword.api.tenants import Tenant, mix_salt
+from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
+from foreword.blocks.salt import Salt
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
 from foreword.server.routes import Routes
 from foreword.server.stream import unless_disconnected
@@ -24,12 +25,7 @@ from foreword.server.stream import unless_disconnected
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
-Verb = Callable[["AsyncEngine", Sequence[int], CacheRequest, "_Salts"], Awaitable[RetentionAnswer]]
-
-
-class _Salts(TypedDict):
-    salt: bytes
-    owner: bytes
+Verb = Callable[["AsyncEngine", Sequence[int], CacheRequest, Salt], Awaitable[RetentionAnswer]]
 
 
 def add_routes(routes: Routes, context: ServerContext) -> None:
@@ -57,28 +53,27 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
             context.rights.check_own(request, "releasing everything")
         engine = context.admission.engine()
         tokens = None if body.all else await _tokens(context, engine, body)
-        released = await context.work.run(len(tokens or ()), engine.release, tokens, **_salts(tenant, body))
+        released = await context.work.run(len(tokens or ()), partial(engine.release, tokens, salt=_salt(tenant, body)))
         return JSONResponse({"object": "cache.release", "released": [dataclasses.asdict(one) for one in released]})
 
     @routes.add("GET", "/v1/cache/retained", "cache")
     async def retained(request: Request) -> dict[str, Any]:
         """What the caller keeps with cache control."""
-        salt = context.tenant(request).salt
-        found = context.admission.engine().retentions(salt=salt)
+        found = context.admission.engine().retentions(context.tenant(request).salt)
         return {"object": "list", "data": [dataclasses.asdict(one) for one in found]}
 
 
-async def _retain(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salts: _Salts) -> RetentionAnswer:
+async def _retain(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
     ttl = cache_control.DEFAULT_TTL if body.seconds is None else body.seconds
-    return await engine.retain(tokens, ttl, body.priority, **salts)
+    return await engine.retain(tokens, ttl, body.priority, salt=salt)
 
 
-async def _pin(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salts: _Salts) -> RetentionAnswer:
-    return await engine.pin(tokens, **salts)
+async def _pin(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
+    return await engine.pin(tokens, salt=salt)
 
 
-async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salts: _Salts) -> RetentionAnswer:
-    prefetch = partial(engine.prefetch, tokens, **salts)
+async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
+    prefetch = partial(engine.prefetch, tokens, salt=salt)
     return await (prefetch() if body.seconds is None else prefetch(seconds=body.seconds))
 
 
@@ -88,7 +83,7 @@ async def _answer(context: ServerContext, request: Request, name: str, tenant: T
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":
             context.quotas.charge(admitted, len(tokens), time.monotonic())
-        answer = await unless_disconnected(request.receive, _awaited(verb(engine, tokens, body, _salts(tenant, body))))
+        answer = await unless_disconnected(request.receive, _awaited(verb(engine, tokens, body, _salt(tenant, body))))
     if answer is None:
         return Response(status_code=CLIENT_GONE)
     return JSONResponse(cache_control.answered(name, len(tokens), answer))
@@ -98,8 +93,8 @@ async def _awaited(work: Awaitable[RetentionAnswer]) -> RetentionAnswer:
     return await work
 
 
-def _salts(tenant: Tenant, body: CacheRequest) -> _Salts:
-    return {"salt": mix_salt(tenant.salt, body.cache_salt) if body.cache_salt else tenant.salt, "owner": tenant.salt}
+def _salt(tenant: Tenant, body: CacheRequest) -> Salt:
+    return Salt.of(tenant.salt, body.cache_salt)
 
 
 async def _body(context: ServerContext, request: Request, *, releases: bool = False) -> CacheRequest:

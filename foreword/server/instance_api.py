@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from foreword.api.tenants import mix_salt
+from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import BadRequest
 from foreword.server.endpoint import ServerContext
 from foreword.server.routes import Routes
@@ -29,9 +28,9 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
     @routes.add("DELETE", "/v1/cache", "cache")
     async def forget(request: Request) -> dict[str, Any]:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
-        receipt. Blocks that running requests use stay on the device until those end. `cache_salt` removes the blocks of
-        requests with this `cache_salt` instead. With `scope=device` an operator drops the unused blocks of all tenants from
-        the device."""
+        receipt. Blocks that running requests use stay on the device until those end. `cache_salt`, which may be repeated,
+        removes the blocks of requests with it instead. With `scope=device` an operator drops the unused blocks of all tenants
+        from the device."""
         query = request.query_params
         if query.get("scope", "tenant") == "device":
             context.rights.check_operator(request, "clearing the cache of all tenants")
@@ -39,11 +38,11 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         if query.get("scope", "tenant") != "tenant":
             raise BadRequest("scope must be tenant or device", param="scope")
         tenant = context.rights.check_own(request, "clearing the cache")
-        given = query.get("cache_salt")
+        given = [one for one in query.getlist("cache_salt") if one]
         engine = context.admission.engine()
         if not given:
             context.responses.forget(tenant.salt)
-        return await engine.forget(mix_salt(tenant.salt, given) if given else tenant.salt)
+        return await engine.forget(*(Salt.of(tenant.salt, one) for one in given or (None,)))
 
 
 def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:
         "layout": None if instance is None else instance.view.layout.fingerprint.hex(),
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
-        "tenant": hashlib.sha256(b"foreword/tenant\x00" + salt).hexdigest()[:16],
+        "tenant": tenant_digest(salt)[:16],
         "load": {
             "running": status.running,
             "waiting": status.waiting,

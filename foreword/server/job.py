@@ -82,7 +82,7 @@ class Job:
         request: what the client asks for.
         requests: the engine's requests, one per prompt.
         readers: one per choice.
-        owner: salt of the tenant. The requests may have another one, of the client's own making.
+        owner: salt of the tenant.
         streams: deltas go out as they come.
         resumed: output tokens that another server sent before this one continued; None if it started here.
         admitted: the request as the tenant's quotas count it.

@@ -71,7 +71,7 @@ class _KnownBlock(NamedTuple):
 
     parent: bytes
     tokens: Sequence[int]
-    salt: bytes | None
+    salt: str | None
 
 
 class _Change(NamedTuple):
@@ -178,7 +178,7 @@ class KvEvents:
         begins = event.salt is not None
         extras: list[list[str] | None] | None = None
         if event.salt:
-            extras = [[event.salt.hex()], *[None] * (len(event.keys) - 1)]
+            extras = [[event.salt], *[None] * (len(event.keys) - 1)]
         parent = None if begins else event.parent
         tokens = list(event.tokens)
         return BlockStored(

@@ -16,10 +16,11 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
 from foreword.api.request import Continuation, GenerateRequest, Prompt
-from foreword.api.tenants import Tenant, mix_salt
+from foreword.api.tenants import Tenant
 from foreword.api.tools.constraint import after_reasoning, forced_calls
 from foreword.api.tools.detection import AnswerFormats, detect, formats_named
 from foreword.blocks.retention import Retention
+from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
 from foreword.engine.request import Request, SamplingParams, StructuredOutput
 from foreword.errors import BadRequest
@@ -118,7 +119,7 @@ def _job(
     dialect, created = DIALECTS[request.dialect], int(time.time())
     fingerprint = f"fp_{engine.info.fingerprint[:12]}"
     head = ResponseHead(f"{dialect.id_prefix}{request_id}", engine.info.name, created, fingerprint)
-    salt = mix_salt(tenant.salt, request.cache_salt) if request.cache_salt else tenant.salt
+    salt = Salt.of(tenant.salt, request.cache_salt)
     prefill = _prefill_address(context, engine, tenant, request)
     # A client may use one X-Request-Id for two requests at a time; the engine's ids must differ.
     requests = tuple(
@@ -130,7 +131,6 @@ def _job(
             want_cache_report=request.cache_report,
             prefill=prefill,
             retain=prompt.retain,
-            owner=tenant.salt,
             output=request.continuation.output if request.continuation is not None else (),
         )
         for prompt in prompts

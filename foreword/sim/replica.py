@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.blocks import BlockTable, PrefixCache
+from foreword.blocks import BlockTable, PrefixCache, Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
@@ -96,8 +96,9 @@ class SimulatedReplica:
         """
         tokens: Any = request
         traced = request.outcome.request
-        root = self._cache.root(traced.tenant.encode())
-        table = BlockTable(SimulatedChain(root, self._cache.block_size, request, keys))
+        salt = Salt(traced.tenant.encode())
+        chain = SimulatedChain(self._cache.root(salt), self._cache.block_size, request, keys)
+        table = BlockTable(chain, salt=salt)
         prompt_only = request.computed_for is not None
         max_total = len(request) + 1 if prompt_only else traced.prompt_tokens + traced.output_tokens
         sequence = SequenceState(Request(str(request.number), tokens, _PARAMS), table, 0, max_total)

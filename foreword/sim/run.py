@@ -16,6 +16,7 @@ from typing import Final
 from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope
+from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, RateLimited
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet
@@ -305,7 +306,7 @@ class _Simulation:
     def _root(self, tenant: str) -> bytes:
         root = self.roots.get(tenant)
         if root is None:
-            root = self.roots[tenant] = Scope(MODEL, self.spec.block_size, tenant.encode()).root()
+            root = self.roots[tenant] = Scope(MODEL, self.spec.block_size, Salt(tenant.encode())).root()
         return root
 
     def _place(self, request: SequenceTokens) -> None:

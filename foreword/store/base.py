@@ -175,7 +175,8 @@ class Store(Protocol):
         ...
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
-        """List the names of all blocks with this layout and this root (b"": any), in batches and in no order.
+        """List the names of all blocks with this layout and roots that begin with these bytes (b"": any), in batches and in no
+        order.
 
         The listing does not rely on an index. A block may be listed twice, and blocks that are added meanwhile may be missed.
         Deleting blocks of a batch does not hide blocks of the next one.
@@ -185,7 +186,7 @@ class Store(Protocol):
             yield batch
 
     def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
-        """Delete all blocks with this layout and this root (b"": any), pinned ones too. Returns how many were there.
+        """Delete the blocks that `list_names` lists, pinned ones too. Returns how many were there.
 
         It may be repeated after a failure and then continues. Blocks that are added meanwhile may stay.
         """
@@ -213,7 +214,7 @@ class Store(Protocol):
 
 
 def has_prefix(name: Name, layout: bytes, root: bytes) -> bool:
-    """Whether a block has this layout and root; b"" stands for any."""
+    """Whether a block has this layout and a root that begins with these bytes; b"" stands for any."""
     return name.startswith(layout) and name.startswith(root, FINGERPRINT_BYTES)
 
 

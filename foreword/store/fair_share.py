@@ -1,6 +1,7 @@
 """Fair shares of tenants in a store with a budget: from which tenant a block is evicted.
 
-A tenant is the root in the names of its blocks. A tenant with at most its share, the budget divided by the number of
+A tenant is the part of the root in the names of its blocks that a client's own salt does not change (`blocks/salt.py`), so a
+client cannot be several tenants. A tenant with at most its share, the budget divided by the number of
 tenants, is protected while others have more. Among the other tenants, and if there is only one, the least recently used
 block is evicted. A tenant that has not used the store for an hour is neither protected nor counted. With a quota, a tenant
 that has reached it evicts its own blocks, even if there is room.
@@ -12,7 +13,8 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import StoreConfigError
 from foreword.store.base import Name
 
@@ -34,7 +36,7 @@ class Usage(NamedTuple):
 
 def tenant_of(name: Name) -> bytes:
     """The part of a block's name that identifies its tenant."""
-    return name[FINGERPRINT_BYTES:PREFIX_BYTES]
+    return name[FINGERPRINT_BYTES : FINGERPRINT_BYTES + TENANT_BYTES]
 
 
 def quota_of(quota: float | None, size: int) -> int:

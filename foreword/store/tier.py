@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreHung, StoreReadOnly, StoreTimeout
@@ -206,9 +207,11 @@ class StoreTier:
         return found, outcome
 
     def warm_up(self, names: Sequence[Name], deadline: float) -> None:
-        """Make lookups that are not counted, so that later ones need not connect or open anything."""
-        for name in names:
-            self.attempt(lambda name=name: self.store.lookup([name], deadline=deadline), 0, deadline)  # type: ignore[misc]
+        """Make lookups that are not counted, so that later ones need not connect or open anything. A tier that fails is found
+        out by later calls."""
+        with contextlib.suppress(StoreError):
+            for name in names:
+                self.call(partial(self.store.lookup, [name], deadline=deadline), deadline)
 
     # Reading
 

@@ -68,10 +68,11 @@ class TierSearch:
             return self.deadline
         now = time.monotonic()
         left = min(self._left[tier.local], self.deadline - now) / self.parts
-        return now + left / (2 if any(one.blocking and self._share_time(one, tier) for one in later) else 1)
+        return now + left / (2 if any(self._waits_for(one, tier) for one in later) else 1)
 
-    def _share_time(self, one: StoreTier, other: StoreTier) -> bool:
-        return one.local == other.local or math.isinf(self._left[one.local])
+    def _waits_for(self, one: StoreTier, other: StoreTier) -> bool:
+        """Whether what `other` takes is missing for `one`."""
+        return math.isinf(self._left[other.local]) or (one.blocking and one.local == other.local)
 
     def note(self, tier: StoreTier, began: float, until: float, outcome: LookupOutcome, *, complete: bool) -> None:
         """A call that began at `began` and had until `until` has ended. `complete`: it has found all that was asked."""
@@ -200,7 +201,7 @@ class TieredStore(Store):
 
     def warm_up(self, layouts: Iterable[bytes]) -> None:
         """Make a lookup for each layout in every tier that may block, in all tiers at once and for at most 5 seconds: they
-        connect and open indexes before a request waits for it. Takes the fingerprints of the layouts."""
+        connect and open indexes before a request waits for it. Takes the fingerprints of the layouts. Never raises."""
         names = [one + bytes(NAME_BYTES - FINGERPRINT_BYTES) for one in layouts]
         deadline, asked = time.monotonic() + _WARM_UP_SECONDS, [tier for tier in self.tiers if tier.blocking]
         if asked:

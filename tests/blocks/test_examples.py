@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from foreword.blocks import BlockTable, Copy, PrefixCache, chain_keys
+from foreword.blocks.salt import NO_SALT
 
 A_PROMPT = list(range(100, 115))  # 15 tokens
 A_OUTPUT = [115, 116]
@@ -60,7 +61,7 @@ def test_as_in_the_thread(partial_reuse: bool) -> None:
     key_of_3 = cache.pool.key(3)
     c, cached = admit(cache, C_PROMPT)
     assert (c.blocks, cached) == ([0, 1, 2, 7, 8, 9, 4, 3], 12)
-    assert removed == [key_of_3] == [chain_keys(cache.root(b""), [*A_PROMPT, *A_OUTPUT], 4)[3]]
+    assert removed == [key_of_3] == [chain_keys(cache.root(NO_SALT), [*A_PROMPT, *A_OUTPUT], 4)[3]]
     assert cache.pool.free_blocks() == [6, 5]
 
 
@@ -98,7 +99,7 @@ def test_both_copies_stay() -> None:
     second, cached = admit(cache, PAIR)
     assert (second.blocks, cached) == ([0, 3], 4)
     decode(cache, second, 8)
-    assert cache.pool.key(3) == cache.pool.key(1) == chain_keys(cache.root(b""), [*PAIR, 8], 4)[1]
+    assert cache.pool.key(3) == cache.pool.key(1) == chain_keys(cache.root(NO_SALT), [*PAIR, 8], 4)[1]
     assert (first.blocks, second.blocks) == ([0, 1, 2], [0, 3])
     assert [cache.pool.references(block) for block in (0, 1, 3)] == [2, 1, 1]
     assert cache.lookup(cache.open([*PAIR, 8])).blocks == [0, 1]

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.miss_history import Explanation, MissHistory
+from foreword.blocks.salt import NO_SALT, Salt
 
 SIZE = 4
+ME, THEM = Salt(b"me"), Salt(b"them")
 
 
 def of(*tokens: int) -> array[int]:
@@ -22,8 +24,8 @@ def explain(
     prompt: list[int],
     cached: int,
     *seen: list[int],
-    salt: bytes = b"me",
-    other: bytes = b"me",
+    salt: Salt = ME,
+    other: Salt = ME,
     tell: bool = False,
 ) -> Explanation:
     history = MissHistory(1000)
@@ -127,47 +129,47 @@ def test_what_was_reused_is_older_than_the_memory() -> None:
 def test_other_tenants_are_mentioned_only_where_allowed() -> None:
     """That another tenant has the prefix is said only if the operator allows it; else it was never seen."""
     prompt, seen = list(range(9)), list(range(9))
-    hidden = explain(prompt, 0, seen, other=b"them")
-    shown = explain(prompt, 0, seen, other=b"them", tell=True)
+    hidden = explain(prompt, 0, seen, other=THEM)
+    shown = explain(prompt, 0, seen, other=THEM, tell=True)
     assert (hidden.reason, shown.reason) == ("never_seen", "other_tenant")
-    assert explain(prompt, 0, seen[:3], other=b"them", tell=True).reason == "never_seen"
+    assert explain(prompt, 0, seen[:3], other=THEM, tell=True).reason == "never_seen"
 
 
 def test_own_eviction_before_other_tenants() -> None:
     """What the tenant itself had computed was evicted, even if another tenant has it."""
     history = MissHistory(1000)
-    history.add(b"me", of(*range(9)))
-    history.add(b"them", of(*range(9)))
-    assert history.explain(b"me", of(*range(9)), 0, SIZE, tell_other_tenants=True).reason == "evicted"
+    history.add(ME, of(*range(9)))
+    history.add(THEM, of(*range(9)))
+    assert history.explain(ME, of(*range(9)), 0, SIZE, tell_other_tenants=True).reason == "evicted"
 
 
 def test_a_prompt_is_not_compared_with_itself() -> None:
     """The array under question does not count, even if it was remembered already."""
     history, prompt = MissHistory(1000), of(*range(9))
-    history.add(b"me", prompt)
-    assert history.explain(b"me", prompt, 0, SIZE).reason == "never_seen"
-    assert history.explain(b"me", prompt[:], 0, SIZE).reason == "evicted"
+    history.add(ME, prompt)
+    assert history.explain(ME, prompt, 0, SIZE).reason == "never_seen"
+    assert history.explain(ME, prompt[:], 0, SIZE).reason == "evicted"
 
 
 def test_tokens_generated_later_are_remembered() -> None:
     """The array that was added is the sequence's own, so what is appended to it counts."""
     history, tokens = MissHistory(1000), of(0, 1, 2)
-    history.add(b"me", tokens)
+    history.add(ME, tokens)
     tokens.extend(range(3, 10))
-    assert history.explain(b"me", of(*range(12)), 0, SIZE).reason == "evicted"
+    assert history.explain(ME, of(*range(12)), 0, SIZE).reason == "evicted"
 
 
 def test_the_oldest_are_forgotten() -> None:
     """More tokens than the capacity are not kept; the latest sequence is kept in any case."""
     history = MissHistory(10)
-    history.add(b"me", of(*range(8)))
-    assert history.explain(b"me", of(*range(9)), 0, SIZE).reason == "evicted"
-    history.add(b"me", of(*range(100, 104)))
-    assert history.explain(b"me", of(*range(9)), 0, SIZE).reason == "never_seen"
-    assert history.explain(b"me", of(*range(100, 105)), 0, SIZE).reason == "evicted"
-    history.add(b"me", of(*range(200, 250)))
-    assert history.explain(b"me", of(*range(200, 220)), 0, SIZE).reason == "evicted"
-    assert history.explain(b"me", of(*range(100, 105)), 0, SIZE).reason == "never_seen"
+    history.add(ME, of(*range(8)))
+    assert history.explain(ME, of(*range(9)), 0, SIZE).reason == "evicted"
+    history.add(ME, of(*range(100, 104)))
+    assert history.explain(ME, of(*range(9)), 0, SIZE).reason == "never_seen"
+    assert history.explain(ME, of(*range(100, 105)), 0, SIZE).reason == "evicted"
+    history.add(ME, of(*range(200, 250)))
+    assert history.explain(ME, of(*range(200, 220)), 0, SIZE).reason == "evicted"
+    assert history.explain(ME, of(*range(100, 105)), 0, SIZE).reason == "never_seen"
 
 
 @given(st.integers(0, 30), st.lists(st.integers(0, 12), max_size=12))
@@ -175,8 +177,8 @@ def test_memory_is_bounded(capacity: int, lengths: list[int]) -> None:
     """The history holds at most `capacity` tokens, or one sequence. With capacity 0 it holds nothing."""
     history = MissHistory(capacity)
     for length in lengths:
-        history.add(b"", of(*range(length)))
-        held = [len(tokens) for tokens in history.recent(b"", 100)]
+        history.add(NO_SALT, of(*range(length)))
+        held = [len(tokens) for tokens in history.recent(NO_SALT, 100)]
         assert sum(held) <= capacity or len(held) == 1
         if not capacity:
             assert not held
@@ -187,9 +189,9 @@ def test_tokens_generated_later_count() -> None:
     history = MissHistory(1_000)
     for _ in range(1_000):
         tokens = of(1)
-        history.add(b"", tokens)
+        history.add(NO_SALT, tokens)
         tokens.extend(range(99))
-    assert 500 <= sum(len(tokens) for tokens in history.recent(b"", 1_000)) <= 1_500
+    assert 500 <= sum(len(tokens) for tokens in history.recent(NO_SALT, 1_000)) <= 1_500
 
 
 def test_adding_does_not_depend_on_what_is_remembered() -> None:
@@ -204,7 +206,7 @@ def test_adding_does_not_depend_on_what_is_remembered() -> None:
             return super().__len__()
 
     for _ in range(1_000):
-        history.add(b"", Counted("I", (1, 2, 3)))
+        history.add(NO_SALT, Counted("I", (1, 2, 3)))
     assert measured <= 20_000
 
 
@@ -214,9 +216,9 @@ def test_every_explanation_is_true(prompt: list[int], seen: list[int], reused: i
     if not prompt:
         return
     history = MissHistory(1000)
-    history.add(b"", of(*seen))
+    history.add(NO_SALT, of(*seen))
     cached = min(reused, len(prompt))
-    found = history.explain(b"", of(*prompt), cached, size)
+    found = history.explain(NO_SALT, of(*prompt), cached, size)
     same = common_prefix_length(of(*prompt), of(*seen))
     if cached >= len(prompt) - 1:
         assert found.reason == "all_cached"

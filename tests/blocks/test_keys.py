@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import struct
 import subprocess
@@ -16,6 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.blocks.keys import KEY_BYTES, KEY_FORMAT, Scope, TokenChain, chain_keys, token_bytes
+from foreword.blocks.layout import chain_prefix
+from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
 from foreword.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,7 +29,7 @@ PLAIN_KEYS = [  # tokens 0..31
     "f8c2a8d1e98d0205cac4a6acb373ae6759efbc82321f513cb8c4b8c4aaafaf54",
     "4851824bdbec73ca074cd8f1eb37b87c2e2709f944f14963360e63eb7adb799d",
 ]
-TENANT = Scope(b"model", 4, b"tenant")
+TENANT = Scope(b"model", 4, Salt(b"tenant"))
 TENANT_SCOPE = "666f7265776f72642f6b6579000200000004000000050000006d6f64656c0600000074656e616e74"
 TENANT_ROOT = "ccf1a2befabfa4946db6744a600354e93ce2c3098515621b4ee9565053b97469"
 TENANT_TOKENS = [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8]
@@ -36,24 +39,41 @@ TENANT_KEYS = [
 ]
 ADAPTER_KEY = "f0c48a8550c5ceb3d1eeeef22dd3b5191a884a3eaef0e521e78dc8729404a08f"  # block 1, its extra b"adapter"
 
+CLIENT = Scope(b"model", 4, Salt.of(b"tenant", "session 1"))
+CLIENT_SALT = "3a0b5ac40eb2bbb743fcda1f48bc4d214d8eeb477714b65595c73c5bb7369052"
+CLIENT_ROOT = "ccf1a2befabfa4946db6744ae09b976ab47ac96fec2e5d7074c03d06e5292b4c"
+CLIENT_KEY = "097e2d40104f87ec4a461374c04ecb41dc6bb30b4b662bdb591571233d2d6f75"  # block 0 of TENANT_TOKENS
+
 tokens_of = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 small_tokens = st.lists(st.integers(0, 3), max_size=40)
 block_sizes = st.integers(1, 7)
 extras_of = st.lists(st.binary(max_size=3), max_size=12)
+tenants = st.sampled_from([b"", b"\x00", b"ann", b"bob", b"ann/bob"]) | st.binary(max_size=40)
+# Also what looks like the text of a salt, which a client may send.
+given_salts = (
+    st.sampled_from([None, "", "x", "/", "foreword:", "foreword:616e6e"])
+    | st.builds(
+        lambda tenant, given: Salt.of(tenant, given).text, tenants, st.sampled_from([None, "x"]) | st.text(max_size=9)
+    )
+    | st.text(max_size=9)
+)
+salts = st.builds(Salt.of, tenants, given_salts)
 
 
 def written_scope(scope: Scope) -> bytes:
     """The scope as docs/reference/formats.md writes it, made without the code under test."""
     text = b"foreword/key\x00" + (2).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
-    for part in (scope.model, scope.salt):
+    for part in (scope.model, scope.salt.tenant, *[scope.salt.client] * bool(scope.salt.client)):
         text += len(part).to_bytes(4, "little") + part
     return text
 
 
 def written_root(scope: Scope) -> bytes:
     """The root as docs/reference/formats.md writes it."""
-    tenant = sha256(b"foreword/tenant\x00" + scope.salt).digest()
-    return tenant[:16] + sha256(written_scope(scope)).digest()[:16]
+    salt = sha256(b"foreword/tenant\x00" + scope.salt.tenant).digest()[:16]
+    if scope.salt.client:
+        salt = salt[:12] + sha256(b"foreword/salt\x00" + scope.salt.client).digest()[:4]
+    return salt + sha256(written_scope(scope)).digest()[:16]
 
 
 def written_keys(root: bytes, tokens: Sequence[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
@@ -80,6 +100,8 @@ def test_golden_vectors() -> None:
     assert TENANT.root().hex() == TENANT_ROOT
     assert hexes(chain_keys(TENANT.root(), TENANT_TOKENS, 4)) == TENANT_KEYS
     assert hexes(chain_keys(TENANT.root(), TENANT_TOKENS, 4, [b"", b"adapter"])) == [TENANT_KEYS[0], ADAPTER_KEY]
+    assert (CLIENT.salt.client.hex(), CLIENT.root().hex()) == (CLIENT_SALT, CLIENT_ROOT)
+    assert chain_keys(CLIENT.root(), TENANT_TOKENS, 4)[0].hex() == CLIENT_KEY
 
 
 def test_golden_vectors_agree_with_the_written_format() -> None:
@@ -88,18 +110,30 @@ def test_golden_vectors_agree_with_the_written_format() -> None:
     root = written_root(TENANT)
     assert hexes(written_keys(root, TENANT_TOKENS, 4)) == TENANT_KEYS
     assert written_keys(root, TENANT_TOKENS, 4, [b"", b"adapter"])[1].hex() == ADAPTER_KEY
+    assert hmac.digest(b"tenant", b"cache_salt\x00session 1", "sha256").hex() == CLIENT_SALT
+    assert written_keys(written_root(CLIENT), TENANT_TOKENS, 4)[0].hex() == CLIENT_KEY
 
 
 def test_the_documented_vectors_are_the_tested_ones() -> None:
     """docs/reference/formats.md quotes exactly the golden vectors."""
     text = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
-    for vector in (PLAIN_ROOT, *PLAIN_KEYS, TENANT_SCOPE, TENANT_ROOT, *TENANT_KEYS, ADAPTER_KEY):
+    for vector in (
+        PLAIN_ROOT,
+        *PLAIN_KEYS,
+        TENANT_SCOPE,
+        TENANT_ROOT,
+        *TENANT_KEYS,
+        ADAPTER_KEY,
+        CLIENT_SALT,
+        CLIENT_ROOT,
+        CLIENT_KEY,
+    ):
         assert vector in text
 
 
-@given(st.binary(max_size=40), st.integers(1, 2**32 - 1), st.binary(max_size=40))
-def test_scope_follows_the_written_format(model: bytes, block_size: int, salt: bytes) -> None:
-    """Every scope is encoded as written, and its root has the digests of the tenant and of that."""
+@given(st.binary(max_size=40), st.integers(1, 2**32 - 1), salts)
+def test_scope_follows_the_written_format(model: bytes, block_size: int, salt: Salt) -> None:
+    """Every scope is encoded as written, and its root has the digests of the salt and of that."""
     scope = Scope(model, block_size, salt)
     assert scope.encode() == written_scope(scope)
     assert scope.root() == written_root(scope)
@@ -117,8 +151,8 @@ def test_chain_follows_the_written_format(tokens: list[int], block_size: int, ex
 def test_same_keys_in_a_fresh_process(seed: str) -> None:
     """Another process with another hash seed computes the same keys."""
     program = (
-        "from foreword.blocks import Scope, chain_keys\n"
-        "scope = Scope(b'model', 4, b'tenant')\n"
+        "from foreword.blocks import Salt, Scope, chain_keys\n"
+        "scope = Scope(b'model', 4, Salt(b'tenant'))\n"
         "keys = chain_keys(scope.root(), [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8], 4)\n"
         "print(scope.root().hex(), *(key.hex() for key in keys))\n"
     )
@@ -129,12 +163,50 @@ def test_same_keys_in_a_fresh_process(seed: str) -> None:
     assert done.stdout.split() == [TENANT_ROOT, *TENANT_KEYS]
 
 
-@pytest.mark.parametrize("other", [Scope(b"model2", 4, b"tenant"), Scope(b"model", 4, b"other"), Scope(b"model", 4)])
+@pytest.mark.parametrize(
+    "other", [Scope(b"model2", 4, TENANT.salt), Scope(b"model", 4, Salt(b"other")), Scope(b"model", 4)]
+)
 def test_model_and_salt_change_every_key(other: Scope) -> None:
     """A chain of another model or another tenant has no key in common."""
     mine = {TENANT.root(), *chain_keys(TENANT.root(), TENANT_TOKENS, 4)}
     theirs = {other.root(), *chain_keys(other.root(), TENANT_TOKENS, 4)}
     assert not mine & theirs
+
+
+@given(tenants, given_salts, tenants, given_salts)
+def test_tenants_and_salts_never_share(tenant: bytes, given: str | None, other: bytes, another: str | None) -> None:
+    """Whatever a client sends as its salt: another tenant's chain has no key in common with its own, nor has one of its tenant
+    with another salt. The names of all its blocks say whose they are, and those of its salt."""
+    one, two = Salt.of(tenant, given), Salt.of(other, another)
+    same = (tenant, given or "") == (other, another or "")
+    roots = [Scope(b"model", 4, salt).root() for salt in (one, two)]
+    keys = [{root, *chain_keys(root, TENANT_TOKENS, 4)} for root in roots]
+    assert bool(keys[0] & keys[1]) == same == (one == two)
+    named = [chain_prefix(bytes(16), root)[16:] for root in roots]
+    assert named == [one.digest, two.digest]
+    assert named[0].startswith(Salt(tenant).prefix) and named[0].startswith(one.prefix)
+    assert named[1].startswith(Salt(tenant).prefix) == (tenant == other)
+    if one.client:
+        assert (one.prefix, named[1].startswith(one.prefix)) == (named[0], same)
+
+
+@given(tenants, given_salts, given_salts)
+def test_an_engine_without_tenants_reads_what_a_router_writes(
+    tenant: bytes, given: str | None, raw: str | None
+) -> None:
+    """The text of a salt stands for it, and no other text does. What a client sends itself divides the cache of those without
+    a tenant, unless it is such a text, for which it has to know the tenant's salt."""
+    salt, read = Salt.of(tenant, given), Salt.parse(raw)
+    assert Salt.parse(salt.text) == salt
+    if read.text != raw:
+        assert read == Salt.of(b"", raw)
+
+
+def test_a_salt_says_nothing() -> None:
+    """Without tenant and salt a request has the keys that it always had, and the digest of the tenant is that of records."""
+    assert (Salt.of(b"", None), Salt.of(b"", ""), Salt.parse(None), Salt.parse("")) == (NO_SALT,) * 4
+    assert not NO_SALT and NO_SALT.text == "" and NO_SALT.digest.hex() == tenant_digest(b"")
+    assert Salt(b"x") and Salt(b"", b"x")
 
 
 @given(st.integers(1, 6), st.integers(1, 6))
@@ -146,9 +218,12 @@ def test_block_size_changes_every_key(first: int, second: int) -> None:
     assert bool(mine & theirs) == (first == second)
 
 
-@given(st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6), st.binary(max_size=6))
-def test_scope_has_one_reading(model: bytes, salt: bytes, other_model: bytes, other_salt: bytes) -> None:
-    """No bytes can wander from the model to the salt: equal encodings mean equal scopes."""
+parts = st.binary(max_size=6)
+
+
+@given(parts, st.builds(Salt, parts, parts), parts, st.builds(Salt, parts, parts))
+def test_scope_has_one_reading(model: bytes, salt: Salt, other_model: bytes, other_salt: Salt) -> None:
+    """No bytes can wander from the model to the salt, or within it: equal encodings mean equal scopes."""
     first, second = Scope(model, 4, salt), Scope(other_model, 4, other_salt)
     assert (first.encode() == second.encode()) == (first == second)
 

@@ -6,6 +6,7 @@ import pytest
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
 from foreword.blocks.prefix_cache import MAX_PARTIAL_BLOCKS
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, IntegrityError
 
 ABC = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]  # ten tokens: blocks 1-4, 5-8, and 9-10 in a third
@@ -27,7 +28,7 @@ def snapshot(cache: PrefixCache, *tables: BlockTable) -> tuple[object, ...]:
     )
 
 
-def admit(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> tuple[BlockTable, Match]:
+def admit(cache: PrefixCache, tokens: list[int], salt: Salt = NO_SALT) -> tuple[BlockTable, Match]:
     """Admit a prompt and make room for all of it."""
     table = cache.open(tokens, salt=salt)
     match = cache.lookup(table)
@@ -37,7 +38,7 @@ def admit(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> tuple[Blo
     return table, match
 
 
-def serve(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
+def serve(cache: PrefixCache, tokens: list[int], salt: Salt = NO_SALT) -> Match:
     """Admit a prompt, compute it, note its partial block and end the sequence, as the scheduler does."""
     table, match = admit(cache, tokens, salt)
     cache.note_partial(table, len(tokens))
@@ -46,7 +47,7 @@ def serve(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
     return match
 
 
-def found(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> Match:
+def found(cache: PrefixCache, tokens: list[int], salt: Salt = NO_SALT) -> Match:
     return cache.lookup(cache.open(tokens, salt=salt))
 
 
@@ -67,7 +68,7 @@ def test_only_full_blocks_are_named_and_shared() -> None:
     """A prompt's full blocks get the chained keys of its tokens; the partial last one gets none."""
     cache = PrefixCache(6, 4, model=b"m", partial_reuse=False)
     table, _ = admit(cache, ABC)
-    keys = chain_keys(cache.root(b""), ABC, 4)
+    keys = chain_keys(cache.root(NO_SALT), ABC, 4)
     assert [cache.pool.key(block) for block in table.blocks] == [*keys, None]
     assert found(cache, ABC) == Match([0, 1], -1, 0, 8)
 
@@ -75,25 +76,25 @@ def test_only_full_blocks_are_named_and_shared() -> None:
 def test_tenants_models_and_extras_do_not_meet() -> None:
     """A different salt or extra never finds the blocks; the same one does."""
     cache = PrefixCache(12, 4)
-    serve(cache, ABC, salt=b"one")
-    assert found(cache, ABC, salt=b"two").cached_tokens == 0
+    serve(cache, ABC, salt=Salt(b"one"))
+    assert found(cache, ABC, salt=Salt(b"two")).cached_tokens == 0
     assert found(cache, ABC).cached_tokens == 0
-    assert found(cache, ABC, salt=b"one").blocks == [0, 1]
+    assert found(cache, ABC, salt=Salt(b"one")).blocks == [0, 1]
     table = cache.open(ABC, extras=[b"", b"adapter"])
     cache.admit(table, cache.lookup(table))
     assert cache.advance(table, 8)
     assert cache.lookup(cache.open(ABC, extras=[b"", b"adapter"])).blocks == table.blocks
     assert cache.lookup(cache.open(ABC)).blocks == table.blocks[:1]
-    assert PrefixCache(1, 4, model=b"a").root(b"") != PrefixCache(1, 4, model=b"b").root(b"")
+    assert PrefixCache(1, 4, model=b"a").root(NO_SALT) != PrefixCache(1, 4, model=b"b").root(NO_SALT)
 
 
 def test_roots_of_many_tenants_are_bounded_and_right() -> None:
     """However many tenants come by, a tenant's root stays what it was."""
     cache = PrefixCache(2, 4)
-    first = cache.root(b"first")
+    first = cache.root(Salt(b"first"))
     for number in range(3000):
-        cache.root(str(number).encode())
-    assert cache.root(b"first") == first
+        cache.root(Salt(b"first", str(number).encode()))
+    assert cache.root(Salt(b"first")) == first
     assert len(cache._roots) <= 1024
 
 
@@ -159,7 +160,10 @@ def test_tail_before_head_and_older_before_newer() -> None:
     serve(cache, [1, 2, 3, 4, 5, 6])
     serve(cache, [7, 8, 9, 10])
     order = [cache.pool.key(block) for block in cache.pool.free_blocks()]
-    first, second = chain_keys(cache.root(b""), [1, 2, 3, 4, 5, 6], 2), chain_keys(cache.root(b""), [7, 8, 9, 10], 2)
+    first, second = (
+        chain_keys(cache.root(NO_SALT), [1, 2, 3, 4, 5, 6], 2),
+        chain_keys(cache.root(NO_SALT), [7, 8, 9, 10], 2),
+    )
     assert order == [None, None, None, *reversed(first), *reversed(second)]
 
 
@@ -301,9 +305,9 @@ def test_divergence_inside_the_block(tokens: list[int], cached: int) -> None:
 def test_a_short_prompt_is_a_partial_block_at_the_root() -> None:
     """A prompt shorter than a block is reused too, but only under its own salt."""
     cache = PrefixCache(8, 4)
-    serve(cache, [1, 2, 3], salt=b"one")
-    assert found(cache, [1, 2, 3], salt=b"one") == Match([], 0, 2, 2)
-    assert found(cache, [1, 2, 3], salt=b"two").cached_tokens == 0
+    serve(cache, [1, 2, 3], salt=Salt(b"one"))
+    assert found(cache, [1, 2, 3], salt=Salt(b"one")) == Match([], 0, 2, 2)
+    assert found(cache, [1, 2, 3], salt=Salt(b"two")).cached_tokens == 0
 
 
 def test_a_partial_block_is_gone_when_its_block_is_allocated() -> None:
@@ -357,7 +361,7 @@ def test_tails_are_bounded() -> None:
     """Notes of more sequences than the bound push out those noted first."""
     cache = PrefixCache(MAX_PARTIAL_BLOCKS + 10, 2)
     for number in range(MAX_PARTIAL_BLOCKS + 5):
-        table = cache.open([number], salt=number.to_bytes(3, "little"))
+        table = cache.open([number], salt=Salt(number.to_bytes(3, "little")))
         assert cache.advance(table, 1)
         cache.note_partial(table, 1)
     cache.check()
@@ -395,7 +399,7 @@ def test_published_and_removed_keys_are_reported_once_each() -> None:
         stored.append((table.chain.key_before(start), table.chain.keys_to(end)[start:end]))
 
     cache = PrefixCache(3, 4, on_published=on_published, on_removed=removed.append)
-    root = cache.root(b"")
+    root = cache.root(NO_SALT)
     keys = chain_keys(root, ABC, 4)
     table = cache.open(ABC)
     assert cache.advance(table, 4)
@@ -513,7 +517,7 @@ def test_retract_withdraws_what_a_failed_step_named() -> None:
     assert len(match.blocks) == 4
     cache.retract(table, named)
     cache.retract(sharing, 4)
-    assert (table.published, removed) == (1, [chain_keys(cache.root(b""), range(16), 4)[1:]])
+    assert (table.published, removed) == (1, [chain_keys(cache.root(NO_SALT), range(16), 4)[1:]])
     assert found(cache, list(range(16))).blocks == [0]
     cache.release(sharing)
     cache.release(table)
@@ -590,16 +594,22 @@ def test_clear_forgets_what_is_not_in_use() -> None:
 
 
 def test_clear_of_one_tenant() -> None:
-    """`clear` with a salt drops that tenant's blocks and partial blocks, and no other tenant's."""
-    cache = PrefixCache(16, 4)
-    for salt in (b"alice", b"bob"):
+    """`clear` with a tenant drops its blocks and partial blocks, those of its clients' salts too, and no other tenant's; with
+    a client's salt those of that salt only."""
+    cache = PrefixCache(32, 4)
+    one, two = Salt.of(b"alice", "one"), Salt.of(b"alice", "two")
+    for salt in (Salt(b"alice"), one, two, Salt(b"bob")):
         serve(cache, ABC, salt=salt)
-    before = found(cache, [*ABC, 99], salt=b"bob").cached_tokens
-    assert cache.clear(b"alice") > 0
+    assert cache.clear(one) > 0 and cache.clear(one) == 0
+    for salt in (Salt(b"alice"), two):
+        assert found(cache, [*ABC, 99], salt=salt).cached_tokens == 8
+    before = found(cache, [*ABC, 99], salt=Salt(b"bob")).cached_tokens
+    assert cache.clear(Salt(b"alice")) > 0
     cache.check()
-    assert found(cache, [*ABC, 99], salt=b"alice").cached_tokens == 0
-    assert found(cache, [*ABC, 99], salt=b"bob").cached_tokens == before > 8
-    assert cache.clear(b"alice") == 0
+    for salt in (Salt(b"alice"), one, two):
+        assert found(cache, [*ABC, 99], salt=salt).cached_tokens == 0
+    assert found(cache, [*ABC, 99], salt=Salt(b"bob")).cached_tokens == before > 8
+    assert cache.clear(Salt(b"alice")) == 0
 
 
 def test_disabled_nothing_is_named_and_nothing_is_found() -> None:

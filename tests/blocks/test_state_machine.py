@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
+from foreword.blocks.salt import Salt
 
 Prefix = tuple[int, ...]  # the tenant's number, then tokens from the first one on
 GARBAGE: Prefix = (-1,)
@@ -208,13 +209,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # Helpers
 
     def root(self, tenant: int) -> bytes:
-        return self.cache.root(bytes([tenant]))
+        return self.cache.root(Salt(bytes([tenant])))
 
     def key(self, name: Prefix) -> bytes:
         return chain_keys(self.root(name[0]), name[1:], self.size)[-1]
 
     def open(self, tenant: int, prompt: list[int]) -> Seq:
-        return Seq(tenant, self.cache.open(prompt, salt=bytes([tenant])))
+        return Seq(tenant, self.cache.open(prompt, salt=Salt(bytes([tenant]))))
 
     def related(self, pick: int, kept: int, fresh: list[int]) -> list[int]:
         """A prompt that begins like one seen before."""
@@ -464,7 +465,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.calm >= 8)
     @rule(tenant=st.none() | tenants)
     def clear(self, tenant: int | None) -> None:
-        assert self.cache.clear(None if tenant is None else bytes([tenant])) == self.model.clear(tenant)
+        assert self.cache.clear(None if tenant is None else Salt(bytes([tenant]))) == self.model.clear(tenant)
         self.calm = 0
 
     @rule(tenant=tenants, pick=picks, kept=st.integers(0, MAX_TOKENS), fresh=prompts)

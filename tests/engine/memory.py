@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from foreword.blocks.resume import KVGroup
+from foreword.blocks.salt import Salt
 from foreword.engine.draw import Draw, Sampled
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
@@ -89,8 +90,8 @@ class FakeMemory:
             self._slots.update({slot: b"garbage" for _, slot, _ in self._written(chunk)})
 
 
-def prefixes(salt: bytes, tokens: list[int]) -> list[bytes]:
-    digest = blake2b(salt, digest_size=8)
+def prefixes(salt: Salt, tokens: list[int]) -> list[bytes]:
+    digest = blake2b(b"".join(salt), digest_size=8)
     found = []
     for token in tokens:
         digest.update(token.to_bytes(4, "little"))
@@ -102,7 +103,7 @@ def follow(prefix: bytes) -> int:
     return prefix[0] % VOCAB
 
 
-def expected(salt: bytes, prompt: tuple[int, ...], count: int) -> list[int]:
+def expected(salt: Salt, prompt: tuple[int, ...], count: int) -> list[int]:
     """The output of a sequence, computed without a cache."""
     tokens = list(prompt)
     for _ in range(count):

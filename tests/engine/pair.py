@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.config import EngineConfig, TransferConfig
 from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
 from foreword.entrypoints.async_engine import AsyncEngine
@@ -187,12 +188,12 @@ class Answer:
 _numbers = iter(range(10**9))
 
 
-def request(tokens: Sequence[int], params: SamplingParams, prefill: str = "", salt: bytes = b"") -> Request:
+def request(tokens: Sequence[int], params: SamplingParams, prefill: str = "", salt: Salt = NO_SALT) -> Request:
     return Request(f"r{next(_numbers)}", tuple(tokens), params, salt, want_cache_report=True, prefill=prefill)
 
 
 async def ask(
-    engine: AsyncEngine, tokens: Sequence[int], params: SamplingParams, prefill: str = "", salt: bytes = b""
+    engine: AsyncEngine, tokens: Sequence[int], params: SamplingParams, prefill: str = "", salt: Salt = NO_SALT
 ) -> Answer:
     """The output of a request with one sequence."""
     answer = Answer()

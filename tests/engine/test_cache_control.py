@@ -14,6 +14,7 @@ from patience import patient, unhurried
 from tiny import Reference, greedy, prompt
 
 from foreword.blocks.retention import Retention
+from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, PrefixConfig
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
@@ -159,13 +160,13 @@ def test_tenants_keep_apart(folder: Callable[[str], Path]) -> None:
     """A tenant sees and releases its own retentions only."""
 
     async def run(engine: AsyncEngine) -> None:
-        for salt in (b"a", b"b"):
+        for salt in (Salt(b"a"), Salt(b"b")):
             assert (await engine.retain(prompt(40, 1), 60.0, salt=salt)).status == "accepted"
-        assert engine.release(prompt(40, 1), salt=b"c") == []
-        assert len(engine.release(prompt(40, 1), salt=b"a")) == 1
-        assert (engine.retentions(salt=b"a"), len(engine.retentions(salt=b"b"))) == ([], 1)
+        assert engine.release(prompt(40, 1), salt=Salt(b"c")) == []
+        assert len(engine.release(prompt(40, 1), salt=Salt(b"a"))) == 1
+        assert (engine.retentions(b"a"), len(engine.retentions(b"b"))) == ([], 1)
         await engine.forget(b"b")
-        assert engine.retentions(salt=b"b") == []
+        assert engine.retentions(b"b") == []
         await engine.check_integrity()
         assert engine.status().retained_blocks == 0
 

@@ -9,6 +9,7 @@ from memory import VOCAB, FakeMemory, expected
 from scripted import TOKENIZER
 
 from foreword.blocks import PrefixCache
+from foreword.blocks.salt import NO_SALT
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -78,7 +79,7 @@ def test_tokens_in_order() -> None:
         core.ask(name, range(start, start + 9), 7)
     for name, deltas in core.finish().items():
         start = 10 if name == "b" else 0
-        assert tokens_of(deltas) == expected(b"", tuple(range(start, start + 9)), 7)
+        assert tokens_of(deltas) == expected(NO_SALT, tuple(range(start, start + 9)), 7)
         assert [delta.finish_reason for delta in deltas] == [None] * 6 + ["length"]
     core.check_idle()
 
@@ -100,7 +101,7 @@ def test_a_failed_step() -> None:
         core.ask(name, prompt, 6)
     found = core.finish()
     for name, prompt in (("c", range(14)), ("d", range(30, 40)), ("e", range(9))):
-        assert tokens_of(found[name]) == expected(b"", tuple(prompt), 6)
+        assert tokens_of(found[name]) == expected(NO_SALT, tuple(prompt), 6)
     core.check_idle()
 
 
@@ -111,7 +112,7 @@ def test_requests_outside_a_failed_step_continue() -> None:
     core.ask("b", range(20, 29), 5)
     core.memory.fail = True
     assert [delta.request_id for delta in core.step()] == ["a"]
-    assert tokens_of(core.finish()["b"]) == expected(b"", tuple(range(20, 29)), 5)
+    assert tokens_of(core.finish()["b"]) == expected(NO_SALT, tuple(range(20, 29)), 5)
     core.check_idle()
 
 
@@ -132,7 +133,7 @@ def test_no_room_beside_pinned_prefixes() -> None:
     found = core.finish()
     assert found["large"][-1].finish_reason == "error"
     assert "10 of 16 blocks" in (found["large"][-1].error or "")
-    assert tokens_of(found["small"]) == expected(b"", tuple(range(10, 22)), 5)
+    assert tokens_of(found["small"]) == expected(NO_SALT, tuple(range(10, 22)), 5)
     core.check_idle(pinned=10)
 
 
@@ -145,7 +146,7 @@ def test_no_more_room_beside_pinned_prefixes() -> None:
     assert deltas[-1].finish_reason == "length"
     said = tokens_of(deltas)
     assert len(said) == 24 - 10 + 1  # the last token needs no block
-    assert said == expected(b"", tuple(range(10, 20)), len(said))
+    assert said == expected(NO_SALT, tuple(range(10, 20)), len(said))
     assert "".join(delta.text for delta in deltas) == TOKENIZER.decode(said)
     core.check_idle(pinned=10)
 
@@ -168,7 +169,7 @@ def test_abort_anywhere() -> None:
             core.cache.check()
     assert not core.has_work()
     for name in "de":
-        assert tokens_of(found[name]) == expected(b"", tuple(prompts[name]), 20)
+        assert tokens_of(found[name]) == expected(NO_SALT, tuple(prompts[name]), 20)
     core.check_idle()
 
 

@@ -15,6 +15,7 @@ from pair import Answer, Node, ask, node, request, stepwise, until
 from tiny import prompt
 
 from foreword.blocks.retention import Retention
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.disaggregation.kv_send import KVRange, KVSend
 from foreword.engine.request import Delta, SamplingParams, StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
@@ -58,11 +59,10 @@ class Follower:
         where: Node,
         tokens: list[int],
         params: SamplingParams,
-        salt: bytes = b"",
+        salt: Salt = NO_SALT,
         retain: tuple[Retention, ...] = (),
-        owner: bytes | None = None,
     ) -> None:
-        self.asked = dataclasses.replace(request(tokens, params, salt=salt), retain=retain, owner=owner)
+        self.asked = dataclasses.replace(request(tokens, params, salt=salt), retain=retain)
         self.name = self.asked.id
         self.where = where
         self.answer = Answer()
@@ -188,7 +188,7 @@ def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
 
     async def main() -> None:
         await alone(nodes, prompt(8, 1), GREEDY)
-        follower = Follower(here, prompt(80, 5), GREEDY, b"session", wishes, b"tenant")
+        follower = Follower(here, prompt(80, 5), GREEDY, Salt(b"tenant", b"session"), wishes)
         if early:
             here.valve.shut()
             moving = asyncio.create_task(follower.move(there))
@@ -207,10 +207,10 @@ def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
             ("accepted", 40, 600.0),
             ("accepted", 76, 300.0),
         ]
-        kept = there.engine.retentions(salt=b"tenant")
+        kept = there.engine.retentions(b"tenant")
         assert {(one.tokens, one.ttl, one.priority) for one in kept} == {(40, 600.0, 0), (76, 300.0, 7)}
         for each in nodes:
-            each.engine.release(salt=b"session", owner=b"tenant")
+            each.engine.release(salt=Salt(b"tenant", b"session"))
             await each.whole()
 
     asyncio.run(main())

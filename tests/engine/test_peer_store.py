@@ -23,6 +23,7 @@ from tiny import Reference, greedy, prompt
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.config import EngineConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
@@ -69,7 +70,7 @@ class Giver:
         self.endpoint: TransferEndpoint = self.engine.instance.endpoint
         self.url = f"peer://{self.endpoint.address}?beat_seconds=5"
 
-    def generate(self, tokens: Sequence[int], count: int = 8, salt: bytes = b"") -> tuple[int, ...]:
+    def generate(self, tokens: Sequence[int], count: int = 8, salt: Salt = NO_SALT) -> tuple[int, ...]:
         return asyncio.run(collect(self.engine, tokens, count, salt))
 
     def clear(self) -> None:
@@ -77,7 +78,7 @@ class Giver:
             assert self.engine.offload.flush()
         asyncio.run(self.engine.clear_cache())
 
-    def names(self, tokens: Sequence[int], salt: bytes = b"") -> list[bytes]:
+    def names(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> list[bytes]:
         info = self.engine.info
         root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
         prefix = chain_prefix(self.served.layout.fingerprint, root)
@@ -93,7 +94,7 @@ class Giver:
         self.engine.close()
 
 
-async def collect(engine: AsyncEngine, tokens: Sequence[int], count: int, salt: bytes = b"") -> tuple[int, ...]:
+async def collect(engine: AsyncEngine, tokens: Sequence[int], count: int, salt: Salt = NO_SALT) -> tuple[int, ...]:
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
     request = Request(f"{random.random()}", tuple(tokens), params, salt=salt)
     return tuple([token async for delta in engine.generate(request) for token in delta.tokens])
@@ -258,7 +259,7 @@ def test_tenants(giver: Any, engine: Make) -> None:
     """A tenant's blocks can be read only with the tenant's salt."""
     one = giver()
     tokens = prompt(80, 9)
-    one.generate(tokens, salt=b"ann")
+    one.generate(tokens, salt=Salt(b"ann"))
     assert one.served.locate(one.names(tokens), time.monotonic() + PATIENCE) == 0
     assert one.served.locate(one.names(tokens, b"bob"), time.monotonic() + PATIENCE) == 0
     assert one.served.locate(one.names(tokens, b"ann"), time.monotonic() + PATIENCE) == 20

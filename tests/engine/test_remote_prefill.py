@@ -14,6 +14,7 @@ from pair import PATIENCE, Answer, Node, ask, node, request, until
 from patience import patient
 from tiny import prompt
 
+from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, TransferConfig
 from foreword.disaggregation import messages as wire
 from foreword.engine.request import SamplingParams, StructuredOutput
@@ -466,14 +467,14 @@ def test_salts_stay_apart(nodes: tuple[Node, Node]) -> None:
         for each in nodes:
             await each.fresh()
         tokens = prompt(40, 13)
-        await ask(decode.engine, tokens, GREEDY, prefill.address, salt=b"alice")
+        await ask(decode.engine, tokens, GREEDY, prefill.address, salt=Salt(b"alice"))
         await decode.engine.clear_cache()
         for salt, cached in ((b"bob", 0), (b"alice", 39), (b"", 0)):
             prefill.said.forget()
-            found = await ask(decode.engine, tokens, GREEDY, prefill.address, salt=salt)
+            found = await ask(decode.engine, tokens, GREEDY, prefill.address, salt=Salt(salt))
             assert prefill.said.prefill_tokens == 40 - cached
             assert found.last is not None and found.last.cached_tokens == cached
-            other = await ask(decode.engine, tokens, GREEDY, salt=b"carol" + salt)
+            other = await ask(decode.engine, tokens, GREEDY, salt=Salt(b"carol" + salt))
             assert other.last is not None and other.last.cached_tokens == 0
 
     asyncio.run(main())

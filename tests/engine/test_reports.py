@@ -14,6 +14,7 @@ import transformers
 from test_engine import collect, idle, request, started
 from tiny import prompt
 
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.config import EngineConfig
 from foreword.engine.model import load_model
 from foreword.engine.request import CacheReport, Delta, SamplingParams
@@ -109,7 +110,7 @@ def test_preemption_does_not_change_the_report(engine: Make) -> None:
     assert all(output.cached_tokens == 0 for output in outputs)
 
 
-async def ask(engine: AsyncEngine, tokens: list[int], salt: bytes) -> Delta:
+async def ask(engine: AsyncEngine, tokens: list[int], salt: Salt) -> Delta:
     deltas = [d async for d in engine.generate(request(tokens, 4, salt=salt, want_cache_report=True))]
     return deltas[-1]
 
@@ -119,14 +120,14 @@ def test_salts_never_share(llama: Path) -> None:
 
     async def main(engine: AsyncEngine, expected: str) -> None:
         tokens = prompt(33, 1)
-        for salt in (b"", b"alice", b"bob"):
+        for salt in (NO_SALT, Salt(b"alice"), Salt(b"bob")):
             assert (await ask(engine, tokens, salt)).cached_tokens == 0
-        for salt in (b"", b"alice", b"bob"):
+        for salt in (NO_SALT, Salt(b"alice"), Salt(b"bob")):
             assert (await ask(engine, tokens, salt)).cached_tokens == 32
         report = (await ask(engine, tokens, b"carol")).cache_report
         assert report is not None
         assert (report.reason, report.cached_tokens) == (expected, 0)
-        together = [collect(engine.generate(request(tokens, 9, salt=b"together"))) for _ in range(3)]
+        together = [collect(engine.generate(request(tokens, 9, salt=Salt(b"together")))) for _ in range(3)]
         assert len({one.tokens for one in await asyncio.gather(*together)}) == 1
         await idle(engine)
 
@@ -212,6 +213,10 @@ def test_fingerprint(llama: Path, tmp_path: Path) -> None:
 def test_other_models_have_other_keys(engine: Make, folder: Callable[[str], Path]) -> None:
     """The same prompt has other keys under another model, block size or salt."""
     caches = [engine("llama")._core.cache, engine("qwen2")._core.cache, engine("llama", block_size=8)._core.cache]
-    keys = [tuple(cache.open(prompt(16, 1), salt=salt).chain.keys_to(2)) for cache in caches for salt in (b"", b"x")]
+    keys = [
+        tuple(cache.open(prompt(16, 1), salt=salt).chain.keys_to(2))
+        for cache in caches
+        for salt in (NO_SALT, Salt(b"x"))
+    ]
     assert all(not set(one) & set(other) for one, other in itertools.combinations(keys, 2))
     assert tuple(engine("llama")._core.cache.open(prompt(16, 1)).chain.keys_to(2)) == keys[0]

@@ -18,6 +18,7 @@ from foreword.blocks import PrefixCache
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.prefix_cache import HOLE
 from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -45,7 +46,7 @@ class Plant:
         self.finished: dict[str, list[int]] = {}
         self._names = itertools.count()
 
-    def add(self, tokens: Iterable[int], count: int, salt: bytes = b"") -> SequenceState:
+    def add(self, tokens: Iterable[int], count: int, salt: Salt = NO_SALT) -> SequenceState:
         prompt = tuple(tokens)
         request = Request(f"r{next(self._names)}", prompt, SamplingParams(), salt=salt)
         sequence = SequenceState(request, self.cache.open(prompt, salt=salt), 0, len(prompt) + count)
@@ -162,7 +163,7 @@ def test_preemption_takes_the_last_admitted() -> None:
     assert first not in preempted
     assert plant.scheduler.num_preemptions == len(preempted) == third.preemptions + second.preemptions
     for sequence, prompt in zip((first, second, third), prompts, strict=True):
-        assert plant.finished[sequence.request.id] == expected(b"", prompt, 14)
+        assert plant.finished[sequence.request.id] == expected(NO_SALT, prompt, 14)
 
 
 def test_resumed_from_the_cache() -> None:
@@ -180,7 +181,7 @@ def test_resumed_from_the_cache() -> None:
     # All but the block that the first sequence took when it ran out.
     assert chunk.start == had // SIZE * SIZE - SIZE or chunk.start >= had - SIZE
     plant.run()
-    assert plant.finished[second.request.id] == expected(b"", tuple(range(100, 113)), 12)
+    assert plant.finished[second.request.id] == expected(NO_SALT, tuple(range(100, 113)), 12)
 
 
 def test_reserve() -> None:
@@ -250,7 +251,7 @@ def test_fully_cached_prompt(length: int) -> None:
     else:
         assert chunk.write_from <= length - 1
     plant.run()
-    assert plant.finished[again.request.id] == expected(b"", tuple(range(length)), 3)
+    assert plant.finished[again.request.id] == expected(NO_SALT, tuple(range(length)), 3)
 
 
 def test_partial_block_is_copied() -> None:
@@ -296,7 +297,7 @@ def test_failed_prefill_leaves_nothing() -> None:
     plant.step()
     assert fourth.cached_tokens == 12
     plant.run()
-    assert plant.finished[fourth.request.id] == expected(b"", tuple(range(14)), 3)
+    assert plant.finished[fourth.request.id] == expected(NO_SALT, tuple(range(14)), 3)
 
 
 def test_failed_copy_leaves_nothing() -> None:
@@ -308,7 +309,7 @@ def test_failed_copy_leaves_nothing() -> None:
     assert len(fail(plant).copies) == 1
     again = plant.add([*range(14), 77, 78], 2)
     plant.run()
-    assert plant.finished[again.request.id] == expected(b"", (*range(14), 77, 78), 2)
+    assert plant.finished[again.request.id] == expected(NO_SALT, (*range(14), 77, 78), 2)
 
 
 def test_caching_off() -> None:
@@ -319,7 +320,7 @@ def test_caching_off() -> None:
     steps = plant.run()
     assert sum(step.num_tokens for step in steps) >= 4 * 24
     assert plant.cache.pool.num_cached == 0
-    assert all(output == expected(b"", tuple(range(15)), 10) for output in plant.finished.values())
+    assert all(output == expected(NO_SALT, tuple(range(15)), 10) for output in plant.finished.values())
 
 
 def test_nothing_to_do() -> None:
@@ -335,7 +336,7 @@ prompts = st.builds(
     st.integers(0, 20),
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
-who = (st.integers(0, 5), st.integers(0, 14), st.sampled_from([b"", b"", b"other"]))
+who = (st.integers(0, 5), st.integers(0, 14), st.sampled_from([NO_SALT, NO_SALT, Salt(b"other")]))
 actions = st.one_of(
     st.tuples(st.just("add"), *who),
     st.tuples(st.just("add"), *who),
@@ -544,7 +545,7 @@ def test_windows_over_stores(kinds: tuple[tuple[GroupKind, int], ...]) -> None:
             if action == "add":
                 tokens = (*draw.choice(heads)[: draw.randrange(1, 30)], draw.randrange(3))
                 one = plant.add(tokens, draw.randrange(1, 12))
-                known[one.request.id] = expected(b"", tokens, one.max_total - len(tokens))
+                known[one.request.id] = expected(NO_SALT, tokens, one.max_total - len(tokens))
             elif action == "clear":
                 plant.cache.clear()
             elif action == "cancel" and plant.scheduler.waiting_for_kv:

@@ -14,6 +14,7 @@ from servers import wait_until
 from tiny import greedy, prompt
 
 from foreword.blocks.retention import Retention
+from foreword.blocks.salt import NO_SALT
 from foreword.entrypoints.llm import LLM
 from foreword.prefixes import stored_retentions
 from foreword.prefixes.erasure import forget_tenant
@@ -169,6 +170,6 @@ def test_erasure(engine: Make, tmp_path: Path) -> None:
         llm.pin(prompt(80, 1))
         assert llm.flush()
         assert llm.offload is not None
-        receipt = forget_tenant(llm.offload.store, b"")
+        receipt = forget_tenant(llm.offload.store, NO_SALT)
         assert [key.split("/")[0] for key in receipt.records] == ["retained"]
         assert (receipt.left, llm.offload.store.status().pinned_bytes) == (0, 0)

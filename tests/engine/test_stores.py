@@ -15,12 +15,14 @@ from patience import patient, unhurried
 from servers import wait_until
 from tiny import Reference, greedy, prompt
 
+from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, StoreConfig
 from foreword.conformance import Fault, FlakyStore
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, StoreConfigError, StoreUnavailable
+from foreword.store.frame import HEADER_BYTES
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
@@ -482,6 +484,43 @@ def test_a_prompt_that_another_request_loads(family: str, engine: Make) -> None:
         assert llm.offload.status().loaded - before == 20 * full + 2 * windows
         assert all(output.cached_tokens == 80 for output in outputs)
         llm.check()
+
+
+@pytest.mark.parametrize("tier", ["memory://?size={}", "disk://{}/store?size={}"])
+@pytest.mark.parametrize("quota", ["", "&tenant_quota=50%"])
+def test_a_client_with_many_salts_is_one_tenant(
+    engine: Make, llama: Path, tmp_path: Path, tier: str, quota: str
+) -> None:
+    """A tenant that asks everything under a new salt of its client has one share of a tier. Another one, whose prompts fit into
+    its share and have left the device, finds what it finds alone. Nothing is found under another salt, or by another tenant."""
+    mine = [prompt(101, seed) for seed in range(4)]
+
+    async def cached(engine: AsyncEngine, name: str, tokens: list[int], salt: Salt) -> int:
+        asked = Request(name, tuple(tokens), SamplingParams(temperature=0.0, max_tokens=1), salt)
+        found = [delta.cached_tokens async for delta in engine.generate(asked)][-1]
+        assert engine.offload is not None and await asyncio.to_thread(engine.offload.flush, 60.0)
+        return found
+
+    async def main(served: AsyncEngine) -> None:
+        for number, tokens in enumerate(mine):
+            assert await cached(served, f"mine {number}", tokens, Salt(b"ann")) == 0
+        for number in range(48):
+            flood = mine[0] if number % 3 else prompt(101, 100 + number)
+            assert await cached(served, f"flood {number}", flood, Salt.of(b"bob", f"salt {number}")) == 0
+            if number % 12 == 11:
+                assert await cached(served, f"again {number}", mine[number // 12], Salt(b"ann")) == 100
+        assert served.offload is not None
+        [filled] = served.offload.store.tiers
+        assert filled.store.status().evictions > 500
+
+    config = EngineConfig(model=str(llama), dtype="float32", kv_memory="1024 tokens", block_size=4, threads=1)
+    size = 250 * (engine("llama").info.kv_bytes_per_block + HEADER_BYTES)
+    places = (size,) if tier.startswith("memory") else (tmp_path, size)
+    served = AsyncEngine.from_config(config, store=patient(tier.format(*places) + quota))
+    try:
+        asyncio.run(main(served))
+    finally:
+        served.close()
 
 
 def test_settings_that_do_not_go_together(engine: Make, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from vllm_process import PYTHON, answers, disk, make_model, prompts, run
 
 from foreword.blocks.keys import Scope, TokenChain
-from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, tenant_salt
+from foreword.blocks.salt import Salt
+from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, salt_of
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
 from foreword.referee.models import make_adapter
 
@@ -64,7 +65,7 @@ def identity(asked: Any) -> RequestIdentity:
 
 
 def keys(tokens: Sequence[int], asked: Any, version: bytes = b"") -> list[bytes]:
-    root = Scope(b"model", BLOCK, tenant_salt(asked)).root()
+    root = Scope(b"model", BLOCK, salt_of(asked)).root()
     chain = TokenChain(root, BLOCK, tokens, identity(asked).extras(version))
     return chain.keys_to(len(tokens) // BLOCK)
 
@@ -88,7 +89,9 @@ images = st.builds(
 described = st.tuples(
     st.lists(st.integers(0, 1), min_size=16, max_size=16),
     images,
-    st.sampled_from([None, "x", "x\x00", "\x00x"]),
+    st.sampled_from(
+        [None, "x", "x\x00", "foreword:", Salt(b"x").text, Salt.of(b"x", "x").text, Salt.of(b"x", "y").text]
+    ),
     st.sampled_from([None, "x", "y"]),
     st.sampled_from([b"", b"x", b"y"]),
 )
@@ -130,11 +133,14 @@ def test_keys_are_equal_exactly_where_the_input_is(adapters: Path, one: Any, oth
 
 
 def test_text_keeps_its_keys() -> None:
-    """Requests with text alone have the keys of chains without extras, so that named prefixes find them. Every chain of
-    a tenant has the tenant's root, so that it can be erased."""
+    """Requests with text alone have the keys of chains without extras, so that named prefixes find them. The tenant is what
+    the router has written; a salt of the client's own makes none."""
     tokens = list(range(12))
     assert keys(tokens, request()) == TokenChain(Scope(b"model", BLOCK).root(), BLOCK, tokens).keys_to(3)
-    assert tenant_salt(request(cache_salt="ann")) == b"vllm\x00ann"
+    for sent in ("ann", "b" * 64, "foreword:ann", "foreword:", "/616e6e"):
+        assert salt_of(request(cache_salt=sent)) == Salt.of(b"", sent)
+    for salt in (Salt(b"ann"), Salt.of(b"ann", "session"), Salt.of(b"", "session")):
+        assert salt_of(request(cache_salt=salt.text)) == salt
 
 
 def test_the_place_of_an_image() -> None:

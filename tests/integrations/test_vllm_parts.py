@@ -1,12 +1,15 @@
-"""Parts of the vLLM connector that need no vLLM: the versions that fit, the hand-off message, and the middleware for named
-prefixes."""
+"""Parts of the vLLM connector that need no vLLM: the versions that fit, the hand-off message, the middleware for named
+prefixes, log lines, statistics."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +20,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
+from foreword.blocks.salt import Salt
+from foreword.conformance import FlakyStore, soon
 from foreword.errors import ConfigError, TransferRefused
+from foreword.offload.lookups import StoreLookups
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tier_counters import LookupOutcome
+from foreword.store.tiered import TieredStore
 
 SECRET = "a secret of the right length for tests"
 
@@ -151,7 +160,7 @@ class MemoryStorage:
     def position(self, num_tokens: int) -> int:
         return num_tokens // 2 * 2
 
-    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+    def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         return 0 if salt else min(self.position(len(tokens)), 4)
 
     def close(self) -> None:
@@ -321,3 +330,92 @@ def test_weights_version(vllm: Callable[[str], Any]) -> None:
         assert fake.calls == [*steps, ("resume",)]
 
     served(vllm, check)
+
+
+@pytest.fixture
+def vllm_log() -> Iterator[list[logging.LogRecord]]:
+    """What vLLM's handler gets. The loggers are as before in the end."""
+    kept: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            kept.append(record)
+
+    theirs, mine = logging.getLogger("vllm"), logging.getLogger("foreword")
+    before = mine.handlers[:], mine.level, mine.propagate, theirs.level, theirs.propagate
+    handler = Keep()
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    theirs.propagate = False
+    try:
+        yield kept
+    finally:
+        theirs.removeHandler(handler)
+        mine.handlers, mine.level, mine.propagate, theirs.level, theirs.propagate = before
+        mine.setLevel(before[1])
+
+
+def test_log_lines_go_through_vllms_logger(vllm_log: list[logging.LogRecord]) -> None:
+    """What Foreword logs anywhere reaches vLLM's handler once, with its level, its place and a word that says where it is from;
+    vLLM's level applies. A logger `foreword` that has handlers keeps them."""
+    module = importlib.import_module("foreword.integrations.vllm")
+    module.log_through_vllm()
+    module.log_through_vllm()
+    logging.getLogger("foreword.store").warning("tier %s is full", "disk")
+    logging.getLogger("foreword.integrations.vllm.worker").info("Foreword %s: ready", "0.2")
+    logging.getLogger("foreword.store").debug("not shown")
+    assert [(one.name, one.levelname, one.getMessage()) for one in vllm_log] == [
+        ("vllm.foreword.store", "WARNING", "Foreword: tier disk is full"),
+        ("vllm.foreword.integrations.vllm.worker", "INFO", "Foreword 0.2: ready"),
+    ]
+    assert vllm_log[0].filename == "test_vllm_parts.py"
+    logger, own = logging.getLogger("foreword"), logging.NullHandler()
+    logger.handlers = [own]
+    module.log_through_vllm()
+    assert logger.handlers == [own]
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout", "warns"),
+    [
+        (["vllm", "serve", "MODEL"], 0, True),
+        (["/usr/lib/vllm/entrypoints/openai/api_server.py", "--model", "MODEL"], 0, True),
+        (["vllm", "serve", "MODEL"], 30, False),
+        (["batch.py"], 0, False),
+    ],
+)
+def test_a_stop_that_loses_work(
+    vllm: Callable[[str], Any], caplog: pytest.LogCaptureFixture, command: list[str], timeout: int, warns: bool
+) -> None:
+    """A server that is stopped without time for its write queue gets one warning at its start, and what to do."""
+    vllm("config").warn_of_lost_writes(SimpleNamespace(shutdown_timeout=timeout), command)
+    assert [one.levelname for one in caplog.records] == ["WARNING"] * warns
+    assert all("--shutdown-timeout 30" in one.message for one in caplog.records)
+
+
+def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
+    """The scheduler's statistics and those of a worker add up: outcomes by tier and by request, and the state of a tier in each
+    process. vLLM's log line has the outcomes, and the tiers that are not ok."""
+    metrics, outcome = vllm("metrics"), LookupOutcome
+    stores = [TieredStore([FlakyStore(MemoryStore(1 << 20, label="disk"))]) for _ in range(2)]
+    lookups = [StoreLookups(store, 60.0, 60.0, lambda: 0.0) for store in stores]
+    scheduler, worker = (
+        metrics.StatsReader(name, store, one)
+        for name, store, one in zip(("scheduler", "worker 0"), stores, lookups, strict=True)
+    )
+    first = scheduler.read([])
+    assert first.data["states"] == {"scheduler": {"disk": "ok"}} and scheduler.read([]) is None
+    for _ in range(3):
+        stores[0].lookup([bytes(64)], deadline=soon())
+    lookups[0].refuse(outcome.TOO_SMALL, 7)
+    stores[1].tiers[0].suspended = True
+    total = worker.read([0.5]).aggregate(scheduler.read([]))
+    assert total.data["lookups"] == {"disk": {"absent": 3}}
+    assert total.data["requests"] == {"request_lookups": {"too_small": 1}, "request_lookup_tokens": {"too_small": 7}}
+    assert total.data["states"] == {"scheduler": {"disk": "ok"}, "worker 0": {"disk": "suspended"}}
+    line = total.reduce()
+    assert (line["lookups too_small"], line["disk in worker 0"], line["mean load ms"]) == (1, "suspended", 500.0)
+    assert json.loads(json.dumps(total.data)) == total.data, "vLLM sends it between processes"
+    for one, store in zip(lookups, stores, strict=True):
+        one.close()
+        store.close()

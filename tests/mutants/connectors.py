@@ -334,9 +334,10 @@ class EarlySaves(Mutant):
 
     claim = "reuse.reset"
 
-    def start_load_kv(self, forward_context: Any, **more: Any) -> None:
-        super().start_load_kv(forward_context, **more)
-        super().wait_for_save()
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker_side is not None:
+            super().wait_for_save()
 
     def wait_for_save(self) -> None:
         """It is done already."""
@@ -420,21 +421,21 @@ class AbortedSaved(Mutant):
 
 
 class PreemptedSaved(Mutant):
-    """After a preemption, what the requests saved last is saved once more, from blocks that belong to others by now."""
+    """Some steps after a preemption, all that was saved before is saved once more, from blocks that belong to others by now."""
 
     claim = "schedule.preempted"
+    _steps = -1
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        recent = self._recent = getattr(self, "_recent", [])
-        again = self._again = getattr(self, "_again", [])
+        before = self._before = getattr(self, "_before", [])
         if scheduler_output.preempted_req_ids:
-            again += recent
-        mine = list(metadata.saves)
-        if mine and again:
-            metadata.saves += again
-            again.clear()
-        recent += mine
+            self._steps, self._again = 12, list(before)
+        before += metadata.saves
+        if scheduler_output.total_num_scheduled_tokens:
+            self._steps -= 1
+        if self._steps == 0:
+            metadata.saves += self._again
         return metadata
 
 

@@ -31,7 +31,7 @@ TIERED = ("tests/store/test_tiered.py",)
 DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
 
-_SCOPE = "for part in (self.model, self.salt))"
+_SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model, self.salt.tenant)"
 _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 
 MUTANTS = (
@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "keys: salt of a request ignored",
         "foreword/integrations/vllm/identity.py",
-        "return salt_of(request.cache_salt)",
-        "return salt_of(None)",
+        "return Salt.parse(request.cache_salt)",
+        "return Salt.parse(None)",
         IDENTITY,
     ),
     Mutant(
@@ -78,7 +78,30 @@ MUTANTS = (
         "return True",
         IDENTITY,
     ),
-    Mutant("keys: model not in the scope", "foreword/blocks/keys.py", _SCOPE, 'for part in (b"", self.salt))', KEYS),
+    Mutant(
+        "keys: model not in the scope", "foreword/blocks/keys.py", _SCOPE, _SCOPE.replace("self.model", 'b""'), KEYS
+    ),
+    Mutant(
+        "keys: a client's salt not in the scope",
+        "foreword/blocks/keys.py",
+        _SCOPE,
+        "given = (self.model, self.salt.tenant)",
+        KEYS,
+    ),
+    Mutant(
+        "keys: a client names its tenant",
+        "foreword/blocks/salt.py",
+        'return cls.of(b"", cache_salt)',
+        'return cls((cache_salt or "").encode())',
+        (*KEYS, *IDENTITY),
+    ),
+    Mutant(
+        "fair shares: each salt of a client is a tenant",
+        "foreword/store/fair_share.py",
+        "FINGERPRINT_BYTES + TENANT_BYTES]",
+        "FINGERPRINT_BYTES + 16]",
+        ("tests/store/test_tier_quotas.py",),
+    ),
     Mutant(
         "keys: block size not in the scope",
         "foreword/blocks/keys.py",

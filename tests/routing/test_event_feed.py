@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.routing.directory import NOTHING, CacheTier, Directory
 from foreword.routing.event_feed import KeyTable, KvEventFeed
 
@@ -18,7 +19,7 @@ ROOT = Scope(b"m", BLOCK).root()
 Event = dict[str, object]
 
 
-def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
+def keys_of(tokens: list[int], salt: Salt = NO_SALT) -> list[bytes]:
     return chain_keys(Scope(b"m", BLOCK, salt).root(), tokens, BLOCK)
 
 
@@ -97,14 +98,16 @@ def test_remote_storage_is_shared() -> None:
 
 
 def test_salts_are_distinguished() -> None:
-    """A block stored with a salt is not found without it or with another salt; the same holds for the blocks after
-    it."""
-    directory, one = feed()
-    salted = [("tenant",)] + [None] * 4
-    one.receive(0, [stored(TEXT[:20], extra_keys=salted), stored(TEXT, 5)])
-    assert directory.lookup(keys_of(TEXT)).of("r") == NOTHING
-    assert directory.lookup(keys_of(TEXT, b"other")).of("r") == NOTHING
-    assert directory.lookup(keys_of(TEXT, b"tenant")).of("r")[CacheTier.DEVICE] == 10
+    """A block stored with a salt, which the router has written or a client, is not found without it or with another salt; the
+    same holds for the blocks after it."""
+    salts = [Salt.of(tenant, given) for tenant in (b"", b"ann", b"bob") for given in (None, "x", "y")]
+    for salt, text in [*((salt, salt.text) for salt in salts[1:]), (salts[1], "x")]:
+        directory, one = feed()
+        salted = [(text,)] + [None] * 4
+        one.receive(0, [stored(TEXT[:20], extra_keys=salted), stored(TEXT, 5)])
+        for other in salts:
+            found = directory.lookup(keys_of(TEXT, other)).of("r")
+            assert found[CacheTier.DEVICE] == 10 if other == salt else found == NOTHING
 
 
 def test_blocks_without_a_key_are_skipped() -> None:
@@ -214,7 +217,7 @@ def test_a_real_pool_is_followed() -> None:
     def on_published(table: BlockTable, start: int, end: int) -> None:
         parent, keys = table.chain.key_before(start), table.chain.keys_to(end)[start:end]
         tokens = [token for key in keys for token in texts[key]]
-        above = None if parent == cache.root(b"") else name(parent)
+        above = None if parent == cache.root(NO_SALT) else name(parent)
         hashes = [name(key) for key in keys]
         sent.append(stored([]) | {"block_hashes": hashes, "parent_block_hash": above, "token_ids": tokens})
 

@@ -16,7 +16,7 @@ from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.fleet import Fleet, Role
 from foreword.routing.placement import CostPolicy, Decision, PlacementQuery, SessionAffinity
 from foreword.routing.policies import policy_named
-from foreword.routing.sessions import SessionTable
+from foreword.routing.sessions import SessionHome, SessionTable
 
 BLOCK = 16
 ROOT = Scope(b"model", BLOCK).root()
@@ -374,7 +374,7 @@ def test_replicas_with_other_block_sizes() -> None:
     fleet.directory.stored("b", CacheTier.DEVICE, None, wide)
     asked = query(tokens)
     assert {one.reused for one in fleet.place(asked, 0.0).estimates} == {0}
-    both = PlacementQuery(asked.keys, 800, BLOCK, other_keys={32: wide})
+    both = PlacementQuery(asked.keys, 800, BLOCK, other_keys={("", 32): wide})
     assert fleet.place(both, 0.0).replica == "b"
     assert fleet.place(both, 0.0).expected_cached == 799
 
@@ -422,9 +422,9 @@ def test_sessions_are_bounded_and_expire() -> None:
     for number in range(5):
         sessions.record(f"s{number}", (), "a", float(number))
     assert len(sessions) == 3
-    assert sessions.home("s0", (), 5.0) is None
-    assert sessions.home("s4", (), 5.0) == "a"
-    assert sessions.home("s4", (), 14.0) is None
+    assert sessions.find("s0", (), 5.0) is None
+    assert sessions.find("s4", (), 5.0) == SessionHome("a")
+    assert sessions.find("s4", (), 14.0) is None
     sessions.remove_replica("a")
     assert len(sessions) == 0
     with pytest.raises(ConfigError):
@@ -487,3 +487,90 @@ def test_without_events_the_next_turn_is_expected_cached() -> None:
         fleet.first_token(str(turn), turn + 0.1)
         fleet.finished(str(turn), turn + 0.5, cached_tokens=decision.expected_cached, output_tokens=200)
         tokens = [*tokens, *text(100 + turn, 200), *text(200 + turn, 60)]
+
+
+def prompt_for(
+    tokens: list[int], *weights: str, required: str | None = None, session: str | None = None
+) -> PlacementQuery:
+    """A query with keys for replicas with each of these weights."""
+    keys = [chain_keys(Scope(b"model" + one.encode(), BLOCK).root(), tokens, BLOCK) for one in weights]
+    others = {(one, BLOCK): keys[number] for number, one in enumerate(weights) if number}
+    return PlacementQuery(keys[0], len(tokens), BLOCK, session, None, others, weights[0], required)
+
+
+def test_blocks_of_other_weights_do_not_count() -> None:
+    """What lies in a store that all replicas share counts for those with the weights that computed it only."""
+    fleet = fleet_of("a", "b", sends_events=True, weights="1")
+    fleet.add("c", costs=COSTS, sends_events=True, weights="2")
+    tokens = text(1, 800)
+    asked = prompt_for(tokens, "1", "2")
+
+    def reused(at: float) -> dict[str, int]:
+        return {one.replica: one.reused for one in fleet.place(asked, at).estimates}
+
+    fleet.directory.stored("a", CacheTier.SHARED, None, asked.keys)
+    assert reused(0.0) == {"a": 799, "b": 799, "c": 0}
+    fleet.directory.removed("a", CacheTier.SHARED, asked.keys)
+    fleet.directory.stored("c", CacheTier.SHARED, None, asked.keys_in(("2", BLOCK)))
+    assert reused(1.0) == {"a": 0, "b": 0, "c": 799}
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_a_response_that_has_begun_stays_with_its_weights(size: int) -> None:
+    """Only replicas that are known to have the same weights are chosen, also in a large fleet, and also if all others are idle;
+    if none of them takes requests, none is chosen."""
+    fleet = fleet_of("same", weights="1")
+    for number in range(size):
+        fleet.add(f"other{number}", costs=COSTS, weights=("2", None)[number % 2])
+    for number in range(20):
+        asked = prompt_for(text(number, 800), "1", "2", "", required="1")
+        decision = fleet.place(asked, 0.0)
+        assert decision.replica == "same"
+        fleet.sent(str(number), asked, decision, 0.0)
+    fleet.exclude("same", "unhealthy: it is gone")
+    decision = fleet.place(prompt_for(text(1, 800), "1", "2", "", required="1"), 0.0)
+    assert decision.replica is None and "weights that began the response" in decision.in_words()
+    assert fleet.place(prompt_for(text(1, 800), "1", "2", ""), 0.0).replica is not None
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_session_stays_with_its_weights(named: bool) -> None:
+    """Its replica drains, and is then removed: the session goes to another replica with the same weights, and to others if
+    there is none. It then stays with theirs."""
+    fleet = fleet_of("a", "b", weights="1")
+    for name in ("c", "d", "e"):
+        fleet.add(name, costs=COSTS, weights="2")
+    conversations: dict[str, list[int]] = {}
+
+    def turn(name: str, now: float) -> str:
+        conversations[name] = [*conversations.get(name, ()), *text(int(name) * 100 + int(now), 100)]
+        asked = prompt_for(conversations[name], "1", "2", session=name if named else None)
+        decision = serve(fleet, f"{name} {now}", asked, now)
+        assert decision.replica is not None
+        return decision.replica
+
+    first = {name: turn(name, 0.0) for name in map(str, range(30))}
+    old, new = {"a", "b"}, {"c", "d", "e"}
+    assert set(first.values()) == old | new
+    fleet.exclude("a", "draining")
+    second = {name: turn(name, 1.0) for name in first}
+    assert all(second[name] == ("b" if where in old else where) for name, where in first.items())
+    fleet.remove("a")
+    fleet.remove("b")
+    third = {name: turn(name, 2.0) for name in first}
+    assert set(third.values()) == new
+    fleet.add("f", costs=COSTS, weights="1")
+    assert {turn(name, 3.0) for name in first} == new
+
+
+def test_a_prompt_is_computed_by_the_same_weights() -> None:
+    """A prompt is only split between replicas that are known to have equal weights, however much faster another would be."""
+    fleet = Fleet(CostPolicy())
+    fast = ReplicaCosts(prefill=1e-5, first=0.0, decode_each=0.0)
+    for name, weights in (("prefill-1", "1"), ("prefill-2", "2"), ("prefill-unknown", None)):
+        fleet.add(name, role="prefill", costs=fast, weights=weights)
+    for decode, weights, prefill in (("d1", "1", "prefill-1"), ("d3", "3", None), ("d-unknown", None, None)):
+        fleet.add(decode, role="decode", costs=COSTS, weights=weights)
+        decision = fleet.place(prompt_for(text(1, 4000), "1", "2", "3", ""), 0.0)
+        assert (decision.replica, decision.prefill) == (decode, prefill)
+        fleet.remove(decode)

@@ -5,12 +5,21 @@ from __future__ import annotations
 from aiohttp import web
 from router_parts import Loop
 
+# The fingerprint of weights in vLLM's metrics, if it has Foreword's connector.
+WEIGHTS = "a1" * 32
+
+
+def metrics_of(weights: str) -> str:
+    """The page of `/metrics` of a replica with these weights; empty weights are not published."""
+    return f'vllm:foreword_model_info{{model_name="m",engine="0",fingerprint="{weights}"}} 1.0\n' if weights else ""
+
 
 class ScriptedReplica:
-    """`paths` has those that were asked for without there being an answer."""
+    """`paths` has those that were asked for without there being an answer. `weights` are published in its metrics."""
 
-    def __init__(self, loop: Loop, owner: str = "vllm") -> None:
+    def __init__(self, loop: Loop, owner: str = "vllm", weights: str = WEIGHTS) -> None:
         self.owner = owner
+        self.weights = weights
         self.paths: list[str] = []
         self.url: str = loop.call(self._start)
 
@@ -21,6 +30,7 @@ class ScriptedReplica:
     async def _start(self) -> str:
         app = web.Application(client_max_size=1 << 27)
         app.add_routes([web.get("/health", self._health), web.get("/v1/models", self._models), *self.routes()])
+        app.add_routes([web.get("/metrics", self._metrics)])
         app.router.add_route("*", "/{path:.*}", self._other)
         runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
@@ -30,6 +40,9 @@ class ScriptedReplica:
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=metrics_of(self.weights))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 8192}

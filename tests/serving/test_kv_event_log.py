@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.events import BlocksRemoved
 from foreword.routing.directory import Directory
 from foreword.routing.event_feed import KvEventFeed
@@ -38,7 +39,7 @@ class Replica:
         for number in range(12):
             shared = [number % 3] * BLOCK * 3
             own = [self.random.randrange(1000) for _ in range(BLOCK * self.random.randrange(8))]
-            salt = b"0102" if number % 2 else b""
+            salt = Salt(b"0102") if number % 2 else NO_SALT
             self.chains.append((salt, shared + own, chain_keys(Scope(b"m", BLOCK, salt).root(), shared + own, BLOCK)))
         self.held: dict[object, set[bytes]] = {place: set() for place in PLACES}
 
@@ -52,7 +53,7 @@ class Replica:
             held.update(keys[:end])
             extras: list[list[str] | None] | None = None
             if salt and not known:
-                extras = [[salt.decode()], *[None] * (end - 1)]
+                extras = [[salt.text], *[None] * (end - 1)]
             parent = keys[known - 1] if known else None
             blocks = tokens[known * BLOCK : end * BLOCK]
             return BlockStored(keys[known:end], parent, blocks, BLOCK, None, place[0], None, extras, *place[1:])

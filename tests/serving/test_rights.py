@@ -7,7 +7,6 @@ from shared_server import SharedServers, words
 from test_tenants import cached
 
 from foreword.api.callers import is_local
-from foreword.api.tenants import mix_salt
 
 
 def test_clearing_the_cache_leaves_other_tenants_alone(shared: SharedServers) -> None:
@@ -52,9 +51,3 @@ def test_keys_as_anthropic_clients_send_them(shared: SharedServers) -> None:
     with shared.keyed.http() as client:
         assert client.get("/v1/models", headers={"x-api-key": "alice4-secret"}).status_code == 200
         assert client.get("/v1/models", headers={"x-api-key": "alice4"}).status_code == 401
-
-
-def test_cache_salt_divides_a_tenant_and_joins_none() -> None:
-    """Equal `cache_salt`s of one tenant give one salt; those of two tenants never do."""
-    assert mix_salt(b"alice", "x") == mix_salt(b"alice", "x")
-    assert len({mix_salt(b"alice", "x"), mix_salt(b"alice", "y"), mix_salt(b"bob", "x"), b"alice", b"bob"}) == 5

@@ -18,6 +18,7 @@ from shared_server import ENGINE, PREFIXES, SharedServers, until
 
 from foreword.api.listener import bind
 from foreword.api.tenants import Tenant
+from foreword.blocks.salt import Salt
 from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
@@ -111,23 +112,30 @@ def test_salts_of_several_routers(tmp_path: Path) -> None:
     cannot write for a while. A router that cannot read a change does not start."""
     folder = tmp_path / "reports"
     first, second = ChangedSalts(folder), ChangedSalts(folder)
+
+    def now(salts: ChangedSalts, tenant: bytes, given: str | None = None) -> str | None:
+        return salts.all_of(tenant, given)[-1]
+
     for salts, tenants in ((first, (b"a", b"b")), (second, (b"b", b"c"))):
         for tenant in tenants:
-            salts.change(tenant)
+            salts.change(Salt(tenant))
     folder.write_text("not a folder")
     first.sync()
-    assert first.salted(b"a") != b"a"
+    assert now(first, b"a") is not None and now(first, b"a", "x") == "x"
     folder.unlink()
     for salts in (first, second, first):
         salts.sync()
     third = ChangedSalts(folder)
     for tenant in (b"a", b"b", b"c"):
-        assert first.salted(tenant) == second.salted(tenant) == third.salted(tenant) != tenant
+        assert now(first, tenant) == now(second, tenant) == now(third, tenant) is not None
     assert len(third) == 3
-    third.change(third.salted(b"a"))
+    third.change(Salt.of(b"a", now(third, b"a")))
+    third.change(Salt.of(b"a", "x"))
     third.sync()
     first.sync()
-    assert first.salted(b"a") == third.salted(b"a") != second.salted(b"a")
+    assert now(first, b"a") == now(third, b"a") != now(second, b"a")
+    assert first.all_of(b"a", None)[:2] == [None, now(second, b"a")] and first.all_of(b"a", "x")[0] == "x"
+    assert now(first, b"a", "x") == now(third, b"a", "x") not in (None, "x") and now(first, b"b", "x") == "x"
     next(folder.glob("*.salt")).write_text("damaged")
     with pytest.raises(ConfigError, match="changed salts"):
         ChangedSalts(folder)
@@ -147,7 +155,7 @@ def test_an_audit_that_fails() -> None:
             pass
         work = asyncio.create_task(audit.run(closed))
         for failed in (1, 2):
-            audit.finished(request, Tenant("alice", b"s"), b"s", upstream, TokenCounts(cached=8, prompt=9))
+            audit.finished(request, Tenant("alice", b"s"), None, upstream, TokenCounts(cached=8, prompt=9))
             while audit.results["failed"] < failed:
                 assert not work.done()
                 await asyncio.sleep(0.05)

@@ -13,6 +13,8 @@ from chat_replica import TEXT, ChatReplica
 from router_parts import Loop, Relay, RouterThread, Scissors
 from shared_server import SharedServers, until, words
 
+from foreword.blocks.salt import Salt
+
 TOOL = {"name": "weather", "description": "Now.", "input_schema": {"type": "object", "properties": {"city": {}}}}
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 ASKED: list[Any] = [{"role": "user", "content": "The weather in Rome?"}]
@@ -57,7 +59,8 @@ def test_messages(claude: anthropic.Anthropic, replicas: list[ChatReplica]) -> N
         for body in one.bodies("/v1/chat/completions")
         if body["messages"][0]["content"] == "Be brief." and "stop" in body
     ]
-    assert [message["role"] for message in seen["messages"]] == ["system", "user"] and len(seen["cache_salt"]) == 64
+    assert [message["role"] for message in seen["messages"]] == ["system", "user"]
+    assert Salt.parse(seen["cache_salt"]).tenant
     assert seen["stop"] == ["x"]
     with claude.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
         assert "".join(stream.text_stream) == TEXT
@@ -138,8 +141,8 @@ def test_prefetch_on_other_servers(router: RouterThread, replicas: list[ChatRepl
             found = client.post(path, json={"prompt": words("prefetch", 9), "cache_salt": "mine"}).json()
             assert (found["status"], found["tokens"]) == ("clipped", 16)
             assert {one["replica"] for one in found["replicas"]} == {one.url for one in replicas}
-    salts = [[body["cache_salt"] for body in one.bodies(path)][-2:] for one in replicas]
-    assert salts[0] == salts[1] and len(set(salts[0])) == 2 and all(len(salt) == 64 for salt in salts[0])
+    salts = [[Salt.parse(body["cache_salt"]) for body in one.bodies(path)][-2:] for one in replicas]
+    assert salts[0] == salts[1] and len(set(salts[0])) == 2 and all(salt.tenant and salt.client for salt in salts[0])
 
 
 def test_retry_and_failure_in_the_middle(claude: anthropic.Anthropic, replicas: list[ChatReplica]) -> None:

@@ -18,9 +18,11 @@ import pytest
 import uvicorn
 from aiohttp import web
 from router_parts import Loop, Relay, RouterProcess, RouterThread, RunningRouter
+from scripted_replica import WEIGHTS, metrics_of
 from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
 
 from foreword.api.listener import bind
+from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.replica_breaker import ReplicaBreaker
@@ -53,6 +55,7 @@ class Scripted:
         app = web.Application()
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_get("/v1/requests/{name}/stream", self._migrated)
@@ -75,6 +78,9 @@ class Scripted:
         if self.behaviour == "frozen":
             await asyncio.sleep(600)
         return web.Response(status=500 if self.behaviour == "ill" else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=metrics_of(WEIGHTS))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 100}
@@ -503,7 +509,8 @@ def test_what_is_sent_to_a_replica(loop: Loop) -> None:
         assert "connection" not in answer.headers or answer.headers["connection"] == "keep-alive"
         body, headers = scripted.seen[0], {name.lower(): value for name, value in scripted.headers[0].items()}
         assert "salt" not in body and "request_id" not in body
-        assert body["cache_salt"] not in ("stolen", "") and len(body["cache_salt"]) == 64
+        salt = Salt.parse(body["cache_salt"])
+        assert salt.tenant and salt == Salt.of(salt.tenant, "stolen")
         assert headers["authorization"] == "Bearer router-key" and headers["x-request-id"] == "mine"
         own = {"x-private", "x-foreword-salt", "x-api-key", "cookie", "x-data-parallel-rank"}
         assert headers["traceparent"] == sent["traceparent"] and not own & headers.keys()

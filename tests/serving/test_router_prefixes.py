@@ -14,6 +14,8 @@ from chat_replica import TEXT, ChatReplica
 from router_parts import Loop, RouterThread
 from shared_server import until
 
+from foreword.blocks.salt import Salt
+
 KEYS = [
     "--api-keys",
     "a=alice",
@@ -56,7 +58,7 @@ def test_prefixes_before_prompts_and_chats(loop: Loop) -> None:
         assert made.status_code == 201 and made.json()["version"] == 1
         until(lambda: any(body["max_tokens"] == 1 for body in replica.bodies("/v1/completions")))
         warmed = replica.bodies("/v1/completions")[-1]
-        assert warmed["prompt"] == "Once upon " and len(warmed["cache_salt"]) == 64
+        assert warmed["prompt"] == "Once upon " and Salt.parse(warmed["cache_salt"]).tenant
         asked = call(router, "POST", "/v1/completions", body={"prompt": "a time", "prefix": "rules", "max_tokens": 4})
         assert asked.json()["choices"][0]["text"] == TEXT
         seen = replica.bodies("/v1/completions")[-1]

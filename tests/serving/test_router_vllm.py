@@ -18,6 +18,7 @@ from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 
 from foreword.api.tenants import Tenants
+from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
 
 pytestmark = needs_vllm
@@ -192,7 +193,7 @@ def test_the_same_text_wherever_the_stream_breaks(
 # Prefill at one, decode at the other
 
 TENANTS = Tenants.from_config(ServerConfig(api_keys=("alice=alice-key",), tenant_secret="a secret of the tests"))
-ALICE = TENANTS.authenticate("Bearer alice-key").salt.hex()
+ALICE = Salt(TENANTS.authenticate("Bearer alice-key").salt).text
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 

@@ -27,7 +27,7 @@ from foreword.sim.costs import FleetSpec
 from foreword.sim.run import simulate
 from foreword.sim.trace import read_trace
 
-ROOT = Scope(b"model", 16, b"").root()
+ROOT = Scope(b"model", 16).root()
 
 
 def request(tokens: list[int], answer: list[int], arrived: float = 0.0, session: str | None = None) -> RequestRecord:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from processes import in_child
 
-from foreword.blocks.keys import Scope, chain_keys, tenant_digest
+from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.salt import Salt, tenant_digest
 from foreword.conformance import FlakyStore, present, soon
 from foreword.errors import NotFound
 from foreword.prefixes.book import NamedPrefix
@@ -24,12 +25,13 @@ from foreword.store.frame import Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
+ANN, BOB, SESSION = Salt(b"ann"), Salt(b"bob"), Salt.of(b"ann", "session")
 MODEL = b"m" * 32
 LAYOUT = Layout(MODEL, 16, (LayerLayout(1, 8, 8),), "bfloat16")
 RECORD = f"layouts/{LAYOUT.fingerprint.hex()}"
 
 
-def chain(salt: bytes, seed: int, count: int = 10, shared: int = 0) -> list[Frame]:
+def chain(salt: Salt, seed: int, count: int = 10, shared: int = 0) -> list[Frame]:
     """A chain of small blocks of a tenant; the first `shared` blocks are those of seed 0."""
     root = Scope(MODEL, 16, salt).root()
     tokens = [number // 16 if number < 16 * shared else seed * 1000 + number for number in range(16 * count)]
@@ -41,9 +43,9 @@ def chain(salt: bytes, seed: int, count: int = 10, shared: int = 0) -> list[Fram
 
 
 def filled(folder: Path) -> tuple[TieredStore, list[Frame], list[Frame]]:
-    """A folder behind memory, with two chains of ann, one of bob, and the record of the layout."""
+    """A folder behind memory, with two chains of ann, one of them with a salt, one of bob, and the record of the layout."""
     store = TieredStore([MemoryStore(1 << 20), DiskStore(folder, 1 << 20)], [1])
-    mine, theirs = [*chain(b"ann", 1), *chain(b"ann", 2)], chain(b"bob", 3)
+    mine, theirs = [*chain(ANN, 1), *chain(SESSION, 2)], chain(BOB, 3)
     store.put(mine, deadline=soon())
     store.put(theirs, deadline=soon())
     store.put_record(RECORD, json.dumps({"model": "x", "layout": LAYOUT.describe()}).encode(), deadline=soon())
@@ -70,12 +72,12 @@ def test_a_tenant_is_erased_completely(
     store, mine, theirs = filled(tmp_path)
     damage(store, mine)
     there = sum(present(store, mine))
-    receipt = forget_tenant(store, b"ann")
+    receipt = forget_tenant(store, ANN)
     assert (receipt.left, receipt.unreachable, receipt.complete) == (0, {}, True)
     assert receipt.removed == {"memory": there, "disk": there}
     assert not any(any(present(tier.store, mine)) for tier in store.tiers)
     assert all(all(present(tier.store, theirs)) for tier in store.tiers)
-    again = forget_tenant(store, b"ann")
+    again = forget_tenant(store, ANN)
     assert (again.blocks, again.complete) == (0, True)
     store.close()
 
@@ -94,15 +96,15 @@ def test_an_erasure_that_was_killed_is_continued(tmp_path: Path, monkeypatch: py
 
     store, mine, theirs = filled(tmp_path)
     store.close()
-    killed = in_child(lambda: forget_tenant(TieredStore([Killed(tmp_path, 1 << 20)]), b"ann"))
+    killed = in_child(lambda: forget_tenant(TieredStore([Killed(tmp_path, 1 << 20)]), ANN))
     assert killed == -signal.SIGKILL
     again = TieredStore([DiskStore(tmp_path, 1 << 20)])
     left = sum(present(again, mine))
     assert left >= 4
-    receipt = forget_tenant(again, b"ann")
+    receipt = forget_tenant(again, ANN)
     assert receipt.complete and receipt.removed == {"disk": left}
     assert not any(present(again, mine)) and all(present(again, theirs))
-    assert forget_tenant(again, b"ann").blocks == 0
+    assert forget_tenant(again, ANN).blocks == 0
     again.close()
 
 
@@ -115,7 +117,7 @@ def test_an_erasure_needs_no_index(tmp_path: Path) -> None:
     store.close()
     lost = TieredStore([DiskStore(tmp_path / "two", 1 << 20)])
     assert sum(present(lost, mine)) == 0, "the index does not know them"
-    assert forget_tenant(lost, b"ann").removed == {"disk": len(mine)}
+    assert forget_tenant(lost, ANN).removed == {"disk": len(mine)}
     files = [path for path in (tmp_path / "two").rglob("*") if path.is_file() and len(path.name) == 64]
     assert sorted(path.name for path in files) == sorted(one.header.key.hex() for one in theirs)
     lost.close()
@@ -125,14 +127,14 @@ def test_a_tier_that_fails_is_in_the_receipt(tmp_path: Path) -> None:
     """A tier that fails is named in the receipt, which is then not complete; the other tiers are erased; a repetition after
     the failure completes the erasure."""
     disk, memory = FlakyStore(DiskStore(tmp_path, 1 << 20)), MemoryStore(1 << 20)
-    store, mine = TieredStore([memory, disk], [1]), chain(b"ann", 1)
+    store, mine = TieredStore([memory, disk], [1]), chain(ANN, 1)
     store.put(mine, deadline=soon())
     disk.inject("fail")
-    receipt = forget_tenant(store, b"ann")
+    receipt = forget_tenant(store, ANN)
     assert not receipt.complete and "disk" in receipt.unreachable
     assert not any(present(memory, mine))
     disk.inject("fail", 0.0)
-    assert forget_tenant(store, b"ann").removed == {"memory": 0, "disk": 10}
+    assert forget_tenant(store, ANN).removed == {"memory": 0, "disk": 10}
     store.close()
 
 
@@ -160,7 +162,7 @@ def test_a_prefix_is_erased_with_what_continues_it(tmp_path: Path) -> None:
     """A whole chain: the prefix, what continues it and what may continue it behind a gap are erased; what other chains share
     or have, stays."""
     store = TieredStore([DiskStore(tmp_path, 1 << 20)])
-    mine, other, bobs = chain(b"ann", 1, 12, shared=2), chain(b"ann", 2, 5, shared=2), chain(b"bob", 1, 6)
+    mine, other, bobs = chain(ANN, 1, 12, shared=2), chain(ANN, 2, 5, shared=2), chain(BOB, 1, 6)
     for frames in (mine, other, bobs):
         store.put(frames, deadline=soon())
     named(store, mine[5], b"ann")
@@ -187,7 +189,7 @@ def test_a_prefix_whose_chain_has_a_gap(tmp_path: Path, lost: int) -> None:
 def test_a_receipt_is_signed(tmp_path: Path) -> None:
     """A receipt has the signature of the secret, and no other content or secret has the same."""
     store, _, _ = filled(tmp_path)
-    plain = forget_tenant(store, b"ann").plain("a long random text")
+    plain = forget_tenant(store, ANN).plain("a long random text")
     store.close()
     assert plain["signature"] == sign(plain, "a long random text")
     assert plain["signature"] != sign({**plain, "left": 1}, "a long random text")
@@ -237,5 +239,5 @@ def test_blocks_of_format_1_are_dropped(tmp_path: Path) -> None:
     deadline = time.monotonic() + 60
     while old.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not old.exists() and store.put(chain(b"ann", 1), deadline=soon()) == 10
+    assert not old.exists() and store.put(chain(ANN, 1), deadline=soon()) == 10
     store.close()

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from foreword.blocks.keys import Scope
 from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
+from foreword.blocks.salt import Salt
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreConfigError
 from foreword.store.base import Store
+from foreword.store.fair_share import tenant_of
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import open_store
 
@@ -20,17 +23,22 @@ ROOTS = [bytes([number]) * 32 for number in range(3)]
 
 @pytest.fixture(params=["memory://", "disk://{folder}"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[str], Store]]:
-    """Opens a store with room for 40 blocks and a quota."""
+    """Opens a store with room for 40 blocks and a quota, if there is one."""
     stores: list[Store] = []
 
     def make(quota: str) -> Store:
         url = request.param.format(folder=tmp_path / str(len(stores)))
-        stores.append(open_store([f"{url}?size={40 * BLOCK}&tenant_quota={quota}"]))
+        limit = f"&tenant_quota={quota}" if quota else ""
+        stores.append(open_store([f"{url}?size={40 * BLOCK}{limit}"]))
         return stores[-1]
 
     yield make
     for store in stores:
         store.close()
+
+
+def root_of(salt: Salt) -> bytes:
+    return Scope(b"model", 16, salt).root()
 
 
 def blocks_of(store: Store, root: bytes) -> int:
@@ -53,6 +61,24 @@ def test_a_tenant_has_at_most_its_quota(opened: Callable[[str], Store], quota: s
     assert blocks_of(store, ROOTS[0]) == 10 and all(read(store, one) == whole(one) for one in others)
     assert store.lookup(names_of(make_frames(14, 4, SMALL_PAYLOAD, root=ROOTS[0])), deadline=soon()) == 4
     assert store.put(make_frames(20, 30, SMALL_PAYLOAD, root=ROOTS[0]), deadline=soon()) == 10, "the first ten"
+
+
+@pytest.mark.parametrize("quota", ["", "40%"])
+def test_a_client_with_many_salts_is_one_tenant(opened: Callable[[str], Store], quota: str) -> None:
+    """A tenant that writes every chain under another `cache_salt` has one share and one quota: another tenant, which uses what
+    fits into its share now and then, finds all of it."""
+    store = opened(quota)
+    mine = [make_frames(seed, 4, SMALL_PAYLOAD, root=root_of(Salt(b"ann"))) for seed in range(3)]
+    for chain in mine:
+        put_all(store, chain)
+    for number in range(60):
+        flood = root_of(Salt.of(b"bob", f"salt {number}"))
+        assert store.put(make_frames(100 + number, 4, SMALL_PAYLOAD, root=flood), deadline=soon()) == 4
+        if number % 10 == 9:
+            chain = mine[number // 10 % 3]
+            assert read(store, chain) == whole(chain)
+    of_bob = sum(tenant_of(block.name) == Salt(b"bob").prefix for block in store.scan(deadline=soon()))
+    assert of_bob == (16 if quota else 28), "what the quota or the other tenant leaves"
 
 
 def test_wrong_quotas(opened: Callable[[str], Store]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import Layout
 from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
+from foreword.blocks.salt import Salt
 from foreword.config import StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
@@ -20,6 +23,8 @@ from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.sockets import parse_address
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # vLLM's block id in place of blocks behind a sliding window
 
@@ -162,6 +167,17 @@ def _continues_prompts(vllm_config: Any) -> bool:
     return bool(chunked or vllm_config.cache_config.enable_prefix_caching)
 
 
+def warn_of_lost_writes(vllm_config: Any, command: Sequence[str]) -> None:
+    """Log what a stop costs where `vllm serve` gives its processes no time for it. `command`: of this process, which a child of
+    vLLM has from its parent."""
+    serves = list(command[1:2]) == ["serve"] or any("api_server" in word for word in command[:1])
+    if serves and getattr(vllm_config, "shutdown_timeout", None) == 0:
+        logger.warning(
+            "vLLM kills its processes at once when it is stopped, and the blocks that still wait to be written are lost; start "
+            "it with --shutdown-timeout 30"
+        )
+
+
 class KVCacheInfo:
     """vLLM's model and KV cache as both sides of the connector need to know them.
 
@@ -298,7 +314,7 @@ class KVCacheInfo:
         """Fingerprints of the layouts by rank, then by group."""
         return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
 
-    def root(self, salt: bytes) -> bytes:
+    def root(self, salt: Salt) -> bytes:
         """The root key of a salt's chains."""
         return Scope(self.model, self.key_size, salt).root()
 

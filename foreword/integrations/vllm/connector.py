@@ -32,10 +32,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.probe import calling_worker
-from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler, warn_of_lost_writes
+from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,

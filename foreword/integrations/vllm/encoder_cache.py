@@ -41,7 +41,7 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings
-from foreword.integrations.vllm.identity import MediaDigests, framed, tenant_salt
+from foreword.integrations.vllm.identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.namespace import base_digest, log, settings_digest, tolerance, unmeasured
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
@@ -137,7 +137,7 @@ class EncoderStore:
         return Layout(model, 1, (), self._dtype, order="encoder").fingerprint
 
     def name(self, request: Any, version: bytes, content: bytes, model: bytes) -> OutputName:
-        root = Scope(model, 1, tenant_salt(request)).root()
+        root = Scope(model, 1, salt_of(request)).root()
         return OutputName(model, sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
 
     def read(self, name: OutputName, rows: int | None, size: int) -> EncoderOutput | None:

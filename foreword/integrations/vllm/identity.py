@@ -1,8 +1,9 @@
 """What a request's KV depends on besides its tokens: tenant, adapter, weights version, media and prompt embeddings.
 
-The tenant is the salt of the chain's root, so that all chains of a tenant can be erased. Everything else goes into
-the extras of the blocks: what holds for the whole request into those of block 0, as each key covers the keys before
-it. A request with a part that cannot be identified is never cached.
+The request's `cache_salt` is the salt of the chain's root, so that all chains of a tenant can be erased. A router or a
+gateway writes the tenant into it (`blocks/salt.py`); without one, all requests are of one tenant. Everything else goes into
+the extras of the blocks: what holds for the whole request into those of block 0, as each key covers the keys before it. A
+request with a part that cannot be identified is never cached.
 
 vLLM's own keys trust the names that clients give: an adapter's path, an image's uuid, the id in its EXIF data. A store outlives
 the server and is shared, so here the content counts: digests of adapter files and of processed media.
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from foreword.blocks.keys import VLLM_SALT
+from foreword.blocks.salt import Salt
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles
 
 # Kinds of extras; each has a fixed length.
@@ -60,14 +61,9 @@ class RequestIdentity:
 _PLAIN = RequestIdentity()
 
 
-def tenant_salt(request: Any) -> bytes:
-    """The salt of the root of a request's chain: its `cache_salt`."""
-    return salt_of(request.cache_salt)
-
-
-def salt_of(cache_salt: str | None) -> bytes:
-    """The salt of a chain's root for a `cache_salt`."""
-    return VLLM_SALT + cache_salt.encode() if cache_salt else b""
+def salt_of(request: Any) -> Salt:
+    """The salt of the root of a request's chain."""
+    return Salt.parse(request.cache_salt)
 
 
 def framed(*parts: bytes) -> bytes:

@@ -43,6 +43,7 @@ _TOTALS: Final = {
     "loads_stopped": "Loads that were stopped because computing is faster.",
     "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
     "loads_refused": "Prefixes found that were computed because the blocks could not be used any more.",
+    "unsafe_requests": "Requests whose KV was not saved because vLLM computes it wrongly beside adapters.",
     "leases": "Prompts whose blocks were kept for a decode instance.",
     "leases_unread": "Prompts whose blocks were kept and that no instance read.",
     "lent_blocks": "Blocks that other instances read from leases.",
@@ -64,12 +65,14 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     queue in blocks), `states` (process -> label of a tier -> its state).
     """
 
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)
+
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {
+        self.data = {
             **{name: {} for name in (*_NESTED, "counts", "queued", "states")},
             "load_seconds": [],
         }

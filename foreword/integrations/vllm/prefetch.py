@@ -13,8 +13,8 @@ from typing import Any
 
 from foreword.api.bodies import Body, parse_body
 from foreword.api.dialects.limits import Limits
+from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NotReady
-from foreword.integrations.vllm.identity import salt_of
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.prefixes import InnerServer
 
@@ -41,7 +41,7 @@ class PrefetchEndpoint:
         """JSON. Raises BadRequest, EngineFailed."""
         body = parse_body(PrefetchBody, raw, limits)
         tokens = await self._tokens(body)
-        held = await asyncio.to_thread(self._storage.stored, tokens, salt_of(body.cache_salt))
+        held = await asyncio.to_thread(self._storage.stored, tokens, Salt.parse(body.cache_salt))
         full = self._storage.position(len(tokens))
         if not held:
             return _answered(tokens, "refused", 0, "no store has it")

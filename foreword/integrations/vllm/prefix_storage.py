@@ -15,6 +15,7 @@ from typing import Any
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES, chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
+from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.config import ConnectorSettings
 from foreword.integrations.vllm.identity import RequestIdentity
@@ -147,7 +148,7 @@ class ConnectorStorage(PrefixStorage):
         position = self.position(num_tokens)
         return sum(len(layout.needed(position)) * layout.block_bytes for layout in self._layouts)
 
-    def stored(self, tokens: Sequence[int], salt: bytes) -> int:
+    def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
         if not self._find_layouts():
             return 0

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from foreword.blocks.keys import tenant_digest
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.store.base import Name, Store
@@ -148,10 +148,11 @@ class ConnectorRetentions:
         self.book.on_path(keys)
 
     def apply(
-        self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, salt: bytes
+        self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: bytes
     ) -> list[RetentionAnswer]:
-        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks."""
-        return [self._apply(one, root, keys, num_prompt, tenant_digest(salt)) for one in actions]
+        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks. `tenant`:
+        its salt."""
+        return [self._apply(one, root, keys, num_prompt, tenant_digest(tenant)) for one in actions]
 
     def _apply(
         self, action: CacheAction, root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: str

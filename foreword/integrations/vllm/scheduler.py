@@ -18,7 +18,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
-from foreword.integrations.vllm.identity import RequestIdentity, request_identities, tenant_salt
+from foreword.integrations.vllm.identity import RequestIdentity, request_identities, salt_of
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -52,17 +52,6 @@ _MAX_PROVEN = 1 << 16
 _SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
 
 
-def warn_of_lost_writes(vllm_config: Any, command: Sequence[str]) -> None:
-    """Log what a stop costs where `vllm serve` gives its processes no time for it. `command`: of this process, which a child of
-    vLLM has from its parent."""
-    serves = list(command[1:2]) == ["serve"] or any("api_server" in word for word in command[:1])
-    if serves and getattr(vllm_config, "shutdown_timeout", None) == 0:
-        logger.warning(
-            "vLLM kills its processes at once when it is stopped, and the blocks that still wait to be written are lost; start "
-            "it with --shutdown-timeout 30"
-        )
-
-
 class ForewordConnectorScheduler:
     """See the module. Called from the engine's thread only; methods are named after those of vLLM's connector interface."""
 
@@ -82,6 +71,7 @@ class ForewordConnectorScheduler:
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
+        self._unsafe = 0  # requests whose KV is not saved for that, since the last report
         self._replaced = ReplacedCheckpoints()
         self._to_delete: list[tuple[int, bytes, bytes]] = []
         self._events_until = 0.0
@@ -125,7 +115,8 @@ class ForewordConnectorScheduler:
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
-        state.saves = not (self._spoilt and num_computed_tokens and request.lora_request is None)
+        if self._spoilt and num_computed_tokens and request.lora_request is None:
+            self._keep_unsaved(state)
         if num_computed_tokens >= limit or state.no_more_loads or not allowed:
             return 0, False
         if state.search is None or num_computed_tokens < state.searched_from:
@@ -224,7 +215,7 @@ class ForewordConnectorScheduler:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
-        root = self._info.root(tenant_salt(request))
+        root = self._info.root(salt_of(request))
         return TokenChain(root, self._info.key_size, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
@@ -327,7 +318,11 @@ class ForewordConnectorScheduler:
         self._spoilt = True
         for state in map(self._requests.get, base):
             if state is not None:
-                state.saves = False
+                self._keep_unsaved(state)
+
+    def _keep_unsaved(self, state: RequestState) -> None:
+        self._unsafe += state.saves
+        state.saves = False
 
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
         """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
@@ -479,7 +474,7 @@ class ForewordConnectorScheduler:
         if request.status not in _ENDED or request.num_computed_tokens < prompt:
             return None
         keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant_salt(request))
+        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt_of(request).tenant)
         return [dataclasses.asdict(one) for one in answers]
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
@@ -514,7 +509,11 @@ class ForewordConnectorScheduler:
 
     def take_stats(self) -> ForewordStats | None:
         """Statistics of this side's own stores since the last call; None if nothing has changed, or the worker reports them."""
-        return None if self._stats is None else self._stats.read([])
+        found = None if self._stats is None else self._stats.read([])
+        if self._unsafe:
+            found = found or ForewordStats({})
+            found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
+        return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Where the workers listen, by rank."""

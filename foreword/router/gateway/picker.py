@@ -136,7 +136,7 @@ class Picker:
             if address and (among is None or address in among):
                 name = self.router.attempt_name(head.id)
                 own: dict[str, str | None] = {DESTINATION: address, PICK: name}
-                return Answer(name, self._headers(head, tenant, tenant.salt, upstream) | own, endpoints=address)
+                return Answer(name, self._headers(head, tenant, upstream) | own, endpoints=address)
         raise NoReplica(self.router.ready() or _NONE_ALLOWED)
 
     async def pick(self, head: RequestHead, tenant: Tenant, raw: bytes, among: Collection[str] | None = None) -> Answer:
@@ -213,7 +213,7 @@ class Picker:
         address = await self.addresses.of(upstream.url)
         if among is not None and address not in among:
             raise NoReplica(_NONE_ALLOWED)
-        own, headers = routed.own_fields(upstream.kind), self._headers(head, routed.tenant, routed.salt, upstream)
+        own, headers = routed.own_fields(upstream.kind), self._headers(head, routed.tenant, upstream)
         prefill = attempt.prefill
         if prefill is not None and prefill.info is not None:
             if upstream.kind == "foreword" and prefill.info.transfer is not None:
@@ -226,12 +226,15 @@ class Picker:
         return Answer(attempt.id, headers, body, endpoints, (routed, attempt), normalised)
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
-        """The next best replicas, to which the same headers and body can be sent."""
+        """The next best replicas, to which the same headers and body can be sent: with a prefill replica, those with its
+        weights."""
         pool, found = routed.pool, list[str]()
         most = self.router.config.max_attempts - 1
         for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
             upstream = pool.upstreams.get(one.replica)
             if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
+                continue
+            if attempt.prefill is not None and upstream.weights != attempt.weights:
                 continue
             if upstream.kind == attempt.upstream.kind and upstream.url not in routed.avoid and len(found) < most:
                 address = await self._address(upstream.url)
@@ -245,11 +248,11 @@ class Picker:
         except ReplicaFailed:
             return ""
 
-    def _headers(self, head: RequestHead, tenant: Tenant, salt: bytes, upstream: Upstream) -> dict[str, str | None]:
+    def _headers(self, head: RequestHead, tenant: Tenant, upstream: Upstream) -> dict[str, str | None]:
         changes: dict[str, str | None] = dict.fromkeys(_OWN_HEADERS)
         if self.router.auth.uses_own_key:
             changes["x-api-key"] = None
-        changes.update(self.router.auth.headers(tenant, salt, credentials(head.headers), upstream.kind))
+        changes.update(self.router.auth.headers(tenant, credentials(head.headers), upstream.kind))
         return {**changes, "x-request-id": head.id}
 
 

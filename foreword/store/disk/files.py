@@ -123,8 +123,8 @@ class BlockFiles:
             os.rmdir(os.path.dirname(self.path(name)))
 
     def walk(self, layout: bytes = b"", root: bytes = b"", *, skip_damaged: bool = False) -> Iterator[BlockFile]:
-        """List all block files with this layout and root (b"": any), complete or not, in no order. Raises StoreError unless
-        unreadable folders are skipped."""
+        """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
+        Raises StoreError unless unreadable folders are skipped."""
         for outer in _digit_folders(self.folder, layout, skip_damaged):
             for inner in _digit_folders(outer, root, skip_damaged):
                 prefix = bytes.fromhex(outer[-_HEX:] + inner[-_HEX:])
@@ -271,11 +271,13 @@ def _entries(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
 
 
 def _digit_folders(path: str, wanted: bytes, skip_damaged: bool) -> Iterator[str]:
-    """Paths of the folders of layouts or roots, or of the one that is wanted."""
-    if wanted:
-        yield f"{path}/{wanted.hex()}"
+    """Paths of the folders of layouts or roots, or of those that begin with the wanted bytes."""
+    start = wanted.hex()
+    if len(start) == _HEX:
+        yield f"{path}/{start}"
         return
-    yield from (entry.path for entry in _folders(path, skip_damaged) if _DIGITS.fullmatch(entry.name))
+    found = (entry for entry in _folders(path, skip_damaged) if _DIGITS.fullmatch(entry.name))
+    yield from (entry.path for entry in found if entry.name.startswith(start))
 
 
 def _folders(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:

@@ -31,7 +31,7 @@ from foreword.store.base import Name
 from foreword.store.fair_share import Usage, choose, compared, share, tenant_of
 from foreword.store.frame import Frame, Header
 
-VERSION: Final = 3
+VERSION: Final = 4
 SCHEMA: Final = f"""
 CREATE TABLE blocks (
     id INTEGER NOT NULL UNIQUE, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import obstore
 
-from foreword.blocks.layout import key_of
+from foreword.blocks.layout import ROOT_BYTES, key_of
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
 from foreword.store.base import (
     BAD,
@@ -61,7 +61,7 @@ from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search
 _DAY: Final = 86400.0  # seconds
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
-_LAYOUT = re.compile(r"[0-9a-f]{32}")
+_DIGITS = re.compile(r"[0-9a-f]{32}")
 _BLOCK_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}/.*")
 _RECORD = re.compile(r"records/([^/]+)\.record")
 
@@ -208,20 +208,22 @@ class ObjectStore(Store):
         return count
 
     def _folders(self, layout: bytes, root: bytes, deadline: float) -> list[str]:
-        """The paths below which blocks with this layout and root are; b"" stands for any."""
-        layouts = [layout.hex()] if layout else self._layouts(deadline)
-        return [f"{one}/{root.hex()}" if root else one for one in layouts]
+        """The paths below which blocks with this layout and roots that begin with these bytes are; b"" stands for any."""
+        layouts = [layout.hex()] if layout else self._digit_folders("", deadline)
+        if len(root) in (0, ROOT_BYTES):
+            return [f"{one}/{root.hex()}" if root else one for one in layouts]
+        roots = (f"{one}/{found}" for one in layouts for found in self._digit_folders(one, deadline))
+        return [path for path in roots if path.rpartition("/")[2].startswith(root.hex())]
 
-    def _layouts(self, deadline: float) -> list[str]:
-        """The layouts of which there are objects, in hexadecimal."""
+    def _digit_folders(self, folder: str, deadline: float) -> list[str]:
+        """The layouts of which there are objects, or the roots in the folder of a layout, in hexadecimal."""
 
         async def listed() -> Any:
-            return await obstore.list_with_delimiter_async(self._store, self._prefix or None)
+            return await obstore.list_with_delimiter_async(self._store, (self._prefix + folder) or None)
 
-        names = [
-            self._bucket.relative(path).strip("/") for path in self._loop.one(listed(), deadline)["common_prefixes"]
-        ]
-        return [name for name in names if _LAYOUT.fullmatch(name)]
+        paths = self._loop.one(listed(), deadline)["common_prefixes"]
+        names = (self._bucket.relative(path).strip("/").rpartition("/")[2] for path in paths)
+        return [name for name in names if _DIGITS.fullmatch(name)]
 
     def _blocks(self, folder: str, deadline: float) -> Iterator[list[StoredBlock]]:
         """The blocks of the chunks below a path, a page of chunks at a time. A block may be in several chunks."""

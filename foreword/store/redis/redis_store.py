@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, ROOT_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import (
     BAD,
@@ -175,7 +175,7 @@ class RedisStore(Store):
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
         """As in the contract. The servers go through all their keys, and send those that match."""
-        wanted = _pattern(layout, FINGERPRINT_BYTES) + _pattern(root, ROOT_BYTES) + b"*"
+        wanted = _pattern(layout, FINGERPRINT_BYTES) + root.hex().encode() + b"*"
         for node in self._nodes.primaries(deadline):
             for keys in _scan_keys(node, self._blocks + wanted, deadline):
                 self._check_open()

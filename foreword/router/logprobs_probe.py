@@ -1,0 +1,106 @@
+"""Tells weights apart by the log-probabilities of a fixed text, where a server does not publish their fingerprint.
+
+Two readings are those of the same weights if the text has the same tokens in both, and the log-probabilities of its tokens
+differ by no more than batching, chunking and number formats make them differ. So equal weights give equal readings. The reverse
+does not hold for weights that hardly differ: `docs/guides/router.md` says what is told apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from foreword.errors import ReplicaFailed
+
+# Plain text, code, numbers and other languages: what a fine-tuned model was trained on is probably among it.
+TEXT: Final = (
+    "The river rose in the night, and by morning the lower road was under water. Nobody in the village was surprised.\n"
+    "def merge(left, right):\n    result = []\n    while left and right:\n"
+    "        source = left if left[0] <= right[0] else right\n        result.append(source.pop(0))\n"
+    "    return result + left + right\n"
+    "Q: What is 17 * 23? A: 17 * 23 = 391. El tren sale a las ocho y media. Die Antwort lautet nein.\n"
+    'User: Please summarize the report in one sentence. Assistant: {"summary": "Costs fell by 4 %.", "sources": [2, 5]}\n'
+)
+# The mean difference of two readings of the same weights is below this; see `docs/guides/router.md` for what was measured.
+TOLERANCE: Final = 0.03
+# One token counts at most this much, so that a few unlikely tokens, whose log-probabilities vary most, do not decide.
+_MOST: Final = 1.0
+_MIN_TOKENS: Final = 16
+# Tokens of a context beside those of the text.
+_RESERVED: Final = 8
+_MAX_KEPT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobReading:
+    """The tokens of the text, all but the first, and the natural logarithms of their probabilities."""
+
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+
+    def difference(self, other: LogprobReading) -> float:
+        """The mean difference per token; infinite if the tokens differ."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        pairs = zip(self.logprobs, other.logprobs, strict=True)
+        return sum(min(abs(one - two), _MOST) for one, two in pairs) / len(self.tokens)
+
+
+def request_body(model: str, max_model_len: int | None) -> bytes:
+    """A completion of one token that returns the log-probabilities of the text, or of what of it certainly fits."""
+    text = TEXT if max_model_len is None else TEXT[: max(max_model_len - _RESERVED, 1)]
+    asked = {"model": model, "prompt": text, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    return msgspec.json.encode(asked | {"return_tokens_as_token_ids": True})
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+
+
+class _Choice(msgspec.Struct):
+    logprobs: _Logprobs
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+def read_response(data: bytes) -> LogprobReading:
+    """Raises ReplicaFailed for a response without the log-probabilities of the prompt."""
+    try:
+        found = msgspec.json.decode(data, type=_Completion)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ReplicaFailed(f"it returns no log-probabilities of a prompt: {error}") from None
+    count = found.usage.prompt_tokens
+    given = found.choices[0].logprobs if found.choices else _Logprobs([], [])
+    tokens, logprobs = given.tokens[1:count], [one for one in given.token_logprobs[1:count] if one is not None]
+    if len(tokens) != count - 1 or len(logprobs) != len(tokens) or len(tokens) < _MIN_TOKENS:
+        raise ReplicaFailed("it returns no log-probabilities of a prompt")
+    return LogprobReading(tuple(tokens), tuple(logprobs))
+
+
+class LogprobReadings:
+    """Names for weights that are only known by readings. A name is never used for other weights again."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[tuple[str, LogprobReading]]] = {}
+        self._numbers = itertools.count(1)
+
+    def name(self, model: str, reading: LogprobReading) -> str:
+        """The name of the weights, of which this is a reading, that are served as `model`."""
+        known = self._known.setdefault(model, [])
+        found = min(known, key=lambda one: one[1].difference(reading), default=None)
+        if found is not None and found[1].difference(reading) <= TOLERANCE:
+            return found[0]
+        known.append((f"logprobs-{next(self._numbers)}", reading))
+        del known[:-_MAX_KEPT]
+        return known[-1][0]

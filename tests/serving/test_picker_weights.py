@@ -1,0 +1,98 @@
+"""The endpoint picker in front of replicas that serve one name with different weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from router_parts import _config
+
+from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
+from foreword.router.pool import ReplicaPool, key_model
+from foreword.router.replica_breaker import ReplicaBreaker
+from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.service import Router
+from foreword.routing.event_feed import KvEventFeed
+
+TOKENS = list(range(1, 2001))
+BLOCK = 16
+
+
+class Fleet:
+    """A router without sockets whose replicas are as told."""
+
+    def __init__(self) -> None:
+        self.router = Router(_config("--replica", "http://10.0.0.1:1"))
+        self.pool = self.router.pools["m"] = ReplicaPool("m", self.router.config, {})
+        self.picker = Picker(self.router)
+
+    def add(self, name: str, weights: str | None, role: str = "both") -> None:
+        info = ReplicaInfo("vllm", ("m",), block_size=BLOCK, event_sources=(("tcp://x:1", None),), weights=weights)
+        upstream = Upstream(ReplicaSpec(f"http://{name}", role), "flag", ReplicaBreaker(), info)
+        self.router.upstreams[upstream.url] = upstream
+        self.pool.add(upstream)
+
+    def stored(self, name: str, medium: str, locality: str | None = None) -> None:
+        """A replica reports the prompt's blocks."""
+        info = self.router.upstreams[f"http://{name}"].info
+        assert info is not None
+        feed = KvEventFeed(self.pool.fleet.directory, f"http://{name}", key_model("m", info.weights).encode(), BLOCK)
+        event: dict[str, Any] = {
+            "type": "BlockStored",
+            "block_hashes": list(range(1, len(TOKENS) // BLOCK + 1)),
+            "parent_block_hash": None,
+            "token_ids": TOKENS[: len(TOKENS) // BLOCK * BLOCK],
+            "block_size": BLOCK,
+            "lora_id": None,
+            "medium": medium,
+            "locality": locality,
+        }
+        feed.apply(event)
+        assert not feed.counters.malformed and feed.counters.stored_blocks
+
+    def pick(self) -> tuple[dict[str, str | None], dict[str, int]]:
+        """The headers for the gateway, and the tokens that each replica is expected to have."""
+
+        async def pick() -> Any:
+            await self.router.start()
+            try:
+                raw = json.dumps({"model": "m", "prompt": [*TOKENS, 5, 6, 7], "max_tokens": 4}).encode()
+                head = RequestHead("POST", "/v1/completions", {"content-type": "application/json"}, "1")
+                return await self.picker.pick(head, self.picker.admit(head), raw)
+            finally:
+                await self.router.stop()
+
+        answer = asyncio.run(pick())
+        assert answer.placed is not None
+        _, attempt = answer.placed
+        self.pool.failed(attempt)
+        estimates = attempt.decision.estimates
+        return answer.headers, {one.replica.removeprefix("http://"): one.reused for one in estimates}
+
+
+def test_only_kv_of_the_same_weights_attracts() -> None:
+    """The prompt's blocks in a store that all replicas share are of use for those with the weights that computed them."""
+    a, b, c, d = replicas = [f"10.0.0.{number}:1" for number in range(1, 5)]
+    for reports, holders in ((a, {a, b}), (c, {c}), (d, {d})):
+        fleet = Fleet()
+        for name, weights in zip(replicas, ("aa", "aa", "bb", None), strict=True):
+            fleet.add(name, weights)
+        fleet.stored(reports, "STORAGE", "REMOTE")
+        headers, held = fleet.pick()
+        assert {name for name, tokens in held.items() if tokens} == holders
+        assert str(headers[DESTINATION]).partition(",")[0] in holders
+
+
+def test_prefill_and_retries_have_the_same_weights() -> None:
+    """The prompt is computed by a replica with the weights of the one that decodes, and the gateway may send the request only
+    to others with these weights."""
+    fleet = Fleet()
+    for name, weights in (("10.0.1.1:1", "aa"), ("10.0.1.2:1", "bb")):
+        fleet.add(name, weights, "prefill")
+        fleet.stored(name, "GPU")
+    for name, weights in (("10.0.0.1:1", "aa"), ("10.0.0.2:1", "bb"), ("10.0.0.3:1", "aa"), ("10.0.0.4:1", "bb")):
+        fleet.add(name, weights, "decode")
+    headers, _ = fleet.pick()
+    pool = {"10.0.1.1:1": {"10.0.0.1:1", "10.0.0.3:1"}, "10.0.1.2:1": {"10.0.0.2:1", "10.0.0.4:1"}}
+    assert set(str(headers[DESTINATION]).split(",")) == pool[str(headers[PREFILL])]
