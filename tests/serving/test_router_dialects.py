@@ -59,9 +59,8 @@ def test_messages(claude: anthropic.Anthropic, replicas: list[ChatReplica]) -> N
         for body in one.bodies("/v1/chat/completions")
         if body["messages"][0]["content"] == "Be brief." and "stop" in body
     ]
-    assert [message["role"] for message in seen["messages"]] == ["system", "user"] and Salt.parse(
-        seen["cache_salt"]
-    ).tenant
+    assert [message["role"] for message in seen["messages"]] == ["system", "user"]
+    assert Salt.parse(seen["cache_salt"]).tenant
     assert seen["stop"] == ["x"]
     with claude.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
         assert "".join(stream.text_stream) == TEXT
