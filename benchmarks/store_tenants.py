@@ -58,8 +58,9 @@ def hit_rate(store: Store, size: int, rounds: int, flood: Callable[[int], bytes]
         hits = store.lookup(names_of(chain), deadline=soon())
         found += sum(data is not None for data in read(store, chain[:hits]))
         put_all(store, chain)
-        for other in range(number * LOUD_CHAINS, (number + 1) * LOUD_CHAINS) if flood is not None else ():
-            put_all(store, make_frames(1_000_000 + other, CHAIN, PAYLOAD, root=flood(other)))
+        if flood is not None:
+            for other in range(number * LOUD_CHAINS, (number + 1) * LOUD_CHAINS):
+                put_all(store, make_frames(1_000_000 + other, CHAIN, PAYLOAD, root=flood(other)))
     return found / (rounds * CHAIN)
 
 
