@@ -44,6 +44,8 @@ VLLM_VARIABLES = {
 }
 
 Answer = dict[str, Any]
+# Tokens, or a text with images (`worker.py`).
+Prompt = list[int] | dict[str, Any]
 
 
 class Failed(ForewordError, code="process_failed"):
@@ -253,11 +255,11 @@ class Worker:
         self.transcript.append("  -> " + _summary(found))
         return found
 
-    def ask(self, prompt: list[int], new_tokens: int = 8) -> Answer:
+    def ask(self, prompt: Prompt, new_tokens: int = 8) -> Answer:
         """One request alone."""
         return self.ask_all([prompt], new_tokens)[0]
 
-    def ask_all(self, prompts: Sequence[list[int]], new_tokens: int = 8, **how: Any) -> list[Answer]:
+    def ask_all(self, prompts: Sequence[Prompt], new_tokens: int = 8, **how: Any) -> list[Answer]:
         """Several requests: one after the other, or as `how`, `salt` and `adapter` say."""
         found: list[Answer] = self.tell({"ask": list(prompts), "new_tokens": new_tokens, **how})["results"]
         return found

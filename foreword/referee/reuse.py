@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from foreword.referee.models import EMBEDDINGS, LARGE_BLOCKS, Kind, mixed_prompts
-from foreword.referee.session import BLOCK, Draw, Evidence, Prompts, Session, arguments
+from foreword.referee.session import BLOCK, Draw, Evidence, Session, arguments
 
 _ANSWER: Final = 40
 _LONG: Final = (1_900, 1_230, 700, 1_600)
@@ -16,7 +16,7 @@ _SMALL: Final[dict[str, Any]] = {"kv_cache_memory_bytes": 36 << 20}
 _FEW_BLOCKS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 270}
 
 
-def common(prompt: list[int], earlier: Prompts) -> int:
+def common(prompt: list[int], earlier: Sequence[list[int]]) -> int:
     """Tokens that a prompt shares with the start of one of the others, at most."""
     return max((_shared(prompt, other) for other in earlier), default=0)
 

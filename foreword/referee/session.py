@@ -26,6 +26,7 @@ from foreword.referee.process import (
     Answer,
     Failed,
     Forks,
+    Prompt,
     Refused,
     Worker,
     last_line,
@@ -42,7 +43,7 @@ _CHANCE: Final = 4
 _ENGINE_WORKER: Final = HERE / "engine_worker.py"
 _ENGINE_MODULES: Final = ("foreword.entrypoints.build",)
 
-Prompts = Sequence[list[int]]
+Prompts = Sequence[Prompt]
 
 
 @dataclass(frozen=True)

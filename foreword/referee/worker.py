@@ -177,7 +177,7 @@ def _prompt(one: Any) -> dict[str, Any]:
 
 def _image(seed: int) -> Any:
     import numpy as np
-    from PIL import Image
+    from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
 
