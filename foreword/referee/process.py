@@ -46,6 +46,8 @@ VLLM_VARIABLES = {
 # Tokens, or a prompt with images (`worker.py`).
 Prompt = list[int] | dict[str, Any]
 Answer = dict[str, Any]
+# Tokens, or a text with images (`worker.py`).
+Prompt = list[int] | dict[str, Any]
 
 
 class Failed(ForewordError, code="process_failed"):
