@@ -43,8 +43,6 @@ VLLM_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# Tokens, or a prompt with images (`worker.py`).
-Prompt = list[int] | dict[str, Any]
 Answer = dict[str, Any]
 # Tokens, or a text with images (`worker.py`).
 Prompt = list[int] | dict[str, Any]
