@@ -27,11 +27,12 @@ Make = Callable[..., LLM]
         ({"kernels": "torch"}, "engine.kernels is torch"),
         ({"linear_memory": "0"}, "linear_memory"),
         ({"dtype": "float16"}, "float16"),
-        ({"store": "memory://?size=1MiB&codec=int8"}, "lossy"),
+        ({"store": "disk://FOLDER?size=1MiB&codec=int8"}, "lossy"),
     ],
 )
-def test_refused_settings(options: dict[str, Any], reason: str, engine: Make) -> None:
+def test_refused_settings(options: dict[str, Any], reason: str, engine: Make, tmp_path: Path) -> None:
     """Settings under which it cannot hold are refused, with the reason."""
+    options = {name: value.replace("FOLDER", str(tmp_path)) for name, value in options.items()}
     with pytest.raises(ConfigError, match=reason):
         engine("llama", **options, batch_invariant=True)
 
