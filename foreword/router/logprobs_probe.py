@@ -2,7 +2,7 @@
 
 Two readings are those of the same weights if the text has the same tokens in both, and the log-probabilities of its tokens
 differ by no more than batching, chunking and number formats make them differ. So equal weights give equal readings. The reverse
-does not hold for weights that hardly differ: `docs/guides/router.md` says what is told apart.
+does not hold for weights that hardly differ: `docs/guides/router.md` says which ones are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from foreword.errors import ReplicaFailed
 
 # Plain text, code, numbers and other languages: what a fine-tuned model was trained on is probably among it.
 TEXT: Final = (
-    "The river rose in the night, and by morning the lower road was under water. Nobody in the village was surprised.\n"
+    "The river rose in the night, and by morning the lower road was under water. No one in the village was surprised.\n"
     "def merge(left, right):\n    result = []\n    while left and right:\n"
     "        source = left if left[0] <= right[0] else right\n        result.append(source.pop(0))\n"
     "    return result + left + right\n"
