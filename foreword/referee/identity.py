@@ -78,9 +78,11 @@ def adapter_version(session: Session, draw: Draw) -> Evidence:
 def mixed(session: Session, draw: Draw) -> Evidence:
     """Requests without an adapter and with two in one step: what is loaded of it later is right."""
     evidence, asked = Evidence(), draw.prompts()
-    adapters: list[list[object] | None] = [
-        None, ["one", 1, str(session.adapter(1))], ["other", 2, str(session.adapter(2))],
-    ]  # fmt: skip
+    adapters: tuple[list[Any] | None, ...] = (
+        None,
+        ["one", 1, str(session.adapter(1))],
+        ["other", 2, str(session.adapter(2))],
+    )
     alone = session.alone(**_LORA)
     right = [alone.ask_all(asked, adapter=each) for each in adapters]
     worker = session.connected(**_LORA)

@@ -43,9 +43,9 @@ VLLM_VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 
-# Tokens, or a prompt with images (`worker.py`).
-Prompt = list[int] | dict[str, Any]
 Answer = dict[str, Any]
+# Tokens, or a text with images (`worker.py`).
+Prompt = list[int] | dict[str, Any]
 
 
 class Failed(ForewordError, code="process_failed"):

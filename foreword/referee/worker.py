@@ -9,10 +9,9 @@ The others: `{"ask": [[token, ...], ...], "new_tokens": 8}`, with `how` (one of 
 path], or a list with one or null for each prompt). A prompt may also be `{"text": "...", "images": [seed, ...], "uuids": null
 or [name, ...]}`. A server of a pooling model answers with a vector in place of log-probabilities. `{"settle": seconds}`, time
 for background writes; `{"stored": true}`; `{"forget": true}`, vLLM resets its own prefix cache; `{"exchange": true}`, the
-weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector;
-`{"metrics": "vllm:foreword_"}`, vLLM's metrics with names that start so; `{"end": true}`. Times are seconds; TTFT counts from
-the request's arrival. A warm-up of 40 tokens does not count; `"warm_up": false` in the first line omits it. Every answer has
-`cpu`, the processor seconds of this process.
+weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; `{"end": true}`.
+Times are seconds; TTFT counts from the request's arrival. A warm-up of 40 tokens does not count. Every answer has `cpu`, the
+processor seconds of this process.
 """
 
 import json
@@ -40,9 +39,8 @@ class Engine:
         self._count = self._preempted = self._drafted = 0
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
-        if job.get("warm_up", True):
-            # A new prompt each time: a connector may have kept, or lost, what it was asked before.
-            self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
+        # A new prompt each time: a connector may have kept, or lost, what it was asked before.
+        self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
 
     def ask(self, line: dict[str, Any]) -> dict[str, Any]:
         """Generate greedily; or pool."""
@@ -139,11 +137,6 @@ class Engine:
         )
         return {"bytes": cache.store.tiers[-1].store.status().bytes, "complete": complete}
 
-    def metrics(self, start: str) -> dict[str, Any]:
-        """The counters and gauges whose names begin so: name, labels and value of each."""
-        found = [one for one in self._llm.get_metrics() if one.name.startswith(start) and hasattr(one, "value")]
-        return {"metrics": [[one.name, one.labels, one.value] for one in found]}
-
     def forget(self) -> dict[str, Any]:
         """Reset vLLM's own cache. Requests whose blocks a connector still reads delay that for some steps."""
         deadline = time.monotonic() + 20
@@ -184,7 +177,7 @@ def _prompt(one: Any) -> dict[str, Any]:
 
 def _image(seed: int) -> Any:
     import numpy as np
-    from PIL import Image  # type: ignore[import-not-found, unused-ignore]
+    from PIL import Image  # type: ignore[import-not-found,unused-ignore]
 
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (56, 56, 3), dtype=np.uint8))
 
@@ -266,8 +259,6 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
             send(engine.exchange())
         elif "stored" in line:
             send(engine.stored())
-        elif "metrics" in line:
-            send(engine.metrics(line["metrics"]))
         else:
             break
     send(engine.settle(1.0))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from foreword.config import StoreConfig
+from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
+
+Engine = TypeVar("Engine", LLM, AsyncEngine)
 
 
 def patient(store: str | Sequence[str], **times: float) -> StoreConfig:
@@ -13,8 +17,8 @@ def patient(store: str | Sequence[str], **times: float) -> StoreConfig:
     return StoreConfig(urls=urls, **({"lookup_timeout": 60.0, "load_timeout": 60.0} | times))
 
 
-def unhurried(llm: LLM) -> LLM:
+def unhurried(engine: Engine) -> Engine:
     """Make the engine load what it finds, even if computing looks faster."""
-    if llm.offload is not None:
-        llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
-    return llm
+    if engine.offload is not None:
+        engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+    return engine

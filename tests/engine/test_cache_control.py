@@ -157,7 +157,8 @@ def test_prefetch_yields_to_requests(folder: Callable[[str], Path], tmp_path: Pa
 
 
 def test_tenants_keep_apart(folder: Callable[[str], Path]) -> None:
-    """A tenant sees and releases its own retentions only."""
+    """A tenant sees and releases its own retentions only, those of its clients' salts too. An erasure of one salt ends those of
+    that salt."""
 
     async def run(engine: AsyncEngine) -> None:
         for salt in (Salt(b"a"), Salt(b"b")):
@@ -165,7 +166,13 @@ def test_tenants_keep_apart(folder: Callable[[str], Path]) -> None:
         assert engine.release(prompt(40, 1), salt=Salt(b"c")) == []
         assert len(engine.release(prompt(40, 1), salt=Salt(b"a"))) == 1
         assert (engine.retentions(b"a"), len(engine.retentions(b"b"))) == ([], 1)
-        await engine.forget(b"b")
+        one, two = Salt.of(b"b", "one"), Salt.of(b"b", "two")
+        for salt in (one, two):
+            assert (await engine.retain(prompt(40, 1), 60.0, salt=salt)).status == "accepted"
+        assert len(engine.retentions(b"b")) == 3
+        assert (await engine.forget(one))["device_blocks"] == 10
+        assert len(engine.retentions(b"b")) == 2
+        assert (await engine.forget(Salt(b"b")))["device_blocks"] == 20
         assert engine.retentions(b"b") == []
         await engine.check_integrity()
         assert engine.status().retained_blocks == 0

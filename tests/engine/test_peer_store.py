@@ -261,8 +261,8 @@ def test_tenants(giver: Any, engine: Make) -> None:
     tokens = prompt(80, 9)
     one.generate(tokens, salt=Salt(b"ann"))
     assert one.served.locate(one.names(tokens), time.monotonic() + PATIENCE) == 0
-    assert one.served.locate(one.names(tokens, b"bob"), time.monotonic() + PATIENCE) == 0
-    assert one.served.locate(one.names(tokens, b"ann"), time.monotonic() + PATIENCE) == 20
+    assert one.served.locate(one.names(tokens, Salt(b"bob")), time.monotonic() + PATIENCE) == 0
+    assert one.served.locate(one.names(tokens, Salt(b"ann")), time.monotonic() + PATIENCE) == 20
     with engine("llama", store=stores(one.url)) as llm:
         connected(llm)
         assert llm.generate(tokens, greedy(2))[0].cached_tokens == 0

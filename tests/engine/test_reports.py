@@ -124,7 +124,7 @@ def test_salts_never_share(llama: Path) -> None:
             assert (await ask(engine, tokens, salt)).cached_tokens == 0
         for salt in (NO_SALT, Salt(b"alice"), Salt(b"bob")):
             assert (await ask(engine, tokens, salt)).cached_tokens == 32
-        report = (await ask(engine, tokens, b"carol")).cache_report
+        report = (await ask(engine, tokens, Salt(b"carol"))).cache_report
         assert report is not None
         assert (report.reason, report.cached_tokens) == (expected, 0)
         together = [collect(engine.generate(request(tokens, 9, salt=Salt(b"together")))) for _ in range(3)]
@@ -146,8 +146,8 @@ def test_prefixes_of_tenants(llama: Path) -> None:
         await engine.prefixes.add("rules", content=text, salt=b"bob")
         assert [prefix.version for prefix in engine.prefixes.list(salt=b"bob")] == [1]
         tokens = prefixed_prompt(engine.prefixes.service, engine.tokenizer, "rules", "Where?", b"alice")
-        assert (await ask(engine, tokens, b"alice")).cached_tokens >= 40
-        assert (await ask(engine, tokens, b"carol")).cached_tokens == 0
+        assert (await ask(engine, tokens, Salt(b"alice"))).cached_tokens >= 40
+        assert (await ask(engine, tokens, Salt(b"carol"))).cached_tokens == 0
         assert engine.status().pinned_blocks == 2 * (len(text) // 4)
         for salt in (b"alice", b"bob"):
             await engine.prefixes.remove("rules", salt=salt)

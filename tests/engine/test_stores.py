@@ -516,7 +516,7 @@ def test_a_client_with_many_salts_is_one_tenant(
     config = EngineConfig(model=str(llama), dtype="float32", kv_memory="1024 tokens", block_size=4, threads=1)
     size = 250 * (engine("llama").info.kv_bytes_per_block + HEADER_BYTES)
     places = (size,) if tier.startswith("memory") else (tmp_path, size)
-    served = AsyncEngine.from_config(config, store=patient(tier.format(*places) + quota))
+    served = unhurried(AsyncEngine.from_config(config, store=patient(tier.format(*places) + quota)))
     try:
         asyncio.run(main(served))
     finally:

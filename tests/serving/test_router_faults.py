@@ -539,7 +539,7 @@ def trusting(shared: SharedServers) -> Iterator[str]:
 
 def test_tenants_share_no_blocks(trusting: str) -> None:
     """Tenants of a router never hit each other's blocks on a real server, whatever salt they send; each hits its
-    own, and a salt of its own separates a tenant's requests further."""
+    own, and a salt of its own separates a tenant's requests further. What they keep and erase is the tenant's."""
     keys = ["--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key", "--replica-key", "router-key"]
     with routed("--replica", trusting, *keys, replicas=1) as router:
 
@@ -555,6 +555,16 @@ def test_tenants_share_no_blocks(trusting: str) -> None:
         assert cached("alice-key", cache_salt="other") > 0
         assert cached("bob-key") == 0
         assert cached("bob-key", cache_salt="other") == 0
+        with router.http("alice-key") as alice:
+            retained = {"prompt": words("routed-tenants", 60), "cache_salt": "other"}
+            assert alice.post("/v1/cache/retain", json=retained).json()["status"] == "accepted"
+            assert len(alice.get("/v1/cache/retained").json()["data"]) == 1
+            assert alice.delete("/v1/cache", params={"cache_salt": "other"}).json()["device_blocks"] > 0
+            assert alice.get("/v1/cache/retained").json()["data"] == []
+            assert cached("alice-key") > 0 and cached("alice-key", cache_salt="other") == 0
+            assert alice.delete("/v1/cache").json()["device_blocks"] > 0
+        assert cached("alice-key") == cached("alice-key", cache_salt="other") == 0
+        assert cached("bob-key") > 0 and cached("bob-key", cache_salt="other") > 0
         with router.http("alice-key") as alice, router.http("bob-key") as bob:
             made = alice.post("/v1/prefixes", json={"name": "hers", "content": words("hers", 10)})
             assert made.status_code == 201

@@ -14,6 +14,7 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.request_log import request_id_from
 from foreword.api.tenants import SALT_HEADER, Tenant
+from foreword.blocks.salt import Salt
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
@@ -156,8 +157,9 @@ class Picker:
                 attempt = await routed.place()
         except (NoReplica, QueueFull, TimeoutError) as error:
             if router.config.picker_open and not router.auth.has_tenants:
-                # Without API keys there is no salt to set.
-                salt = {"cache_salt": request.cache_salt} if request.cache_salt else {}
+                # Without API keys there is no tenant to set, and a client must not invent one.
+                given, own = request.cache_salt, Salt.of(b"", request.cache_salt)
+                salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
                 name = router.attempt_name(head.id)
                 return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(head, request, raw, salt))
             if isinstance(error, TimeoutError):
