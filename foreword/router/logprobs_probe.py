@@ -2,7 +2,7 @@
 
 Two readings are those of the same weights if the text has the same tokens in both, and the log-probabilities of its tokens
 differ by no more than batching, chunking and number formats make them differ. So equal weights give equal readings. The reverse
-does not hold for weights that hardly differ: `docs/guides/router.md` says what is told apart.
+does not hold for weights that hardly differ: `docs/guides/router.md` has figures.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from foreword.errors import ReplicaFailed
 
 # Plain text, code, numbers and other languages: what a fine-tuned model was trained on is probably among it.
 TEXT: Final = (
-    "The river rose in the night, and by morning the lower road was under water. Nobody in the village was surprised.\n"
+    "The river rose in the night, and by morning the lower road was under water. The village was not surprised.\n"
     "def merge(left, right):\n    result = []\n    while left and right:\n"
     "        source = left if left[0] <= right[0] else right\n        result.append(source.pop(0))\n"
     "    return result + left + right\n"
     "Q: What is 17 * 23? A: 17 * 23 = 391. El tren sale a las ocho y media. Die Antwort lautet nein.\n"
     'User: Please summarize the report in one sentence. Assistant: {"summary": "Costs fell by 4 %.", "sources": [2, 5]}\n'
 )
-# The mean difference of two readings of the same weights is below this; see `docs/guides/router.md` for what was measured.
-TOLERANCE: Final = 0.03
+# Two readings of the same weights differ by less than half of this, also in other number formats (measured in
+# `docs/guides/router.md`).
+TOLERANCE: Final = 0.02
 # One token counts at most this much, so that a few unlikely tokens, whose log-probabilities vary most, do not decide.
 _MOST: Final = 1.0
 _MIN_TOKENS: Final = 16

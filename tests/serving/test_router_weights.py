@@ -1,4 +1,5 @@
-"""Replicas that serve one name with different weights: no response is spliced from two models, and the operator is told."""
+"""Replicas that serve one name with different weights: no response is spliced from two models, and the operator
+learns of it."""
 
 from __future__ import annotations
 
