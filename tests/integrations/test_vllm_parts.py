@@ -9,11 +9,13 @@ import json
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -24,6 +26,7 @@ from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import ConfigError, TransferRefused
 from foreword.offload.lookups import StoreLookups
+from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore
@@ -419,3 +422,26 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     for one, store in zip(lookups, stores, strict=True):
         one.close()
         store.close()
+
+
+def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
+    """The scheduler's report of the weights is in vLLM's metrics as a router reads it, from the first report on; after the
+    weights were replaced in place it is the new one. Reports without it change nothing."""
+    metrics, registry = vllm("metrics"), CollectorRegistry()
+    for name, kind in (("_counter_cls", Counter), ("_gauge_cls", Gauge), ("_histogram_cls", Histogram)):
+        setattr(metrics.ForewordPromMetrics, name, staticmethod(partial(kind, registry=registry)))
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))
+    shown = metrics.ForewordPromMetrics(config, None, ["model_name", "engine"], {0: ["m", "0"]})
+    shown.per_engine_labelvalues = {0: ["m", "0"]}
+
+    def read() -> tuple[str | None, bool]:
+        found = parse_metrics(generate_latest(registry).decode())
+        return found.fingerprint, found.has_connector
+
+    assert read() == (None, True)
+    for fingerprint in ("aa", "", "bb", ""):
+        scheduler, worker = metrics.ForewordStats(), metrics.ForewordStats()
+        scheduler.data["fingerprint"] = fingerprint
+        shown.observe(json.loads(json.dumps(worker.aggregate(scheduler).data)), 0)
+        assert read() == (fingerprint or read()[0], True)
+    assert read()[0] == "bb"

@@ -77,6 +77,17 @@ def test_metrics_of_several_engines() -> None:
     assert found.usage == pytest.approx(0.3)
 
 
+def test_weights_of_several_engines() -> None:
+    """The fingerprint is that of all engines that have published one; weights that were replaced in place do not count. Engines
+    with different weights have none that another server could have too."""
+    series = 'vllm:foreword_model_info{{model_name="m",engine="{0}",fingerprint="{1}"}} {2:.1f}'.format
+    told = [series(0, "aa", 0), series(0, "bb", 1), series(1, "bb", 1)]
+    found = parse_metrics("\n".join([*told, "process_start_time_seconds 1.76403e+09"]))
+    assert (found.fingerprint, found.has_connector, found.started) == ("bb", True, 1.76403e9)
+    assert parse_metrics("\n".join([*told, series(1, "cc", 1)])).fingerprint is None
+    assert parse_metrics('foreword:model_info{fingerprint="dd",dtype="float32"} 1').fingerprint == "dd"
+
+
 def test_metrics_of_a_liar() -> None:
     """Numbers that cannot be true are not used."""
     lines = ["vllm:num_requests_running 1e400", 'vllm:cache_config_info{block_size="0",num_gpu_blocks="\u0663"} 1.0']

@@ -62,7 +62,8 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
 
     `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
     `counts` (name -> amount), `load_seconds` (one per load that has ended). Not added up: `queued` (rank -> length of the write
-    queue in blocks), `states` (process -> label of a tier -> its state).
+    queue in blocks), `states` (process -> label of a tier -> its state), `fingerprint` (of the weights, in the first report
+    and when they have changed; else empty).
     """
 
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -75,6 +76,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         self.data = {
             **{name: {} for name in (*_NESTED, "counts", "queued", "states")},
             "load_seconds": [],
+            "fingerprint": "",
         }
 
     def is_empty(self) -> bool:
@@ -89,6 +91,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
         for name in ("queued", "states"):
             self.data[name].update(other.data[name])
+        self.data["fingerprint"] = other.data.get("fingerprint") or self.data.get("fingerprint", "")
         return self
 
     def reduce(self) -> dict[str, int | float | str]:
@@ -253,6 +256,13 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             multiprocess_mode="mostrecent",
             labelnames=[*labelnames, "rank"],
         )
+        self._models = self._gauge_cls(
+            name="vllm:foreword_model_info",
+            documentation="1 for the weights that are served, 0 for those that were replaced in place.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "fingerprint"],
+        )
+        self._fingerprints: dict[int, str] = {}
         for values in per_engine_labelvalues.values():
             self._start(values, _tiers_of(vllm_config))
 
@@ -290,6 +300,14 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._seconds.labels(*values).observe(seconds)
         for rank, queued in transfer_stats_data["queued"].items():
             self._queued.labels(*values, rank).set(queued)
+        if transfer_stats_data.get("fingerprint"):
+            self._show_model(values, transfer_stats_data["fingerprint"], engine_idx)
+
+    def _show_model(self, values: Sequence[object], fingerprint: str, engine: int) -> None:
+        before = self._fingerprints.get(engine, fingerprint)
+        self._fingerprints[engine] = fingerprint
+        self._models.labels(*values, before).set(0.0)
+        self._models.labels(*values, fingerprint).set(1.0)
 
 
 def _tiers_of(vllm_config: Any) -> list[str]:

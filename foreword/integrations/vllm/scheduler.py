@@ -8,6 +8,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -18,7 +19,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.events import TierEvents
 from foreword.integrations.vllm.handoff import HandoffScheduler
-from foreword.integrations.vllm.identity import RequestIdentity, request_identities, salt_of
+from foreword.integrations.vllm.identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.lookup import StoreLookup
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -86,6 +87,7 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
+        self._published = ""  # the fingerprint of the weights that was reported
         self._stats = None if self._lookup is None else StatsReader("scheduler", stores.store, stores.lookups)
         self._refused: set[str] = set()  # requests for which nothing was looked up, counted once
         reaches = [parse(url).reach for url in settings.store.urls]
@@ -508,8 +510,13 @@ class ForewordConnectorScheduler:
             self._to_delete += [(number, state.chain.root, key) for number in groups]
 
     def take_stats(self) -> ForewordStats | None:
-        """Statistics of this side's own stores since the last call; None if nothing has changed, or the worker reports them."""
+        """Statistics of this side's own stores since the last call, and the weights; None if nothing has changed, or the worker
+        reports it."""
         found = None if self._stats is None else self._stats.read([])
+        fingerprint = sha256(framed(self._info.model, self._version.salt)).hexdigest()
+        if fingerprint != self._published:
+            found = found or ForewordStats()
+            found.data["fingerprint"] = self._published = fingerprint
         if self._unsafe:
             found = found or ForewordStats({})
             found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
