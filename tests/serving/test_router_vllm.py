@@ -6,13 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 from router_parts import Loop, Relay, RouterProcess, Scissors
+from safetensors.torch import load_file, save_file
 from shared_server import until, words
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
@@ -20,6 +24,9 @@ from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 from foreword.api.tenants import Tenants
 from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
+from foreword.router import logprobs_probe
+from foreword.router.logprobs_probe import LogprobReading
+from foreword.router.replica_metrics import parse_metrics
 
 pytestmark = needs_vllm
 ADMIN = {"authorization": "Bearer admin-secret"}
@@ -188,6 +195,93 @@ def test_the_same_text_wherever_the_stream_breaks(
         router.kill()
         for relay in relays:
             relay.close()
+
+
+# Weights
+
+
+def weights_of(router: RouterProcess) -> dict[str, str | None]:
+    found = httpx.get(f"{router.url}/v1/router/replicas", headers=ADMIN, timeout=WITHIN).json()["data"]
+    return {one["replica"]: one["weights"] for one in found}
+
+
+def test_the_connector_publishes_the_weights(servers: list[VllmServer], router: RouterProcess) -> None:
+    """Servers of one model have one fingerprint in their metrics, and the router takes it."""
+    pages = [httpx.get(f"{server.url}/metrics", timeout=WITHIN).text for server in servers]
+    published = {parse_metrics(page).fingerprint for page in pages}
+    assert len(published) == 1 and None not in published
+    assert set(weights_of(router).values()) == published
+    assert router.metric("foreword:router_model_fingerprints", model_name="tiny") == 1
+
+
+def test_weights_without_the_connector(servers: list[VllmServer], model: Path, tmp_path: Path) -> None:
+    """Readings of two servers of one model are equal, also while they are busy. A server without the connector, which serves
+    other weights under the same name, has another: no stream is continued there, and the router says that they differ."""
+    folder = tmp_path / "other"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    changed = {name: one * (1 + 0.1 * torch.randn_like(one)) for name, one in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = ["--max-model-len", "1024", "--block-size", str(BLOCK), "--kv-cache-memory-bytes", str(64 << 20)]
+    plain = VllmServer(folder, tmp_path / "plain.log", *flags, "--max-num-seqs", "8", "--api-key", "vllm-key")
+    try:
+        until(plain.healthy, 400)
+
+        def reading(server: VllmServer) -> LogprobReading:
+            headers = {"authorization": "Bearer vllm-key", "content-type": "application/json"}
+            body = logprobs_probe.request_body("tiny", 1024)
+            answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=WITHIN)
+            return logprobs_probe.read_response(answer.raise_for_status().content)
+
+        with ThreadPoolExecutor(8) as pool:
+            asked = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+            busy = [
+                pool.submit(post, servers[0].url, "/v1/completions", {"prompt": words(f"busy{number}", 20), **asked})
+                for number in range(8)
+            ]
+            found = [reading(server) for server in (*servers, servers[0])]
+            for one in busy:
+                one.result(2 * WITHIN)
+        equal = max(found[0].difference(one) for one in found[1:])
+        assert (
+            equal <= logprobs_probe.TOLERANCE / 4 < 2 * logprobs_probe.TOLERANCE < found[0].difference(reading(plain))
+        )
+
+        scissors, loop = Scissors(), Loop()
+        relays = [Relay(loop, server.url, scissors) for server in (servers[0], plain)]
+        named = [argument for relay in relays for argument in ("--replica", relay.url)]
+        flags = [
+            "--replica-key",
+            "vllm-key",
+            "--failures",
+            "1000",
+            "--policy",
+            "round-robin",
+            "--admin-key",
+            "admin-secret",
+        ]
+        router = RouterProcess(*named, *flags).wait_for(2)
+        try:
+            first, second = (weights_of(router)[relay.url] for relay in relays)
+            assert first == parse_metrics(httpx.get(f"{servers[0].url}/metrics", timeout=WITHIN).text).fingerprint
+            assert str(second).startswith("logprobs-")
+            until(lambda: "its replicas have different weights" in router.text)
+            texts = {
+                text(stream(server.url, "/v1/completions", {**TEXT, "max_tokens": 14}))
+                for server in (servers[0], plain)
+            }
+            assert len(texts) == 2
+            for _ in range(4):
+                scissors.cut_after(5)
+                # The replica whose connection broke is still there, and goes on itself.
+                assert text(stream(router.url, "/v1/completions", {**TEXT, "max_tokens": 14})) in texts
+        finally:
+            router.kill()
+            for relay in relays:
+                relay.close()
+    finally:
+        plain.kill()
 
 
 # Prefill at one, decode at the other
