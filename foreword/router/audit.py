@@ -187,6 +187,9 @@ class RouterAudit:
         """Never use again what the tenant has cached, on any replica, and report it."""
         salt = Salt.of(hit.tenant.salt, hit.cache_salt)
         self.salts.change(salt)
+        # What else waits of it was computed with the KV that is not used any more: it would be found wrong again.
+        kept = [one for one in self._pending if one is hit or Salt.of(one.tenant.salt, one.cache_salt) != salt]
+        self._pending = deque(kept)
         url, prompt = hit.upstream.url, json.dumps(hit.body, sort_keys=True)
         logger.error(
             "audit: %s answers from its cache otherwise than without it (log-probabilities differ by %.2g); nothing that "
