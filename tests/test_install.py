@@ -11,7 +11,7 @@ import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from documented_page import steps
@@ -82,7 +82,7 @@ def size(package: dict[str, Any]) -> int:
     """Bytes to download. A checkout and what the index does not tell count as nothing."""
     url = package["download_info"]["url"]
     if url.startswith("file:"):
-        path = Path(urlsplit(url).path)
+        path = Path(unquote(urlsplit(url).path))
         return path.stat().st_size if path.is_file() else 0
     with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=60) as answer:
         return int(answer.headers.get("content-length") or 0)

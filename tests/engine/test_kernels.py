@@ -43,21 +43,28 @@ CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 2
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10), (2, 2), (66, 64), (130, 18)]
 # Of the longest text, in tokens: several of the kernels' blocks of keys; and of a block of the pool.
 LONGEST, SIZE = 300, 16
-# This machine's own instruction set, and older ones on the same machine.
-OLDER = ["x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)] if platform.machine() == "x86_64" else []
+# Builds for this machine's own instruction set, and for others that it has: those of wheels, and one without vectors.
+HAS = build.processor_flags()
+WHEELS = [
+    pytest.param(one.flags, id=one.name, marks=[] if one.name == "avx2" else pytest.mark.slow)
+    for one in build.SHIPPED
+    if one.machine == platform.machine() and one.needs <= HAS
+]
+PLAIN = (
+    [pytest.param(("-march=x86-64",), id="x86-64", marks=pytest.mark.slow)] if platform.machine() == "x86_64" else []
+)
 
 
-@pytest.fixture(scope="module", params=["native", *OLDER])
+@pytest.fixture(scope="module", params=[pytest.param((), id="native"), *WHEELS, *PLAIN])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     """The kernels for one instruction set."""
-    if request.param == "native":
+    if not request.param:
         return native.load()
     # One folder in any order of the tests: what is compiled is compiled once.
     folder = tmp_path_factory.getbasetemp() / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
-        return native.open_library(build.library(flags))
+        return native.open_library(build.library((*build.COMMON_FLAGS, *request.param)))
 
 
 def repeated(**options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -206,6 +207,48 @@ def test_no_compiler(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "install one" in warnings[0]
     with pytest.raises(ConfigError, match="there is no C\\+\\+ compiler"):
         load_model(EngineConfig(model=str(llama), dtype="float32", kernels="native"))
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of an installed wheel with kernels: here those that were compiled on this machine."""
+    monkeypatch.delenv("CXX", raising=False)
+    fitting = [
+        one for one in build.SHIPPED if one.machine == platform.machine() and one.needs <= build.processor_flags()
+    ]
+    if not fitting or shutil.which("c++") is None:
+        pytest.skip("wheels have no kernels for this processor, or there is no compiler to make some")
+    compiled = native.open_library(build.library()) and build.library()
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    shutil.copy(compiled, folder / build.shipped_name(fitting[0], build.SOURCES))
+    monkeypatch.setattr(build, "SHIPPED_FOLDER", str(folder))
+    return folder
+
+
+def test_kernels_of_the_wheel(
+    wheel: Path, no_compiler: None, engine: Make, reference: Find, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """An installed wheel needs no compiler: its kernels compute, also with `kernels=native`, and nothing is compiled."""
+    llm, truth = engine("llama", kernels="native"), reference("llama")
+    for tokens, output in zip(PROMPTS, llm.generate(PROMPTS, tiny.greedy(8)), strict=True):
+        truth.check(tokens, output.outputs[0], 8)
+    assert kernels_of("auto").text.startswith("native") and not caplog.records
+    assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+def test_kernels_of_another_wheel(wheel: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a wheel are not used for other sources, for a processor without their instructions, or where `CXX` asks for
+    a build."""
+    assert build.shipped_library() is not None
+    monkeypatch.setenv("CXX", str(wheel / "none"))
+    with pytest.raises(CannotBuild, match="CXX names"):
+        build.library()
+    monkeypatch.delenv("CXX")
+    with monkeypatch.context() as other:
+        other.setattr(build, "processor_flags", frozenset)
+        assert build.shipped_library() is None or platform.machine() == "aarch64"
+    assert build.shipped_library((*build.SOURCES, "units.cpp")) is None
 
 
 def kernels_of(kernels: str) -> Finding:

@@ -1,4 +1,5 @@
-"""Compiles the kernels with the system's C++ compiler, once per user, source, compiler and processor."""
+"""The compiled kernels: from the wheel, which brings them for some instruction sets (hatch_build.py), or compiled with the
+system's C++ compiler, once per user, source, compiler and processor."""
 
 from __future__ import annotations
 
@@ -9,14 +10,38 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "sampling.h", "threads.h", "vectors.h")
 UNIT_SOURCES = ("units.cpp",)
-FLAGS = ("-std=c++17", "-O2", "-march=native", "-fPIC", "-shared", "-w")
+COMMON_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w")
+FLAGS = (*COMMON_FLAGS, "-march=native")
 COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An instruction set for which a wheel brings compiled kernels. `needs` are flags of /proc/cpuinfo."""
+
+    name: str
+    machine: str
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_AVX2 = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe"])
+_AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
+# The widest first.
+SHIPPED = (
+    Variant("avx512-bf16", "x86_64", ("-march=x86-64-v4", "-mavx512bf16"), _AVX512 | {"avx512_bf16"}),
+    Variant("avx512", "x86_64", ("-march=x86-64-v4",), _AVX512),
+    Variant("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
+    Variant("neon", "aarch64", ("-march=armv8-a",), frozenset()),
+)
+SHIPPED_FOLDER = "compiled"
 
 
 class CannotBuild(Exception):
@@ -24,7 +49,11 @@ class CannotBuild(Exception):
 
 
 def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Path:
-    """Path of the compiled sources, of which the first is compiled; compiles them if there is no copy. Raises CannotBuild."""
+    """Path of the compiled sources, of which the first is compiled. That of the wheel, unless `$CXX` or other flags ask for
+    another; else they are compiled if there is no copy. Raises CannotBuild."""
+    shipped = shipped_library(names) if flags == FLAGS and not os.environ.get("CXX") else None
+    if shipped is not None:
+        return shipped
     compiler, sources = _compiler(), _sources(names)
     path = _path(compiler, flags, sources)
     if path.exists():
@@ -45,8 +74,30 @@ def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Pat
     return path
 
 
+def shipped_library(names: Sequence[str] = SOURCES) -> Path | None:
+    """The library that the wheel brings for this processor, of exactly these sources; None if there is none."""
+    folder = Path(__file__).parent / SHIPPED_FOLDER
+    if not folder.is_dir():
+        return None
+    has = processor_flags()
+    fitting = (one for one in SHIPPED if one.machine == platform.machine() and one.needs <= has)
+    paths = (folder / shipped_name(one, names) for one in fitting)
+    return next((path for path in paths if path.exists()), None)
+
+
+def shipped_name(variant: Variant, names: Sequence[str]) -> str:
+    """File name of a library in the wheel: with a hash of the sources, so that a changed source is never served by it."""
+    digest = hashlib.sha256(" ".join(variant.flags).encode())
+    for name in names:
+        source = (Path(__file__).parent / name).read_bytes()
+        digest.update(len(source).to_bytes(8, "little") + source)
+    return f"{Path(names[0]).stem}-{variant.name}-{digest.hexdigest()[:24]}.so"
+
+
 def is_compiled() -> bool:
     """Whether there is a compiled copy. Raises CannotBuild."""
+    if shipped_library() is not None and not os.environ.get("CXX"):
+        return True
     return _path(_compiler(), FLAGS, _sources(SOURCES)).exists()
 
 
@@ -90,6 +141,16 @@ def _digest(command: list[str], compiler: list[str], sources: dict[str, bytes]) 
     for part in [*parts, *sources.values()]:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:24]
+
+
+def processor_flags() -> frozenset[str]:
+    """Instruction sets of the processor, by Linux's names; none where they are not known."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return frozenset(next((value for name, _, value in lines if name.strip() in ("flags", "Features")), "").split())
 
 
 def processor() -> str:

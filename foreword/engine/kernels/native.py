@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
@@ -107,7 +108,7 @@ class Kernels:
 
     def __init__(self, lib: ctypes.CDLL, name: str) -> None:
         self._lib = lib
-        # Of the library's file: a hash of sources, compiler and processor.
+        # What decides the bits of their results: sources, compiler and processor.
         self.name = name
         pointer, number = c_void_p, c_int64
         tasks, layer = POINTER(AttentionTasks), POINTER(AttentionLayer)
@@ -229,7 +230,7 @@ def open_library(path: Path) -> Kernels:
         lib.fw_lanes.restype = c_int
         lib.fw_use_openmp.argtypes = (c_void_p,)
         lib.fw_use_openmp(_parallel_region())
-        return Kernels(lib, path.name)
+        return Kernels(lib, f"{path.name} {hashlib.sha256(build.processor().encode()).hexdigest()[:12]}")
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"{path} cannot be used: {error}") from error
 

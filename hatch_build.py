@@ -1,0 +1,76 @@
+"""Puts compiled kernels into the wheel: one library for each instruction set of `SHIPPED` in foreword/engine/kernels/build.py.
+
+With them an installed Foreword needs no compiler. The libraries do not depend on Python's or torch's ABI, so one wheel serves
+all versions of Python; its tag says which glibc it needs. Without a compiler, or on another system, the wheel is pure Python,
+and the kernels are compiled at the first start. `FOREWORD_WHEEL_CXX` names another compiler, such as aarch64-linux-gnu-g++.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+KERNELS = Path("foreword") / "engine" / "kernels"
+
+
+class CompiledKernels(BuildHookInterface[Any]):
+    """The build hook."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and add the libraries to the wheel. An editable install compiles when it runs."""
+        named = os.environ.get("FOREWORD_WHEEL_CXX", "")
+        compiler = shutil.which(named or "c++")
+        if named and compiler is None:
+            raise RuntimeError(f"FOREWORD_WHEEL_CXX names {named}, which does not exist")
+        if version == "editable" or compiler is None or platform.system() != "Linux":
+            return
+        target = subprocess.check_output([compiler, "-dumpmachine"], text=True).partition("-")[0]
+        build = _load(Path(self.root) / KERNELS / "build.py")
+        self._folder = tempfile.TemporaryDirectory()
+        made: list[Path] = []
+        for variant in (one for one in build.SHIPPED if one.machine == target):
+            for names in (build.SOURCES, build.UNIT_SOURCES):
+                path = Path(self._folder.name) / build.shipped_name(variant, names)
+                source = Path(self.root) / KERNELS / names[0]
+                subprocess.run(
+                    [compiler, *build.COMMON_FLAGS, *variant.flags, "-o", str(path), str(source)], check=True
+                )
+                build_data["force_include"][str(path)] = str(KERNELS / build.SHIPPED_FOLDER / path.name)
+                made.append(path)
+        if made:
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-manylinux_{'_'.join(map(str, _glibc(made)))}_{target}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the libraries, which are in the wheel now."""
+        if hasattr(self, "_folder"):
+            self._folder.cleanup()
+
+
+def _load(path: Path) -> Any:
+    """A module of the package without the package, whose dependencies are not in the environment of the build."""
+    spec = importlib.util.spec_from_file_location("kernels_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look for their module there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _glibc(libraries: list[Path]) -> tuple[int, int]:
+    """The newest version of glibc that a library asks for; at least 2.17, the first with a tag."""
+    found = [(2, 17)]
+    for path in libraries:
+        found += [(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", path.read_bytes())]
+    return max(found)
