@@ -339,6 +339,7 @@ class DictStore:
 
     label = "dict"
     blocking = False
+    local = True
     readers = 1
 
     def __init__(self) -> None:
