@@ -20,10 +20,11 @@ from typing import Final, NamedTuple
 
 DIGEST_BYTES: Final = 16
 TENANT_BYTES: Final = 12
-_CLIENT_BYTES: Final = 32
-# What a router or gateway writes as the `cache_salt` of a request to an engine without tenants of its own.
+_CLIENT_BYTES: Final = 16
+# What a router or gateway writes as the `cache_salt` of a request to an engine without tenants of its own. vLLM takes up to 128
+# characters there, without slashes.
 _MARK: Final = "foreword:"
-_TEXT: Final = re.compile(rf"{_MARK}((?:[0-9a-f]{{2}}){{0,128}})(?:/([0-9a-f]{{{2 * _CLIENT_BYTES}}}))?")
+_TEXT: Final = re.compile(rf"{_MARK}((?:[0-9a-f]{{2}}){{0,128}})(?:\.([0-9a-f]{{{2 * _CLIENT_BYTES}}}))?")
 
 
 class Salt(NamedTuple):
@@ -46,7 +47,7 @@ class Salt(NamedTuple):
         if not cache_salt:
             return cls(tenant)
         given = b"cache_salt\x00" + cache_salt.encode("utf-8", "surrogatepass")
-        return cls(tenant, hmac.digest(tenant, given, sha256))
+        return cls(tenant, hmac.digest(tenant, given, sha256)[:_CLIENT_BYTES])
 
     @classmethod
     def parse(cls, cache_salt: str | None) -> Salt:
@@ -59,7 +60,7 @@ class Salt(NamedTuple):
     @property
     def text(self) -> str:
         """The salt for `parse`; "" for none. It is as secret as the tenant's."""
-        client = f"/{self.client.hex()}" if self.client else ""
+        client = f".{self.client.hex()}" if self.client else ""
         return f"{_MARK}{self.tenant.hex()}{client}" if self.tenant or client else ""
 
     @property

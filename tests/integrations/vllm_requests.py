@@ -189,9 +189,10 @@ def never_delivered(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
     from foreword.blocks.keys import chain_keys
+    from foreword.blocks.salt import NO_SALT
 
     worker = worker_of(engine.llm)
-    root = scheduler_of(engine.llm).connector._scheduler._info.root(b"")
+    root = scheduler_of(engine.llm).connector._scheduler._info.root(NO_SALT)
     return worker.offload.units[0].names(root, chain_keys(root, prompt, 32))
 
 

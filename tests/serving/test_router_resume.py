@@ -114,7 +114,9 @@ def test_reasoning(shared: SharedServers, scissors: Scissors) -> None:
     """A stream that breaks inside the reasoning, in one of its tags, or after it, keeps reasoning and answer apart."""
     config = ServerConfig(port=0, reasoning_parser="think")
     listener = bind(config)
-    app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    observer = PrometheusObserver()
+    observer.watch(shared.open.engine)  # which weights it has: other ones continue no stream
+    app = create_app(shared.open.engine, observer, Config(ENGINE, config, PREFIXES))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     loop = Loop()
     serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), loop.loop)
