@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-all faults faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --n
 
 test: setup
 	$(PYTEST) -m "not slow" $(MORE)
+
+# Slow tests of FILES.
+FILES ?= tests
+
+test-slow: setup
+	$(PYTEST) -m slow $(FILES) $(MORE)
 
 # All tests, also those that kill processes, inject faults for minutes, or need a real vLLM (FOREWORD_VLLM_PYTHON).
 test-all: setup
