@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from foreword import __version__
-from foreword.cli import audit, conform, demo, doctor, prefix, serve, simulate, store, traffic
+from foreword.cli import audit, conform, demo, doctor, explain, prefix, serve, simulate, store, traffic
 from foreword.errors import ForewordError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
-for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit):
+for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit, explain):
     _group.register(app)
 
 

@@ -30,19 +30,21 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
         receipt. Blocks that running requests use stay on the device until those end. `cache_salt`, which may be repeated,
         removes the blocks of requests with it instead. With `scope=device` an operator drops the unused blocks of all tenants
-        from the device."""
+        from the device, and with `cache_salt` a caller those of its requests with it."""
         query = request.query_params
-        if query.get("scope", "tenant") == "device":
+        given = [one for one in query.getlist("cache_salt") if one]
+        if query.get("scope", "tenant") == "device" and not given:
             context.rights.check_operator(request, "clearing the cache of all tenants")
             return {"what": "device", "device_blocks": await context.admission.engine().clear_cache()}
-        if query.get("scope", "tenant") != "tenant":
+        if query.get("scope", "tenant") not in ("tenant", "device"):
             raise BadRequest("scope must be tenant or device", param="scope")
         tenant = context.rights.check_own(request, "clearing the cache")
-        given = [one for one in query.getlist("cache_salt") if one]
-        engine = context.admission.engine()
+        engine, salts = context.admission.engine(), [Salt.of(tenant.salt, one) for one in given or (None,)]
+        if query.get("scope") == "device":
+            return {"what": "device", "device_blocks": sum([await engine.clear_cache(salt) for salt in salts])}
         if not given:
             context.responses.forget(tenant.salt)
-        return await engine.forget(*(Salt.of(tenant.salt, one) for one in given or (None,)))
+        return await engine.forget(*salts)
 
 
 def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:

@@ -113,6 +113,27 @@ def test_tenants(shared: SharedServers) -> None:
         assert stranger.get("/v1/cache/retained").status_code == 401
 
 
+def test_a_salt_leaves_the_device(shared: SharedServers) -> None:
+    """`scope=device` with a salt drops the caller's blocks with this salt, and neither those with another one nor those that
+    another tenant has with it. Without a salt it is for operators."""
+    prompt = [100 + number % 90 for number in range(64)]
+
+    def cached(caller: httpx.Client, salt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt, "model": "stdlib-nano"}
+        usage = caller.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    with shared.keyed.http("alice4-secret") as alice, shared.keyed.http("bob4-secret") as bob:
+        places = [(alice, "one"), (alice, "two"), (bob, "one")]
+        for place in places:
+            cached(*place)
+        assert alice.delete("/v1/cache?scope=device").status_code == 403
+        assert alice.delete("/v1/cache?scope=everything").status_code == 400
+        answer = alice.delete("/v1/cache?scope=device&cache_salt=one").raise_for_status().json()
+        assert answer["device_blocks"] > 0
+        assert [cached(*place) > 0 for place in places] == [False, True, True]
+
+
 def test_metrics(client: httpx.Client, metric: Callable[..., float], server: SharedServer) -> None:
     """The memory that cache control keeps is a metric."""
     assert metric("foreword:prefix_retained_bytes") == 0

@@ -1,0 +1,82 @@
+"""`foreword explain`: follow a prompt's KV through a running server, and name the first link of the chain that is broken."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foreword.cli.help import described
+
+if TYPE_CHECKING:
+    from foreword.cli.chain import Link
+    from foreword.cli.probe import Target
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    examples = ("explain", "explain http://router:8080 --api-key KEY")
+    app.command("explain", **described(*examples))(explain)
+
+
+def explain(
+    url: Annotated[
+        str, typer.Argument(metavar="[URL]", help="URL of a vLLM with Foreword's connector, a server or a router.")
+    ] = "http://127.0.0.1:8000",
+    *,
+    model: Annotated[str | None, typer.Option("--model", help="The model, if there are several.")] = None,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="API key, if one is required.")] = None,
+    admin_key: Annotated[
+        str | None, typer.Option("--admin-key", help="The operator's key, to look at a router's replicas.")
+    ] = None,
+    reset: Annotated[
+        bool,
+        typer.Option(
+            "--reset", help="Empty vLLM's own cache, for all requests, to see that blocks come from the stores."
+        ),
+    ] = False,
+    within: Annotated[float, typer.Option("--within", help="Seconds that the command may take.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find out why prompts are not cached.
+
+    Sends a few prompts with a salt of their own, which shares nothing with other requests, and follows their KV: computed,
+    found on the device, kept apart from another salt, written to the stores, loaded from there. Prints the first link that is
+    broken and the setting to change; status 1 then.
+    """
+    from foreword.cli.probe import Target
+
+    target = Target(url, api_key, admin_key, time.monotonic() + within)
+    target.model = model
+    links = []
+    for link in follow(target, reset=reset):
+        links.append(link)
+        if not as_json:
+            mark = {True: "ok  ", False: "FAIL", None: "-   "}[link.ok]
+            print(
+                f"{mark}  {link.name:<9} {link.text}" + (f"\n      change    {link.setting}" if link.setting else ""),
+                flush=True,
+            )
+    if as_json:
+        print(json.dumps([asdict(link) for link in links], indent=2))
+    raise typer.Exit(1 if any(link.ok is False for link in links) else 0)
+
+
+def follow(target: Target, *, reset: bool = False) -> Iterator[Link]:
+    """The links of the chain, up to the first that is broken."""
+    from foreword.cli.chain import Link, until_broken
+    from foreword.cli.probe import NoAnswer
+    from foreword.cli.router_chain import chain_of
+
+    try:
+        chain = chain_of(target, reset=reset)
+        if chain is None:
+            yield Link("server", f"{target.url} is neither a vLLM nor of Foreword's", False, "the URL")
+        else:
+            yield from until_broken(chain)
+    except NoAnswer as error:
+        yield Link("server", error.message, False, "the URL; `--host` and `--port` of the server; its log")

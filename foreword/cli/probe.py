@@ -1,0 +1,171 @@
+"""Requests that `foreword explain` sends to a vLLM, a Foreword server or a router, and what they answer and publish."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from foreword.errors import ForewordError
+
+Kind = Literal["server", "router", "vllm"]
+
+# Token ids that every vocabulary has.
+_TOKENS: Final = range(100, 250)
+_CONNECT_SECONDS: Final = 5.0
+
+
+class NoAnswer(ForewordError, code="no_answer", fault="operator"):
+    """Nothing answers at the address, or not in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a prompt.
+
+    Attributes:
+        error: what the server said instead of answering; "" for an answer.
+        cached: cached prompt tokens; None if the server does not say.
+        report: the cache report of a Foreword server.
+        route: a router's decision in words.
+    """
+
+    status: int
+    error: str
+    tokens: int
+    cached: int | None
+    report: Mapping[str, Any] | None
+    route: str
+
+    @property
+    def replica(self) -> str:
+        """The replica that a router chose."""
+        found = re.search(r"https?://[^\s,;]*[^\s,;:]", self.route)
+        return found[0] if found else ""
+
+
+class Metrics:
+    """What `/metrics` had at one time."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._samples = [
+            (one.name, one.labels, one.value)
+            for family in text_string_to_metric_families(text)
+            for one in family.samples
+        ]
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the series of this name that have these labels."""
+        wanted = labels.items()
+        return sum(value for one, given, value in self._samples if one == name and wanted <= given.items())
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """The same, by the value of a label."""
+        wanted, found = labels.items(), dict[str, float]()
+        for one, given, value in self._samples:
+            if one == name and label in given and wanted <= given.items():
+                found[given[label]] = found.get(given[label], 0.0) + value
+        return found
+
+    def labels(self, name: str) -> Mapping[str, str]:
+        """The labels of the first series of this name."""
+        return next((given for one, given, _ in self._samples if one == name), {})
+
+    def tier_states(self) -> dict[str, set[str]]:
+        """The states that the processes of a server see each tier in."""
+        found: dict[str, set[str]] = {}
+        for name, given, value in self._samples:
+            if name.endswith("foreword:tier_state") or name == "vllm:foreword_tier_state":
+                states = found.setdefault(given["tier"], set())
+                if value:
+                    states.add(given["state"])
+        return found
+
+
+class Target:
+    """A server that is asked about. Every call ends before `deadline`, a time of `time.monotonic()`.
+
+    Calls raise NoAnswer if nothing answers.
+    """
+
+    def __init__(self, url: str, key: str | None, admin_key: str | None, deadline: float) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.deadline = deadline
+        self._keys = (key, admin_key or key)
+        self.has_key = key is not None
+        self.model: str | None = None
+
+    def other(self, url: str) -> Target:
+        """Another server, with the same keys and the same end."""
+        return Target(url, *self._keys, self.deadline)
+
+    def call(self, method: str, path: str, body: Any = None, *, admin: bool = False) -> httpx.Response:
+        key = self._keys[admin]
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise NoAnswer(f"the time for this command is over, and {self.url} has not answered {path}")
+        try:
+            timeout = httpx.Timeout(left, connect=min(left, _CONNECT_SECONDS))
+            return httpx.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise NoAnswer(f"{self.url} is not a URL: {error}") from None
+        except httpx.TransportError as error:
+            raise NoAnswer(f"no answer from {self.url}: {error or type(error).__name__}") from None
+
+    def json(self, path: str, *, admin: bool = False) -> Any:
+        """The JSON behind a path; None for an error, and for anything that is no JSON."""
+        answer = self.call("GET", path, admin=admin)
+        try:
+            return answer.json() if answer.is_success else None
+        except ValueError:
+            return None
+
+    def kind(self) -> Kind | None:
+        """What it is; None if it is none of them."""
+        page = self.json("/ui/data/kind")
+        if isinstance(page, dict) and page.get("kind") in ("server", "router"):
+            return page["kind"]  # type: ignore[no-any-return]
+        return "vllm" if "\nvllm:" in self.call("GET", "/metrics").text else None
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.call("GET", "/metrics").text)
+
+    def ask(self, prompt: Sequence[int], salt: str, *, report: bool = False) -> Answer:
+        """Compute one token after a prompt."""
+        body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+        body |= {"cache_salt": salt, **({"cache_report": True} if report else {})}
+        answer = self.call("POST", "/v1/completions", body)
+        try:
+            found = answer.json()
+        except ValueError:
+            found = {}
+        if not answer.is_success:
+            return Answer(answer.status_code, error_of(answer), 0, None, None, "")
+        usage = found.get("usage") or {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        route = answer.headers.get("x-foreword-route", "")
+        return Answer(200, "", usage.get("prompt_tokens", 0), cached, found.get("cache_report"), route)
+
+
+def error_of(answer: httpx.Response) -> str:
+    """What an error response says, in a line."""
+    try:
+        body = answer.json()
+    except ValueError:
+        body = None
+    error = body.get("error", body.get("message")) if isinstance(body, dict) else None
+    text = error.get("message") if isinstance(error, dict) else error
+    return " ".join(str(text or f"HTTP status {answer.status_code}").split())
+
+
+def new_prompt(length: int) -> list[int]:
+    """A prompt that was never sent before."""
+    return [random.SystemRandom().choice(_TOKENS) for _ in range(length)]

@@ -1,0 +1,406 @@
+"""`foreword explain`: planted mistakes are named, and healthy set-ups are not accused. Servers and routers are processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from aiohttp.web import Request, Response, RouteDef, json_response, post
+from router_parts import Loop, RouterProcess
+from safetensors.torch import load_file, save_file
+from scripted_replica import ScriptedReplica
+from server_process import ControlledProcess, ServerProcess
+from shared_server import until
+from typer.testing import CliRunner
+
+import foreword
+from foreword.cli import main as cli
+
+KEY = "0123456789abcdef"
+KEYED = ("--api-keys", f"ann={KEY}", "--tenant-secret", "a secret of these tests")
+MODEL = Path(foreword.__file__).parent / "models" / "stdlib-nano"
+# An address where nothing listens.
+NOWHERE = "127.0.0.1:1"
+
+
+def explain(url: str, *arguments: str) -> list[dict[str, Any]]:
+    """The links; the exit status is 1 if and only if one is broken, which is the last."""
+    done = CliRunner().invoke(cli.app, ["explain", url, "--json", *arguments], catch_exceptions=False)
+    links: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [link for link in links[:-1] if link["ok"] is False] == []
+    assert done.exit_code == (1 if links[-1]["ok"] is False else 0)
+    return links
+
+
+def broken(links: Sequence[dict[str, Any]], name: str, words: str) -> None:
+    """The last link has this name, and its text and setting have the words."""
+    last = links[-1]
+    assert (last["ok"], last["name"]) == (False, name), links
+    assert words in f"{last['text']} -> {last['setting']}", links
+
+
+def sound(links: Sequence[dict[str, Any]]) -> None:
+    assert [link for link in links if link["ok"] is False] == []
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """The URL of a server that is ready."""
+    server = ServerProcess(*arguments)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.popen.kill()
+        server.end()
+
+
+@contextmanager
+def routing(replicas: int, *arguments: str) -> Iterator[str]:
+    """The URL of a router once so many replicas take requests."""
+    router = RouterProcess(*arguments)
+    try:
+        yield router.wait_for(replicas).url if replicas else router.url
+    finally:
+        router.kill()
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Servers
+
+BROKEN_SERVERS = [
+    (("--no-enable-prefix-caching",), (), "device", "`--enable-prefix-caching`"),
+    (("--store", "disk://{folder}/kv?min_tokens=100000"), (), "written", "`min_tokens=`"),
+    (("--store", "memory://?size=1MiB", "--store", f"redis://{NOWHERE}"), (), "written", "redis is off"),
+    slow(("--store", "disk://{folder}/kv?write_rate=1"), (), "written", "`write_rate=`"),
+    slow(("--store", "disk://{folder}/kv?size=100KiB"), (), "loaded", "`size=`"),
+    slow(("--store", "memory://?size=100KiB"), (), "loaded", "`size=`"),
+    slow(("--store", f"s3://bucket?endpoint=http://{NOWHERE}&access_key_id=a&secret_access_key=b&region=us-east-1"),
+         (), "written", "the store's URL"),
+    slow(("--max-model-len", "256", "--block-size", "256"), (), "computed", "`--block-size`"),
+    slow(("--quota", "* requests=1"), (), "answer", "`--quota`"),
+    slow(KEYED, (), "server", "wants an API key"),
+    slow(KEYED, ("--api-key", "another key"), "server", "refuses the API key"),
+    slow((), ("--model", "another-model"), "server", "it serves stdlib-nano"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "link", "words"), BROKEN_SERVERS)
+def test_a_broken_server(
+    tmp_path: Path, arguments: tuple[str, ...], options: tuple[str, ...], link: str, words: str
+) -> None:
+    """The first broken link of a server, and the setting to change."""
+    (tmp_path / "empty").mkdir()
+    with serving(*(one.replace("{folder}", str(tmp_path)) for one in arguments)) as url:
+        broken(explain(url, *options), link, words)
+
+
+HEALTHY_SERVERS = [
+    (),
+    ("--store", "memory://?size=64MiB", "--store", "disk://{folder}/kv?size=64MiB"),
+    ("--store", "disk://{folder}/kv?size=64MiB&min_tokens=200"),
+    slow("--store", "disk://{folder}/kv?size=64MiB"),
+    slow("--store", "file://{folder}/objects"),
+    slow("--store", "disk://{folder}/a,{folder}/b?size=64MiB"),
+    slow("--store", "disk://{folder}/kv?size=64MiB&codec=lossless"),
+    slow("--store", "disk://{folder}/kv?size=64MiB&admit=second"),
+    slow("--store", "disk://{folder}/kv?size=64MiB&admit=prompts"),
+    slow("--store", "disk://{folder}/kv?size=64MiB&write_rate=1GiB"),
+    slow("--store", "disk://{folder}/kv?size=64MiB&tenant_quota=50%"),
+    slow("--store", "memory://?size=64MiB", "--store", "disk://{folder}/empty?read_only=1"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "4"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "64"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--max-model-len", "100"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--no-partial-reuse"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--store-integrity-secrets", "1:a secret of these tests"),
+    slow("--store", "disk://{folder}/kv?size=64MiB", "--quota", "* requests=100"),
+    slow("--quantization", "int8", "--store", "memory://?size=64MiB"),
+    slow(*KEYED, "--store", "disk://{folder}/kv?size=64MiB"),
+]  # fmt: skip
+
+
+def _flat(cases: Sequence[Any]) -> list[Any]:
+    """One parameter per case: its arguments."""
+    return [pytest.param(one.values, marks=one.marks) if hasattr(one, "marks") else pytest.param(one) for one in cases]
+
+
+@pytest.mark.parametrize("arguments", _flat(HEALTHY_SERVERS))
+def test_a_healthy_server(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """No link of a healthy server is called broken, the probe comes back from a store where there is one, and the probes'
+    blocks are gone in the end."""
+    (tmp_path / "empty").mkdir()
+    with serving(*(one.replace("{folder}", str(tmp_path)) for one in arguments)) as url:
+        options = ("--api-key", KEY) if "--api-keys" in arguments else ()
+        links = explain(url, *options)
+        sound(links)
+        names = [link["name"] for link in links]
+        assert names[:4] == ["server", "computed", "device", "salt"] and names[-1] == "template"
+        assert names[4:-1] == (["written", "loaded"] if "--store" in arguments else ["stores"])
+        cached = [
+            line for line in httpx.get(f"{url}/metrics").text.splitlines() if line.startswith("foreword:blocks_cached{")
+        ]
+        assert [float(line.split()[-1]) for line in cached] == [0.0]
+
+
+def test_a_busy_server(tmp_path: Path) -> None:
+    """Other requests, and their hits, misses and writes, change nothing of what is said."""
+    with serving("--store", f"disk://{tmp_path}/kv?size=64MiB") as url, ExitStack() as stack:
+        ended = threading.Event()
+
+        def others(number: int) -> None:
+            for turn in range(10_000):
+                if ended.is_set():
+                    return
+                body = {"prompt": [100 + number] * (50 + turn % 200), "max_tokens": 4, "model": "stdlib-nano"}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+
+        for number in range(3):
+            thread = threading.Thread(target=others, args=(number,))
+            thread.start()
+            stack.callback(thread.join)
+        stack.callback(ended.set)
+        sound(explain(url))
+
+
+def test_no_server() -> None:
+    """Nothing listens, or something else does."""
+    broken(explain(f"http://{NOWHERE}"), "server", "no answer from")
+    broken(explain("http://"), "server", "the URL")
+    with web(lambda handler: (404, b"not found")) as url:
+        broken(explain(url), "server", "is neither a vLLM nor of Foreword's")
+
+
+def test_a_server_that_loads() -> None:
+    """While the model is loaded that is what is said."""
+    server = ControlledProcess(loading=False)
+    try:
+        broken(explain(server.url()), "server", "is not ready: The model is still being loaded")
+    finally:
+        server.popen.kill()
+        server.end()
+
+
+def test_a_template_with_the_time(tmp_path: Path) -> None:
+    """A chat template that shows the time is named, with the first token that differs."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "{{ strftime_now('%H:%M:%S') }}" + config["chat_template"]
+    path.write_text(json.dumps(config))
+    with serving(str(tmp_path / "model")) as url:
+        broken(explain(url), "template", "the model's chat template")
+
+
+@contextmanager
+def web(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[str]:
+    """An HTTP server that answers all requests so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def respond(self) -> None:
+            status, body = answer(self)
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_POST = do_DELETE = respond
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def proxy(url: str, change: Callable[[dict[str, Any]], object]) -> Iterator[str]:
+    """A proxy in front of a server that changes the bodies of completions."""
+
+    def forward(handler: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        data = handler.rfile.read(int(handler.headers.get("content-length", 0)))
+        if handler.path == "/v1/completions":
+            body = json.loads(data)
+            change(body)
+            data = json.dumps(body).encode()
+        headers = {"content-type": "application/json"} if data else {}
+        answer = httpx.request(handler.command, url + handler.path, content=data, headers=headers, timeout=60)
+        return answer.status_code, answer.content
+
+    with web(forward) as address:
+        yield address
+
+
+def test_a_proxy_that_changes_requests() -> None:
+    """Salts that are dropped on the way are named, and prompts that are changed."""
+    with serving() as url:
+        with proxy(url, lambda body: body.pop("cache_salt")) as changed:
+            broken(explain(changed), "salt", "it drops `cache_salt`")
+        with proxy(url, lambda body: body.update(prompt=[101, 102] * 100, cache_salt="one")) as changed:
+            explain(changed)
+            broken(explain(changed), "computed", "it changes or replays requests")
+        with proxy(url, lambda body: body["prompt"].insert(0, 100 + next(_numbers) % 100)) as changed:
+            broken(explain(changed), "device", "what stands in front of the server")
+
+
+_numbers = iter(range(1 << 30))
+
+
+# Routers
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Two servers with a store of their own each."""
+    with ExitStack() as stack:
+        folders = [tmp_path_factory.mktemp("store") for _ in range(2)]
+        yield [stack.enter_context(serving("--store", f"disk://{folder}/kv?size=64MiB")) for folder in folders]
+
+
+def given(urls: Sequence[str]) -> list[str]:
+    return [part for url in urls for part in ("--replica", url)]
+
+
+BROKEN_ROUTERS = [
+    (("--policy", "round-robin"), (), "placed", "`--policy cost`"),
+    slow(("--policy", "least-loaded"), (), "placed", "`--policy cost`"),
+    slow(("--policy", "random"), (), "placed", "`--policy cost`"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "link", "words"), BROKEN_ROUTERS)
+def test_a_broken_router(
+    two: list[str], arguments: tuple[str, ...], options: tuple[str, ...], link: str, words: str
+) -> None:
+    """The first broken link of a router in front of two healthy servers."""
+    with routing(2, *given(two), *arguments) as url:
+        broken(explain(url, *options), link, words)
+
+
+HEALTHY_ROUTERS = [
+    (),
+    slow("--policy", "longest-prefix"),
+    slow("--policy", "consistent-hashing"),
+    slow("--policy", "two-choices"),
+    slow("--admin-key", "the key of an operator"),
+]
+
+
+@pytest.mark.parametrize("arguments", _flat(HEALTHY_ROUTERS))
+def test_a_healthy_router(two: list[str], arguments: tuple[str, ...]) -> None:
+    """No link of a healthy router is called broken, and the stores of both replicas are looked at."""
+    with routing(2, *given(two), *arguments) as url:
+        links = explain(url)
+        sound(links)
+        places = [link["text"].partition(": ")[0] for link in links if link["name"] == "loaded"]
+        assert places == ([] if "--admin-key" in arguments else two)
+
+
+def test_replicas_out_of_service(two: list[str]) -> None:
+    """A replica that does not answer, one that was drained, and a router without any."""
+    with routing(1, *given([two[0], f"http://{NOWHERE}"])) as url:
+        until(lambda: "cannot connect" in httpx.get(f"{url}/v1/router/replicas").text)
+        broken(explain(url), "replicas", f"http://{NOWHERE} takes no requests")
+    with routing(2, *given(two)) as url:
+        httpx.post(f"{url}/v1/router/drain", json={"replica": two[1]}).raise_for_status()
+        broken(explain(url), "replicas", "`POST /v1/router/undrain`")
+    with routing(0, *given([f"http://{NOWHERE}"])) as url:
+        broken(explain(url), "server", "`--replica`")
+
+
+@pytest.mark.slow
+def test_keys_of_a_router(two: list[str]) -> None:
+    """A router that wants keys, in front of a server that knows them and of one that does not."""
+    keys = ("--api-keys", f"ann={KEY}")
+    with serving(*KEYED) as server, routing(1, *given([server]), *keys) as url:
+        broken(explain(url), "server", "wants an API key")
+        sound(explain(url, "--api-key", KEY))
+    with routing(0, *given(two[:1]), *keys) as url:
+        until(lambda: "does not separate tenants" in httpx.get(f"{url}/ready").text)
+        broken(explain(url, "--api-key", KEY), "server", "it does not separate tenants")
+
+
+@pytest.mark.slow
+def test_a_server_that_only_reads(tmp_path: Path) -> None:
+    """A server that may only read its stores is not called broken; that it keeps nothing is said, with the setting."""
+    (tmp_path / "kv").mkdir()
+    for store in (f"disk://{tmp_path}/kv?read_only=1", f"peer://{NOWHERE}"):
+        with serving("--store", store) as url:
+            links = explain(url)
+            sound(links)
+            [written] = [link for link in links if link["name"] == "written"]
+            assert written["ok"] is None and "`read_only=`" in written["setting"]
+
+
+def test_what_is_broken_behind_a_router(tmp_path: Path) -> None:
+    """A replica without prefix caching, and one whose store is down, are named with their URL."""
+    with serving("--no-enable-prefix-caching") as server, routing(1, *given([server])) as url:
+        broken(explain(url), "device", f"{server}: prefix caching is switched off")
+    with serving("--store", f"redis://{NOWHERE}") as server, routing(1, *given([server])) as url:
+        broken(explain(url), "written", f"{server}: redis is off")
+
+
+@pytest.mark.slow
+def test_replicas_with_other_weights(two: list[str], tmp_path: Path) -> None:
+    """Replicas that serve different weights under one name."""
+    shutil.copytree(MODEL, tmp_path / MODEL.name)
+    weights = load_file(tmp_path / MODEL.name / "model.safetensors")
+    weights = {name: one + torch.full_like(one, 0.01) for name, one in weights.items()}
+    save_file(weights, tmp_path / MODEL.name / "model.safetensors", {"format": "pt"})
+    with serving(str(tmp_path / MODEL.name)) as other, routing(2, *given([two[0], other])) as url:
+        broken(explain(url), "replicas", "2 different weights")
+
+
+@pytest.mark.slow
+def test_events_that_do_not_arrive() -> None:
+    """A replica publishes events, and the router listens elsewhere; with the right address nothing is broken."""
+    with serving("--kv-events", "tcp://127.0.0.1:0") as server:
+        with routing(1, "--replica", f"{server} events=tcp://{NOWHERE} replay=tcp://{NOWHERE}") as url:
+            broken(explain(url), "events", "`--kv-events` of the replica")
+        with routing(1, "--replica", server) as url:
+            sound(explain(url))
+
+
+class ForeignReplica(ScriptedReplica):
+    """Answers completions, and tokenizes nothing. `cached`: tokens that its usage says next; None for a usage without them."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.cached: list[int | None] = []
+        super().__init__(loop, owner="someone")
+
+    def routes(self) -> list[RouteDef]:
+        return [post("/v1/completions", self._complete)]
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        cached = self.cached.pop(0) if self.cached else 0
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1, **details}
+        choices = [{"index": 0, "text": "a", "finish_reason": "length"}]
+        return json_response({"id": "x", "object": "text_completion", "choices": choices, "usage": usage})
+
+
+def test_replicas_of_another_kind() -> None:
+    """A replica that does not say what was cached, and one that does not tokenize."""
+    replica = ForeignReplica(Loop())
+    with routing(1, *given([replica.url])) as url:
+        replica.cached = [None] * 4
+        broken(explain(url), "placed", "`--enable-prompt-tokens-details`")
+        replica.cached = [0, 128, 128, 128]
+        broken(explain(url), "tokens", "`--tokenizer` of the router")
