@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, reason_of
 
 T = TypeVar("T")
 
@@ -458,7 +458,7 @@ class TransferConfig:
         try:
             text = Path(self.secret_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read transfer.secret_file {self.secret_file}: {error}") from error
+            raise ConfigError(f"cannot read transfer.secret_file {self.secret_file}: {reason_of(error)}") from error
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         limited = tuple(line for line in lines if SharedSecret.parse(line).rights != ALL_RIGHTS)
         full = [line for line in lines if line not in limited]

@@ -6,6 +6,7 @@ An error knows its HTTP status, whether a retry may succeed, and whether the cli
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
@@ -222,6 +223,17 @@ class BadMessage(ProtocolViolation, code="bad_message"):
 
 class CannotMigrate(TransferError, status=409, code="cannot_move", fault="client", retry=False):
     """A request cannot be migrated, or not now. It continues on its instance."""
+
+
+def reason_of(error: Exception) -> str:
+    """What the system or a library says of an error, as the end of a sentence: without the number and the path that Python
+    adds."""
+    said = (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else re.sub(r"^\[Errno -?\d+\] ", "", str(error))
+    )
+    return said or type(error).__name__
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 8) -> str:

@@ -11,7 +11,7 @@ import typer
 
 from foreword.blocks.prefix_cache import HOLE
 from foreword.cli.help import described
-from foreword.errors import BadRequest
+from foreword.errors import BadRequest, reason_of
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A report from the folder of --audit-reports.")]
 _LARGEST = 1 << 30
@@ -109,7 +109,7 @@ def _read(file: Path) -> dict[str, Any]:
         if report["format"] != 1:
             raise BadRequest(f"{file} has the format {report['format']}; this version reads 1")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadRequest(f"{file} is not the report of an audit: {error}") from error
+        raise BadRequest(f"{file} is not the report of an audit: {reason_of(error)}") from error
     return report
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from foreword.errors import BadRequest, ConfigError, ForewordError
+from foreword.errors import BadRequest, ConfigError, ForewordError, reason_of
 
 if TYPE_CHECKING:
     import httpx
@@ -25,7 +25,7 @@ def call_server(server: str, api_key: str | None, method: str, path: str, body: 
         timeout = httpx.Timeout(10, read=None)
         answer = httpx.request(method, server.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
     except (httpx.TransportError, httpx.InvalidURL) as error:
-        raise ConfigError(f"no answer from {server}: {error} (--server)") from error
+        raise ConfigError(f"no answer from {server}: {reason_of(error)}; name the server with --server") from error
     try:
         found = answer.json()
     except ValueError:

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, reason_of
 
 Kind = Literal["server", "router", "vllm"]
 
@@ -118,7 +118,7 @@ class Target:
         except httpx.InvalidURL as error:
             raise NoAnswer(f"{self.url} is not a URL: {error}") from None
         except httpx.TransportError as error:
-            raise NoAnswer(f"no answer from {self.url}: {error or type(error).__name__}") from None
+            raise NoAnswer(f"no answer from {self.url}: {reason_of(error)}") from None
 
     def json(self, path: str, *, admin: bool = False) -> Any:
         """The JSON behind a path; None for an error, and for anything that is no JSON."""

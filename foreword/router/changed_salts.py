@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from foreword.blocks.salt import Salt, tenant_digest
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ChangedSalts:
         try:
             self._read()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the changed salts in {folder}: {error}") from error
+            raise ConfigError(f"cannot read the changed salts in {folder}: {reason_of(error)}") from error
 
     def __len__(self) -> int:
         return len(self._changes)

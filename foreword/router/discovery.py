@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from foreword.config import RouterConfig
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, reason_of
 from foreword.router.endpoint_slices import ApiServer, ServiceSpec, ServiceWatch
 from foreword.router.replicas import ReplicaSpec, parse_spec, url_parts
 from foreword.router.service import Router
@@ -48,7 +48,7 @@ def read_file(path: Path) -> list[ReplicaSpec]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the replica file {path}: {error}") from error
+        raise ConfigError(f"cannot read the replica file {path}: {reason_of(error)}") from error
     without_comments = (line.partition("#")[0].strip() for line in lines)
     return [parse_spec(line) for line in without_comments if line]
 

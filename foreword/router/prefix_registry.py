@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from foreword.errors import BadRequest, ConfigError, NotFound, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest, ConfigError, NotFound, PrefixBudgetExceeded, UnknownPrefix, reason_of
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _MAX_BYTES: Final = 256 << 20
@@ -162,4 +162,4 @@ def _read(path: Path) -> list[RegisteredPrefix]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[RegisteredPrefix])
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read router.prefix_file {path}: {error}") from None
+        raise ConfigError(f"cannot read router.prefix_file {path}: {reason_of(error)}") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, reason_of
 from foreword.routing.costs import LoadCost
 from foreword.sim.costs import EngineCosts
 
@@ -43,7 +43,7 @@ def read_profile(path: Path) -> Profile:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the costs {path}: {error}") from error
+        raise ConfigError(f"cannot read the costs {path}: {reason_of(error)}") from error
     try:
         return _parse(fields)
     except (TypeError, ValueError, KeyError) as error:

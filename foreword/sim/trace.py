@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, reason_of
 
 _BLOCK_TOKENS: Final = 512
 _FORMATS: Final = (
@@ -147,7 +147,7 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}") from error
+        raise ConfigError(f"cannot read the trace {path}: {reason_of(error)}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
