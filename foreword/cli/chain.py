@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
 
-from foreword.cli.probe import Answer, Kind, Metrics, NoAnswer, Target, new_prompt
+from foreword.cli.probe import Kind, Metrics, NoAnswer, ProbeAnswer, ProbedServer, new_prompt
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
@@ -50,7 +50,7 @@ _RULES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CheckedLink:
     """One link of the chain from a prompt to its KV in a store and back.
 
     Attributes:
@@ -67,7 +67,7 @@ class Link:
 class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
     """A link is broken that any step may find."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: CheckedLink) -> None:
         super().__init__(link.text)
         self.link = link
 
@@ -78,19 +78,21 @@ class Chain:
     block = DEFAULT_BLOCK
     longest = _MOST_TOKENS
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ProbedServer) -> None:
         self.target = target
         self.salt, self.other_salt = (f"foreword-explain-{uuid4().hex}" for _ in range(2))
         self.prompt: list[int] = []
 
-    def links(self) -> Iterator[Link]:
+    def links(self) -> Iterator[CheckedLink]:
         raise NotImplementedError
 
-    def ready(self) -> Iterator[Link]:
+    def ready(self) -> Iterator[CheckedLink]:
         answer = self.target.call("GET", "/ready")
         if answer.status_code == 503:
             reason = answer.json().get("reason", "")
-            yield Link("server", f"{self.target.url} is not ready: {reason}", False, self.unready_setting(reason))
+            yield CheckedLink(
+                "server", f"{self.target.url} is not ready: {reason}", False, self.unready_setting(reason)
+            )
             return
         models = self.target.call("GET", "/v1/models")
         if models.status_code in (401, 403):
@@ -99,7 +101,7 @@ class Chain:
                 if self.target.has_key
                 else f"{self.target.url} wants an API key"
             )
-            yield Link("server", text, False, "`--api-key` of this command; `--api-keys` of the server")
+            yield CheckedLink("server", text, False, "`--api-key` of this command; `--api-keys` of the server")
             return
         cards = (models.json().get("data") or []) if models.is_success else []
         names = [card["id"] for card in cards]
@@ -107,13 +109,13 @@ class Chain:
             self.target.model = names[0]
         if self.target.model not in names:
             text = f"{self.target.url} does not serve {self.target.model!r}; it serves {', '.join(names) or 'no model'}"
-            yield Link("server", text, False, "`--model` of this command")
+            yield CheckedLink("server", text, False, "`--model` of this command")
             return
         lengths = [
             card["max_model_len"] for card in cards if card["id"] == self.target.model and card.get("max_model_len")
         ]
         self.longest = min(lengths, default=_MOST_TOKENS)
-        yield Link("server", f"{self.target.url} serves {self.target.model}")
+        yield CheckedLink("server", f"{self.target.url} serves {self.target.model}")
 
     def unready_setting(self, reason: str) -> str:
         return "nothing: wait until the model is loaded, or read the server's log"
@@ -121,11 +123,11 @@ class Chain:
     def new_prompt(self, length: int = 0) -> None:
         self.prompt = new_prompt(min(max(length, _BLOCKS * self.block + 1, _FEWEST_TOKENS), self.longest - 2))
 
-    def computed(self) -> Iterator[Link]:
+    def computed(self) -> Iterator[CheckedLink]:
         """A prompt that was never sent before is computed."""
         if self.longest < 2 * self.block:
             text = f"prompts of up to {self.longest} tokens do not fill two blocks of {self.block}"
-            yield Link(
+            yield CheckedLink(
                 "computed", text, False, "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`"
             )
             return
@@ -133,31 +135,33 @@ class Chain:
         first = self.ask()
         if first.cached is not None and first.cached >= self.block:
             text = f"{first.cached} tokens of a prompt that was never sent before count as cached"
-            yield Link(
+            yield CheckedLink(
                 "computed", text, False, "what stands between here and the server: it changes or replays requests"
             )
             return
         self.first = first
-        yield Link("computed", f"a new prompt of {first.tokens} tokens")
+        yield CheckedLink("computed", f"a new prompt of {first.tokens} tokens")
 
-    def ask(self, salt: str = "", *, report: bool = False) -> Answer:
+    def ask(self, salt: str = "", *, report: bool = False) -> ProbeAnswer:
         """Send the prompt. Raises Broken if it is refused."""
         answer = self.target.ask(self.prompt, salt or self.salt, report=report)
         if answer.error:
             setting = "`--quota`, `--max-queue`" if answer.status == 429 else "see the server's log"
-            raise Broken(Link("answer", f"a prompt was refused ({answer.status}): {answer.error}", False, setting))
+            raise Broken(
+                CheckedLink("answer", f"a prompt was refused ({answer.status}): {answer.error}", False, setting)
+            )
         return answer
 
-    def kept_apart(self) -> Iterator[Link]:
+    def kept_apart(self) -> Iterator[CheckedLink]:
         """A request with another salt finds nothing of it."""
         other = self.ask(self.other_salt)
         if (other.cached or 0) >= self.block:
             text = f"a request with another cache_salt found {other.cached} tokens of it"
-            yield Link("salt", text, False, "what stands between here and the server: it drops `cache_salt`")
+            yield CheckedLink("salt", text, False, "what stands between here and the server: it drops `cache_salt`")
             return
-        yield Link("salt", "a request with another cache_salt found nothing of it")
+        yield CheckedLink("salt", "a request with another cache_salt found nothing of it")
 
-    def template(self) -> Iterator[Link]:
+    def template(self) -> Iterator[CheckedLink]:
         """The chat template writes the same tokens each time."""
         path = "/tokenize" if self.vllm_paths else "/v1/tokenize"
         body = {"model": self.target.model, "messages": [{"role": "user", "content": "Which way is north?"}]}
@@ -174,13 +178,15 @@ class Chain:
         same = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
         if one != two:
             text = f"the same chat has other tokens a second later, from token {same} of {len(one)} on"
-            yield Link("template", text, False, "the model's chat template: move what changes to the end, or remove it")
+            yield CheckedLink(
+                "template", text, False, "the model's chat template: move what changes to the end, or remove it"
+            )
         else:
-            yield Link("template", "a chat has the same tokens each time")
+            yield CheckedLink("template", "a chat has the same tokens each time")
 
     vllm_paths = False
 
-    def untokenized(self, status: int) -> Iterator[Link]:
+    def untokenized(self, status: int) -> Iterator[CheckedLink]:
         """Nothing to say: the model has no chat template."""
         return iter(())
 
@@ -194,12 +200,12 @@ class Chain:
 class ServerChain(Chain):
     """A Foreword server, or a vLLM with Foreword's connector."""
 
-    def __init__(self, target: Target, kind: Kind, *, reset: bool = False) -> None:
+    def __init__(self, target: ProbedServer, kind: Kind, *, reset: bool = False) -> None:
         super().__init__(target)
         self.vllm, self.vllm_paths, self._reset = kind == "vllm", kind == "vllm", reset
         self._names = _NAMES[kind]
 
-    def links(self) -> Iterator[Link]:
+    def links(self) -> Iterator[CheckedLink]:
         yield from self.ready()
         self.before = self.target.metrics()
         size = self.before.labels("vllm:cache_config_info").get("block_size", "")
@@ -212,7 +218,7 @@ class ServerChain(Chain):
         name = self._names[what]
         return metrics.total(name, **labels) - self.before.total(name, **labels) if name else 0.0
 
-    def on_device(self) -> Iterator[Link]:
+    def on_device(self) -> Iterator[CheckedLink]:
         """The same prompt again is found on the device."""
         metrics = self.target.metrics()
         again = self.ask(report=True)
@@ -222,31 +228,31 @@ class ServerChain(Chain):
             cached = int(self.target.metrics().total(name) - metrics.total(name))
             unsaid = "; the server does not say it in its answers (`--enable-prompt-tokens-details`)"
         if cached >= self.block:
-            yield Link("device", f"the same prompt again: {cached} of {again.tokens} tokens found{unsaid}")
+            yield CheckedLink("device", f"the same prompt again: {cached} of {again.tokens} tokens found{unsaid}")
             return
         config = metrics.labels("vllm:cache_config_info")
         report = again.report or {}
         if config.get("enable_prefix_caching") == "False" or report.get("reason") == "disabled":
-            yield Link("device", "prefix caching is switched off", False, "`--enable-prefix-caching`")
+            yield CheckedLink("device", "prefix caching is switched off", False, "`--enable-prefix-caching`")
             return
         blocks = config.get("num_gpu_blocks", "")
         if blocks.isdigit() and int(blocks) * self.block < 2 * len(self.prompt):
             text = f"the KV memory of {int(blocks) * self.block} tokens does not keep a prompt of {len(self.prompt)}"
-            yield Link(
+            yield CheckedLink(
                 "device", text, False, "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)"
             )
             return
         reason = report.get("detail") or "the same prompt again found nothing"
-        yield Link("device", reason, False, "a larger `--kv-memory`, or what stands in front of the server")
+        yield CheckedLink("device", reason, False, "a larger `--kv-memory`, or what stands in front of the server")
 
-    def tiers(self) -> Iterator[Link]:
+    def tiers(self) -> Iterator[CheckedLink]:
         """What is written reaches every tier, and is loaded from there."""
         if self.vllm and "vllm:foreword_" not in self.before.text:
             text = "vLLM runs without Foreword's connector, or it has not started"
-            yield Link("stores", text, False, "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md")
+            yield CheckedLink("stores", text, False, "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md")
             return
         if not self.vllm and not self.before.tier_states():
-            yield Link("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
+            yield CheckedLink("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
             return
         for step in (self.written, self.loaded):
             for link in step():
@@ -254,7 +260,7 @@ class ServerChain(Chain):
                 if link.ok is None:
                     return
 
-    def written(self) -> Iterator[Link]:
+    def written(self) -> Iterator[CheckedLink]:
         began = time.monotonic()
         missing, metrics = self._written_within(_WRITE_SECONDS)
         while missing and self.count("refused", metrics, kind="short") and len(self.prompt) < self.most:
@@ -267,13 +273,13 @@ class ServerChain(Chain):
         states = metrics.tier_states()
         if self.vllm and not states:
             text = "nothing was written, and vLLM publishes no state of a tier"
-            yield Link("written", text, False, '`"store"` in kv_connector_extra_config; the log of the workers')
+            yield CheckedLink("written", text, False, '`"store"` in kv_connector_extra_config; the log of the workers')
             return
         for tier, seen in states.items():
             for state, (text, setting) in _STATES.items():
                 if state in seen:
                     kinds = "" if self.vllm else ", ".join(self._grown("kind", metrics, tier))
-                    yield Link("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", False, setting)
+                    yield CheckedLink("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", False, setting)
                     return
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
         if read_only and len(read_only) == len(states):
@@ -281,14 +287,14 @@ class ServerChain(Chain):
                 f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only"
             )
             setting = "`read_only=` in the store's URL, the rights of its folder, or a store beside `peer://`"
-            yield Link("written", text, None, setting)
+            yield CheckedLink("written", text, None, setting)
             return
         for tier in missing:
             yield self._unwritten(tier, metrics)
             return
         places = ", ".join(tier for tier in states if tier not in read_only)
         restricted = f"; {', '.join(read_only)} is read only" if read_only else ""
-        yield Link("written", f"to {places} within {time.monotonic() - began:.1f} s{restricted}")
+        yield CheckedLink("written", f"to {places} within {time.monotonic() - began:.1f} s{restricted}")
 
     @property
     def most(self) -> int:
@@ -332,30 +338,32 @@ class ServerChain(Chain):
         before = self.before.by(label, name, tier=tier)
         return [kind for kind, count in metrics.by(label, name, tier=tier).items() if count > before.get(kind, 0.0)]
 
-    def _unwritten(self, tier: str, metrics: Metrics) -> Link:
+    def _unwritten(self, tier: str, metrics: Metrics) -> CheckedLink:
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown('kind', metrics, tier))})"
-            return Link("written", f"{tier}: calls fail{kinds}", False, _STATES["off"][1])
+            return CheckedLink("written", f"{tier}: calls fail{kinds}", False, _STATES["off"][1])
         refused = [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]
         if refused:
-            return Link("written", f"{tier} refuses the prompt's blocks ({refused[0]})", False, _RULES[refused[0]])
+            return CheckedLink(
+                "written", f"{tier} refuses the prompt's blocks ({refused[0]})", False, _RULES[refused[0]]
+            )
         if self._is_small(tier, metrics):
             text = f"{tier} has no room for a prompt of {len(self.prompt)} tokens"
-            return Link("written", text, False, "a larger `size=` in the store's URL")
+            return CheckedLink("written", text, False, "a larger `size=` in the store's URL")
         if self.count("dropped", metrics):
             text = f"{tier}: blocks are dropped, because the queue of writes is full"
-            return Link("written", text, False, "a faster tier, or a larger `--store-staging`")
+            return CheckedLink("written", text, False, "a faster tier, or a larger `--store-staging`")
         text = f"nothing was written to {tier} within {_WRITE_SECONDS:.0f} s"
         if self.vllm:
             rules = "`admit=`, `min_tokens=` or `write_rate=` in the store's URL"
-            return Link("written", text, False, f"{rules}; the store itself, see the log of vLLM's workers")
-        return Link("written", text, False, "a faster store; see the server's log")
+            return CheckedLink("written", text, False, f"{rules}; the store itself, see the log of vLLM's workers")
+        return CheckedLink("written", text, False, "a faster store; see the server's log")
 
-    def loaded(self) -> Iterator[Link]:
+    def loaded(self) -> Iterator[CheckedLink]:
         """Once it is gone from the device, it is loaded from a tier."""
         untried = self._empty_device()
         if untried:
-            yield Link("loaded", f"not tried: {untried}", None)
+            yield CheckedLink("loaded", f"not tried: {untried}", None)
             return
         before = self.target.metrics()
         answer = self.ask(report=True)
@@ -363,21 +371,21 @@ class ServerChain(Chain):
         cached = sum(loaded.values()) or (answer.cached or 0 if self.vllm else 0)
         if cached >= self.block:
             places = " and ".join(loaded) or "the stores"
-            yield Link("loaded", f"gone from the device, {cached} of {answer.tokens} tokens came from {places}")
+            yield CheckedLink("loaded", f"gone from the device, {cached} of {answer.tokens} tokens came from {places}")
             return
         after = self.target.metrics()
         name = self._names["lookups"]
         known = before.by("outcome", name)
         outcome = next((one for one, n in after.by("outcome", name).items() if n > known.get(one, 0.0)), "")
         if after.total(self._names["declined"]) > before.total(self._names["declined"]) or outcome == "found":
-            yield Link("loaded", "found, and computed: that is faster here than loading so few tokens", None)
+            yield CheckedLink("loaded", "found, and computed: that is faster here than loading so few tokens", None)
             return
         text, setting = {
             "timed_out": ("the tiers did not answer in time", "`--store-lookup-timeout`, or a faster tier first"),
             "tier_off": ("a tier is off", _STATES["off"][1]),
             "not_allowed": ("the stores may not be read", "docs/operations/audit.md; what the model allows"),
         }.get(outcome, ("it is in no tier any more", "a larger `size=` in the store's URL"))
-        yield Link("loaded", f"gone from the device, nothing was loaded: {text}", False, setting)
+        yield CheckedLink("loaded", f"gone from the device, nothing was loaded: {text}", False, setting)
 
     def _empty_device(self) -> str:
         """Take the probe from the device. Returns why that is not possible."""
@@ -390,7 +398,7 @@ class ServerChain(Chain):
         return "" if answer.is_success else "vLLM resets its cache with VLLM_SERVER_DEV_MODE=1 only"
 
 
-def until_broken(chain: Chain) -> Iterator[Link]:
+def until_broken(chain: Chain) -> Iterator[CheckedLink]:
     """The links up to the first that is broken. Removes the probes in the end."""
     try:
         for link in chain.links():

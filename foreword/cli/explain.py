@@ -13,8 +13,8 @@ import typer
 from foreword.cli.help import described
 
 if TYPE_CHECKING:
-    from foreword.cli.chain import Link
-    from foreword.cli.probe import Target
+    from foreword.cli.chain import CheckedLink
+    from foreword.cli.probe import ProbedServer
 
 
 def register(app: typer.Typer) -> None:
@@ -48,9 +48,9 @@ def explain(
     found on the device, kept apart from another salt, written to the stores, loaded from there. Prints the first link that is
     broken and the setting to change; status 1 then.
     """
-    from foreword.cli.probe import Target
+    from foreword.cli.probe import ProbedServer
 
-    target = Target(url, api_key, admin_key, time.monotonic() + within)
+    target = ProbedServer(url, api_key, admin_key, time.monotonic() + within)
     target.model = model
     links = []
     for link in follow(target, reset=reset):
@@ -66,17 +66,17 @@ def explain(
     raise typer.Exit(1 if any(link.ok is False for link in links) else 0)
 
 
-def follow(target: Target, *, reset: bool = False) -> Iterator[Link]:
+def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckedLink]:
     """The links of the chain, up to the first that is broken."""
-    from foreword.cli.chain import Link, until_broken
+    from foreword.cli.chain import CheckedLink, until_broken
     from foreword.cli.probe import NoAnswer
     from foreword.cli.router_chain import chain_of
 
     try:
         chain = chain_of(target, reset=reset)
         if chain is None:
-            yield Link("server", f"{target.url} is neither a vLLM nor of Foreword's", False, "the URL")
+            yield CheckedLink("server", f"{target.url} is neither a vLLM nor of Foreword's", False, "the URL")
         else:
             yield from until_broken(chain)
     except NoAnswer as error:
-        yield Link("server", error.message, False, "the URL; `--host` and `--port` of the server; its log")
+        yield CheckedLink("server", error.message, False, "the URL; `--host` and `--port` of the server; its log")

@@ -26,7 +26,7 @@ class NoAnswer(ForewordError, code="no_answer", fault="operator"):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeAnswer:
     """The answer to a prompt.
 
     Attributes:
@@ -89,7 +89,7 @@ class Metrics:
         return found
 
 
-class Target:
+class ProbedServer:
     """A server that is asked about. Every call ends before `deadline`, a time of `time.monotonic()`.
 
     Calls raise NoAnswer if nothing answers.
@@ -102,9 +102,9 @@ class Target:
         self.has_key = key is not None
         self.model: str | None = None
 
-    def other(self, url: str) -> Target:
+    def other(self, url: str) -> ProbedServer:
         """Another server, with the same keys and the same end."""
-        return Target(url, *self._keys, self.deadline)
+        return ProbedServer(url, *self._keys, self.deadline)
 
     def call(self, method: str, path: str, body: Any = None, *, admin: bool = False) -> httpx.Response:
         key = self._keys[admin]
@@ -138,7 +138,7 @@ class Target:
     def metrics(self) -> Metrics:
         return Metrics(self.call("GET", "/metrics").text)
 
-    def ask(self, prompt: Sequence[int], salt: str, *, report: bool = False) -> Answer:
+    def ask(self, prompt: Sequence[int], salt: str, *, report: bool = False) -> ProbeAnswer:
         """Compute one token after a prompt."""
         body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
         body |= {"cache_salt": salt, **({"cache_report": True} if report else {})}
@@ -148,11 +148,11 @@ class Target:
         except ValueError:
             found = {}
         if not answer.is_success:
-            return Answer(answer.status_code, error_of(answer), 0, None, None, "")
+            return ProbeAnswer(answer.status_code, error_of(answer), 0, None, None, "")
         usage = found.get("usage") or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         route = answer.headers.get("x-foreword-route", "")
-        return Answer(200, "", usage.get("prompt_tokens", 0), cached, found.get("cache_report"), route)
+        return ProbeAnswer(200, "", usage.get("prompt_tokens", 0), cached, found.get("cache_report"), route)
 
 
 def error_of(answer: httpx.Response) -> str:

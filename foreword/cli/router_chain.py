@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from foreword.cli.chain import DEFAULT_BLOCK, Chain, Link, ServerChain, until_broken
-from foreword.cli.probe import NoAnswer, Target
+from foreword.cli.chain import DEFAULT_BLOCK, Chain, CheckedLink, ServerChain, until_broken
+from foreword.cli.probe import NoAnswer, ProbedServer
 
 _REPLICAS: Final = 4
 # Policies that place a prompt without a look at what is cached.
@@ -16,7 +16,7 @@ _BLIND: Final = ("random", "round-robin", "least-loaded", "least-tokens")
 class RouterChain(Chain):
     """A router: the same replica serves a prompt again, and each replica keeps it."""
 
-    def links(self) -> Iterator[Link]:
+    def links(self) -> Iterator[CheckedLink]:
         yield from self.ready()
         state = self.target.json("/v1/router/state", admin=True) or {}
         self.replicas: list[dict[str, Any]] = [
@@ -40,65 +40,67 @@ class RouterChain(Chain):
     def unready_setting(self, reason: str) -> str:
         return "`--replica`, and the replicas: are they up, and reachable from the router?"
 
-    def in_service(self) -> Iterator[Link]:
+    def in_service(self) -> Iterator[CheckedLink]:
         """All replicas take requests and have the same weights."""
         for one in self.replicas:
             if not one.get("takes_requests", True):
-                yield Link(
+                yield CheckedLink(
                     "replicas", f"{one['replica']} takes no requests: {one.get('reason')}", False, _for_replica(one)
                 )
                 return
         if not self.replicas:
-            yield Link("replicas", "not looked at: the router shows them to its operator only (`--admin-key`)", None)
+            yield CheckedLink(
+                "replicas", "not looked at: the router shows them to its operator only (`--admin-key`)", None
+            )
             return
         weights = {one["weights"] for one in self.replicas if one.get("weights") not in (None, "unknown")}
         if len(weights) > 1:
             text = f"the replicas of {self.target.model} have {len(weights)} different weights, and share nothing"
-            yield Link("replicas", text, False, "the weights that the replicas serve: docs/guides/router.md")
+            yield CheckedLink("replicas", text, False, "the weights that the replicas serve: docs/guides/router.md")
             return
-        yield Link("replicas", f"{len(self.replicas)} take requests")
+        yield CheckedLink("replicas", f"{len(self.replicas)} take requests")
 
-    def found_again(self) -> Iterator[Link]:
+    def found_again(self) -> Iterator[CheckedLink]:
         """The same prompt goes to the replica that has it, and is found."""
         answers = [self.ask(report=True) for _ in range(3)]
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:
             text = f"the policy {named} places prompts without a look at what replicas hold"
-            yield Link("placed", text, False, "`--policy cost`")
+            yield CheckedLink("placed", text, False, "`--policy cost`")
         elif best.cached is None:
             text = f"{best.replica} does not say what was cached, so the router cannot learn it"
-            yield Link("placed", text, False, "vLLM's `--enable-prompt-tokens-details`")
+            yield CheckedLink("placed", text, False, "vLLM's `--enable-prompt-tokens-details`")
         elif best.cached >= self.block:
             text = f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
-            yield Link("placed", text)
+            yield CheckedLink("placed", text)
         else:
             yield from self.behind(best.replica)
             text = f"{best.replica} has it, and nothing was found through the router"
-            yield Link("placed", text, False, "see `foreword explain` for that replica")
+            yield CheckedLink("placed", text, False, "see `foreword explain` for that replica")
 
-    def tokens(self) -> Iterator[Link]:
+    def tokens(self) -> Iterator[CheckedLink]:
         """The router sees the replica's tokens."""
         yield from self.template()
 
-    def untokenized(self, status: int) -> Iterator[Link]:
+    def untokenized(self, status: int) -> Iterator[CheckedLink]:
         if status == 503:
             text = "no replica tokenizes, so the router compares prompts as text"
-            yield Link("tokens", text, False, "`--tokenizer` of the router")
+            yield CheckedLink("tokens", text, False, "`--tokenizer` of the router")
 
-    def events(self) -> Iterator[Link]:
+    def events(self) -> Iterator[CheckedLink]:
         """Events arrive from the replicas that publish them."""
         metrics = self.target.metrics()
         for one in self.replicas:
             got = metrics.total("foreword:router_kv_events_total", replica=one["replica"], kind="messages")
             if one.get("kv_events") and not got and one["replica"] == self.first.replica:
                 text = f"no KV events arrive from {one['replica']}: {', '.join(one['kv_events'])}"
-                yield Link(
+                yield CheckedLink(
                     "events", text, False, "`--kv-events` of the replica, `events=` of `--replica`; ports between them"
                 )
 
-    def behind(self, only: str = "") -> Iterator[Link]:
-        """The chain of each replica, as far as it can be reached from here."""
+    def behind(self, only: str = "") -> Iterator[CheckedLink]:
+        """The chain of each replica that can be reached from here."""
         for one in self.replicas[:_REPLICAS]:
             url = one["replica"]
             if only and url != only:
@@ -110,12 +112,12 @@ class RouterChain(Chain):
                     continue
                 for link in until_broken(ServerChain(target, kind)):
                     if link.name == "server" and link.ok is False:
-                        yield Link(link.name, f"not looked at: {link.text}", None)
+                        yield CheckedLink(link.name, f"not looked at: {link.text}", None)
                         break
                     if link.ok is False or link.name in ("stores", "written", "loaded"):
-                        yield Link(link.name, f"{url}: {link.text}", link.ok, link.setting)
+                        yield CheckedLink(link.name, f"{url}: {link.text}", link.ok, link.setting)
             except NoAnswer as error:
-                yield Link("server", f"not looked at: {error.message}", None)
+                yield CheckedLink("server", f"not looked at: {error.message}", None)
 
 
 def _for_replica(one: dict[str, Any]) -> str:
@@ -124,7 +126,7 @@ def _for_replica(one: dict[str, Any]) -> str:
     return "the replica: is it up, and reachable from the router? `--replica-key`, if it wants a key"
 
 
-def chain_of(target: Target, *, reset: bool = False) -> Chain | None:
+def chain_of(target: ProbedServer, *, reset: bool = False) -> Chain | None:
     """The chain of a server or router; None if it is none of them. Raises NoAnswer."""
     kind = target.kind()
     if kind is None:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration of the engine, as far as that can be told without torch and without connections.
+"""What can be said to be wrong with a configuration of the engine without torch and without connections.
 
 Importing torch and loading a model take seconds to minutes, so this comes first. What can only be known later, such as the
 memory of a device, is checked then.

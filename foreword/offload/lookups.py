@@ -165,7 +165,7 @@ class StoreLookups:
             return LookupCounts(dict(self._lookups), dict(self._tokens))
 
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
-        """Count a request of so many tokens for which nothing is looked up."""
+        """Count a request, and its tokens, for which nothing is looked up."""
         self._count(tokens, 0, outcome)
 
     def _count(self, tokens: int, found: int, reason: LookupOutcome) -> None:

@@ -167,7 +167,7 @@ class OffloadManager:
         return self.lookups.find_position(groups, root, keys, held, limit, patient=patient)
 
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
-        """Count a request of so many tokens for which nothing is looked up."""
+        """Count a request, and its tokens, for which nothing is looked up."""
         self.lookups.refuse(outcome, tokens)
 
     def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:

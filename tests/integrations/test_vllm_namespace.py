@@ -17,7 +17,7 @@ from vllm_process import PYTHON, disk, run
 
 import foreword
 from foreword.errors import StoreError
-from foreword.integrations.vllm.namespace import Evidence, Measured, NamespaceRecord, base_digest, choose, recorded
+from foreword.integrations.vllm.namespace import NamespaceRecord, Observations, Sampled, base_digest, choose, recorded
 from foreword.integrations.vllm.weights import weights_digest
 from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
@@ -30,14 +30,14 @@ LAYOUT = "layout 0011 0"
 
 def evidence(
     seed: int = 1, version: str = "0.32.0", settings: str = "5e", noise: float = 0.0, rows: int = 4, **resolved: str
-) -> Evidence:
+) -> Observations:
     """What a server measures. `noise`: distance from what another one with this seed measures, as a share of the norm."""
     draw = np.random.default_rng(seed)
     values = draw.standard_normal((4, 64)).astype(np.float32)
     values += noise * np.random.default_rng(seed + 1_000).standard_normal(values.shape).astype(np.float32)
     far = np.outer(np.arange(1, 7), np.ones(8)).astype(np.float32)[:rows]
-    measured = {LAYOUT: Measured(values, 0.01), "rotary 0": Measured(far, 0.01, open=True)}
-    return Evidence(version, (settings * 32)[:64], {"RMSNorm.eps": "1e-06", **resolved}, measured)
+    measured = {LAYOUT: Sampled(values, 0.01), "rotary 0": Sampled(far, 0.01, open=True)}
+    return Observations(version, (settings * 32)[:64], {"RMSNorm.eps": "1e-06", **resolved}, measured)
 
 
 def store_in(folder: Path) -> TieredStore:
@@ -63,7 +63,7 @@ def store_in(folder: Path) -> TieredStore:
         "not set, in another way",
     ],
 )
-def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Evidence) -> None:
+def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Observations) -> None:
     """What rounding explains, more positions, another version and an attribute that only that version has are the same KV."""
     store = store_in(tmp_path)
     first = choose(
@@ -96,7 +96,7 @@ def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Evidence) -
     ],
 )
 def test_servers_that_differ_do_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: Evidence, reason: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, other: Observations, reason: str
 ) -> None:
     """Another value of anything that was measured or resolved is another namespace, the log says why, and each server finds its
     own namespace again."""

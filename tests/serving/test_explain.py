@@ -65,7 +65,7 @@ def serving(*arguments: str) -> Iterator[str]:
 
 @contextmanager
 def routing(replicas: int, *arguments: str) -> Iterator[str]:
-    """The URL of a router once so many replicas take requests."""
+    """The URL of a router once this number of replicas takes requests."""
     router = RouterProcess(*arguments)
     try:
         yield router.wait_for(replicas).url if replicas else router.url

@@ -21,7 +21,7 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -42,7 +42,9 @@ RECORDS = "namespaces/"
 _FORMAT = 1
 # Reading and writing records at start; a store that takes longer is not compared with.
 _WITHIN = 5.0
-_MOST_RECORDS = 256
+# A record has some hundred KiB for a large model: a row of a sample is half a KiB.
+_MOST_RECORDS, _LONGEST_RECORD = 256, 4 << 20
+_FAILED = b"failed"  # in place of a record that a tier did not read
 # Files of a model's folder that vLLM reads its configuration from.
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
 
@@ -57,7 +59,7 @@ def tolerance(dtype: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class Sampled:
     """Something measured.
 
     Attributes:
@@ -70,7 +72,7 @@ class Measured:
     tolerance: float
     open: bool = False
 
-    def difference(self, other: Measured) -> str:
+    def difference(self, other: Sampled) -> str:
         """Why the two are not equal, "" if they are."""
         mine, theirs = self.values, other.values
         if mine.shape[1:] != theirs.shape[1:] or (len(mine) != len(theirs) and not self.open):
@@ -91,7 +93,7 @@ class Measured:
         return {"shape": list(self.values.shape), "tolerance": self.tolerance, "open": self.open, "values": data}
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> Measured:
+    def read(cls, plain: Mapping[str, Any]) -> Sampled:
         """Raises ValueError, TypeError, KeyError for something else."""
         rows, count = map(int, plain["shape"])
         values = np.frombuffer(base64.b64decode(plain["values"], validate=True), "<f4").reshape(rows, count)
@@ -99,11 +101,11 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class Observations:
     """What a server resolved and measured.
 
     Attributes:
-        version: of vLLM.
+        version: of vLLM and of Transformers, which name attributes and keys of the configuration.
         settings: digest of vLLM's configuration and versions, hexadecimal.
         resolved: attributes of layers, and keys of the configuration, as text.
         measured: by name: `layout <fingerprint>` for the probe's KV, `rotary <number>` for embeddings.
@@ -112,9 +114,9 @@ class Evidence:
     version: str
     settings: str
     resolved: Mapping[str, str] = field(default_factory=dict)
-    measured: Mapping[str, Measured] = field(default_factory=dict)
+    measured: Mapping[str, Sampled] = field(default_factory=dict)
 
-    def difference(self, other: Evidence) -> str:
+    def difference(self, other: Observations) -> str:
         """Why KV of `other` is not this server's, "" if it is."""
         if self.measured.keys() != other.measured.keys():
             names = sorted(self.measured.keys() ^ other.measured.keys())
@@ -160,7 +162,7 @@ class NamespaceRecord:
     """What a server that wrote into a store resolved and measured, its namespace, and when it started last (Unix time)."""
 
     namespace: bytes
-    evidence: Evidence
+    evidence: Observations
     started: float = 0.0
 
     @classmethod
@@ -170,9 +172,9 @@ class NamespaceRecord:
             plain = json.loads(data)
             if plain["format"] != _FORMAT:
                 return None
-            measured = {str(name): Measured.read(one) for name, one in plain["measured"].items()}
+            measured = {str(name): Sampled.read(one) for name, one in plain["measured"].items()}
             resolved = {str(name): str(value) for name, value in plain["resolved"].items()}
-            evidence = Evidence(str(plain["vllm"]), str(plain["settings"]), resolved, measured)
+            evidence = Observations(str(plain["vllm"]), str(plain["settings"]), resolved, measured)
             return cls(bytes.fromhex(plain["namespace"]), evidence, float(plain["started"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
@@ -225,7 +227,7 @@ def _merged(config: Mapping[str, Any], overrides: object) -> object:
 
 
 def settings_digest(vllm_config: Any) -> str:
-    """64 hexadecimal digits: a digest of vLLM's configuration as far as it may change KV, and of the versions. The API server
+    """64 hexadecimal digits: a digest of what may change KV in vLLM's configuration, and of the versions. The API server
     and the engine of one server have the same."""
     import torch
     import transformers
@@ -295,7 +297,7 @@ def unmeasured(base: bytes, settings: str) -> bytes:
     return sha256(b"foreword/unmeasured\x00" + base + settings.encode()).digest()
 
 
-def choose(store: TieredStore, base: bytes, mine: Evidence) -> bytes:
+def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     """The namespace of this server, 32 bytes: that of a record that agrees with it, or a new one. Writes this server's record.
 
     Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
@@ -310,7 +312,7 @@ def choose(store: TieredStore, base: bytes, mine: Evidence) -> bytes:
     equal = next((record for record, why in compared if not why and record.namespace not in others), None)
     if equal is not None:
         _write(store, where, mine, equal.namespace)
-        log.info("Foreword: KV in the stores that vLLM %s saved is used", equal.evidence.version)
+        log.info("Foreword: KV in the stores that %s saved is used", equal.evidence.version)
         return equal.namespace
     resolved = json.dumps(dict(mine.resolved), sort_keys=True)
     names = "\x00".join(sorted(mine.measured))
@@ -322,7 +324,7 @@ def choose(store: TieredStore, base: bytes, mine: Evidence) -> bytes:
     if reasons:
         record, why = reasons[0]
         log.warning(
-            "Foreword: KV in the stores that vLLM %s saved with these weights is not used: %s",
+            "Foreword: KV in the stores that %s saved with these weights is not used: %s",
             record.evidence.version,
             why,
         )
@@ -336,32 +338,32 @@ def choose(store: TieredStore, base: bytes, mine: Evidence) -> bytes:
 
 
 def _records(store: TieredStore, where: str, first: str) -> tuple[list[NamespaceRecord], bool]:
-    """The records with keys from `where` on, that named `first` before others; and whether every tier answered."""
+    """The records with keys from `where` on, that named `first` before others; and whether every tier answered, within a few
+    seconds in all."""
     found: dict[str, NamespaceRecord] = {}
     complete = True
-    for tier in store.tiers:
-        if not store.keeps_records(tier):
-            continue
-        try:
-            for key in _keys(tier, where)[:_MOST_RECORDS]:
-                deadline = time.monotonic() + _WITHIN
-                data = tier.call(partial(tier.store.get_record, key, deadline=deadline), deadline)
-                record = NamespaceRecord.read(data) if data is not None else None
-                if record is not None:
-                    found.setdefault(key, record)
-        except StoreError as error:
+    for tier in filter(store.keeps_records, store.tiers):
+        deadline = time.monotonic() + _WITHIN
+        listed = tier.attempt(partial(tier.store.records, where, deadline=deadline), None, deadline)
+        keys = (listed or [])[:_MOST_RECORDS]
+        read = [tier.attempt(partial(_read, tier, key, deadline), _FAILED, deadline) for key in keys]
+        if listed is None or _FAILED in read:
             complete = False
-            log.warning("Foreword: %s does not answer: %s", tier.label, error.message)
+            log.warning("Foreword: %s does not answer", tier.label)
+        for key, data in zip(keys, read, strict=True):
+            record = NamespaceRecord.read(data) if len(data) <= _LONGEST_RECORD else None
+            if record is not None:
+                found.setdefault(key, record)
     ordered = sorted(found, key=lambda key: (f"/{first}-" not in key, key))
     return [found[key] for key in ordered], complete
 
 
-def _keys(tier: StoreTier, where: str) -> Sequence[str]:
-    deadline = time.monotonic() + _WITHIN
-    return tier.call(partial(tier.store.records, where, deadline=deadline), deadline)
+def _read(tier: StoreTier, key: str, deadline: float) -> bytes:
+    """A record; b"" if it is not there any more."""
+    return tier.store.get_record(key, deadline=deadline) or b""
 
 
-def _write(store: TieredStore, where: str, mine: Evidence, namespace: bytes) -> None:
+def _write(store: TieredStore, where: str, mine: Observations, namespace: bytes) -> None:
     # Servers that start at the same time do not overwrite each other's records, so that each sees what the other measured.
     key = f"{where}{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}"
     try:
