@@ -185,7 +185,7 @@ class Plain(ScriptedReplica):
     """A replica that answers each prompt with one token."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/completions", self._complete), web.get("/metrics", self._metrics)]
+        return [web.post("/v1/completions", self._complete)]
 
     async def _complete(self, request: web.Request) -> web.Response:
         usage = {"prompt_tokens": 60, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 30}}
