@@ -48,6 +48,8 @@ class Passes:
         self.worker = worker_of(llm) if llm.llm_engine.vllm_config.kv_transfer_config is not None else None
         self._engine = Engine(llm)
         self._asked = 0
+        # Hits before the first request are records of namespaces, not KV.
+        self._hits_at_start = self._hits()
 
     def ask(self, count: int = 8) -> None:
         """One prompt after the other."""
@@ -103,10 +105,16 @@ class Passes:
         }
         if self.worker is not None:
             found["tiers"] = [
-                {"hit": tier.counters.hit_blocks, "bad": dict(tier.counters.bad), "errors": dict(tier.counters.errors)}
-                for tier in self.worker.offload.store.tiers
+                {"hit": hits - before, "bad": dict(tier.counters.bad), "errors": dict(tier.counters.errors)}
+                for tier, hits, before in zip(
+                    self.worker.offload.store.tiers, self._hits(), self._hits_at_start, strict=True
+                )
             ]
         return found
+
+    def _hits(self) -> list[int]:
+        """Blocks found so far, by tier."""
+        return [] if self.worker is None else [tier.counters.hit_blocks for tier in self.worker.offload.store.tiers]
 
     def _one(self, prompt: Sequence[int], count: int) -> Answer:
         name = self._add(prompt, count)
