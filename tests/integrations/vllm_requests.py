@@ -149,17 +149,21 @@ def preempt(engine: Engine, prompts: Prompts) -> dict[str, Any]:
 
 
 def broken_in_the_middle(engine: Engine, prompts: Prompts) -> dict[str, Any]:
-    """The fourth block of a prompt cannot be loaded. What vLLM computes instead is saved, so the next load is complete."""
+    """The fourth block of a prompt cannot be loaded. What vLLM computes instead is saved, so the next load is complete. The
+    blocks from there on are deleted once the load has begun: those of the next load are the ones saved again."""
     saved(engine, prompts[:1])
     placed = gate(engine, "get")
     placed.broken = {3}
+    placed.shut()
     before = worker_of(engine.llm).offload.status().cut
     engine.add("broken", prompts[0])
+    engine.until(placed.reached.is_set)
+    placed._store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
+    placed.open()
     engine.run()
     asked = placed.asked
     placed.broken = set()
     cut = worker_of(engine.llm).offload.status().cut - before
-    worker_of(engine.llm).offload.store.delete(_names(engine, prompts[0])[3:], deadline=_soon())
     engine.settle()
     engine.add("mended", prompts[0])
     engine.run()
