@@ -22,6 +22,7 @@ ENVIRONMENT = {
     "FOREWORD_TEST_SECRET": SECRET,
     "FOREWORD_OTHER_SECRET": SECRET[::-1],
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
 }
 # Generous, for a busy machine.
 PATIENCE = {"connect_timeout": 60.0, "answer_timeout": 60.0, "beat_seconds": 20.0}
