@@ -4,8 +4,8 @@
         [--kinds Llama,Mistral,"Gemma 3",Qwen3-Next] [--prompts 200] [--planted] [--json FILE]
 
 `.ci/vllm` makes the environments. Models are small and random, and prompts share prefixes (`foreword/referee/models.py`). Each
-release saves all prompts' KV in a store of its own. Then each release, in a fresh process, asks the same prompts over a copy of
-each store. What the writer itself finds after a restart is 100 %: counted are blocks that came from the store.
+release saves all prompts' KV in a store of its own. Then each release, in a fresh process, asks the same prompts over each
+store, which it only reads: what it finds is the writer's. What the writer itself finds after a restart is 100 %.
 
 Answers are compared with those of the reader's own vLLM alone: in float32 all, else those with as many cached tokens.
 
@@ -79,10 +79,9 @@ class Upgrades:
         return [f"disk://{folder}?size=16GiB"]
 
     def _read(self, reader: str, store: Path, plant: str = "") -> dict[str, Any]:
-        """What a fresh process of this release finds in a copy of the store: it would add to the store what it computes."""
-        with tempfile.TemporaryDirectory(dir=self._folder) as copy:
-            shutil.copytree(store, Path(copy) / "kv")
-            return self._run(reader, [{"store": self._url(Path(copy) / "kv"), "passes": ["ask"]}], plant)[0]
+        """What a fresh process of this release finds in the store, to which it adds nothing."""
+        [url] = self._url(store)
+        return self._run(reader, [{"store": [f"{url}&read_only=1"], "passes": ["ask"]}], plant)[0]
 
     def _reference(self, reader: str, plant: str) -> list[Answers]:
         """The answers of this release alone: computed, and from its own cache."""

@@ -149,6 +149,10 @@ class StoreUnavailable(StoreError, status=503, code="store_unavailable"):
     """The store cannot be reached, refuses access, or returns an invalid response."""
 
 
+class StoreUnreadable(StoreUnavailable, code="store_unreadable"):
+    """A part of the store was reached and cannot be read: a folder without permission, a bad sector, an incomplete list."""
+
+
 class StoreTimeout(StoreError, status=503, code="store_timeout"):
     """A store did not respond before the deadline."""
 

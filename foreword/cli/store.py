@@ -18,7 +18,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.client import plural
 from foreword.cli.help import described
-from foreword.errors import BadFrame, ConfigError
+from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreword.prefixes.erasure import LayoutRecord, StoredChains
@@ -182,8 +182,10 @@ class _TierFindings:
     sound: int = 0
     gone: int = 0
     read: int = 0
+    unread: int = 0
+    foreign: int = 0
     bad: Counter[str] = field(default_factory=Counter)
-    names: list[bytes] = field(default_factory=list)
+    damaged: dict[bytes, int] = field(default_factory=dict)  # the length of a buffer for each
     removed: int = 0
 
 
@@ -206,15 +208,21 @@ def verify(
                 ", ".join(f"{count} damaged ({reason})" for reason, count in sorted(one.bad.items())) or "none damaged"
             )
             gone = f", {one.gone} evicted meanwhile" if one.gone else ""
+            left = f"{one.unread} could not be read (left as they are), " if one.unread else ""
+            left += f"{one.foreign} of another key, codec or version (left as they are), " if one.foreign else ""
             print(
-                f"{label}: {plural(one.sound, 'block')} intact, {_size(one.read)} read, {bad}{gone}, {one.removed} removed"
+                f"{label}: {plural(one.sound, 'block')} intact, {_size(one.read)} read, {bad}{gone}, {left}"
+                f"{one.removed} removed"
             )
-    if any(sum(one.bad.values()) > one.removed for one in found.values()):
+    if any(sum(one.bad.values()) > one.removed or one.unread for one in found.values()):
         raise typer.Exit(1)
 
 
 def _findings(one: _TierFindings) -> dict[str, Any]:
-    return {"sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "bytes": one.read, "removed": one.removed}
+    return {
+        "sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "unread": one.unread, "foreign": one.foreign,
+        "bytes": one.read, "removed": one.removed,
+    }  # fmt: skip
 
 
 def _verify_tier(tier: StoreTier, repair: bool) -> _TierFindings:
@@ -231,28 +239,28 @@ def _verify_tier(tier: StoreTier, repair: bool) -> _TierFindings:
             batch = entries[low : low + _BATCH]
             _verify_batch(tier, batch, found)
             bar.advance(task, len(batch))
-    if repair and found.names:
-        found.removed = tier.store.delete(found.names, deadline=time.monotonic() + _CALL_WITHIN)
+    if repair and found.damaged:
+        found.removed = tier.delete_damaged(found.damaged, time.monotonic() + _CALL_WITHIN)
     return found
 
 
 def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _TierFindings) -> None:
-    from foreword.store.frame import check
+    from foreword.store.base import FOREIGN, MISSING
+    from foreword.store.frame import Frame
 
-    buffers = [memoryview(bytearray(entry.size or _LARGEST_FRAME)) for entry in batch]
-    names = [entry.name for entry in batch]
-    sizes = tier.store.get(names, buffers, deadline=time.monotonic() + _CALL_WITHIN)
-    for name, buffer, size in zip(names, buffers, sizes, strict=True):
-        if not size:
-            found.gone += 1
-            continue
-        found.read += size
-        try:
-            check(buffer[:size], name)
+    names, sizes = [entry.name for entry in batch], [entry.size or _LARGEST_FRAME for entry in batch]
+    outcomes = tier.examine(names, sizes, time.monotonic() + _CALL_WITHIN)
+    for name, size, outcome in zip(names, sizes, outcomes, strict=True):
+        if isinstance(outcome, Frame):
             found.sound += 1
-        except BadFrame as error:
-            found.bad[error.reason] += 1
-            found.names.append(name)
+            found.read += len(outcome.data)
+        elif isinstance(outcome, str):
+            found.bad[outcome] += 1
+            found.damaged[name] = size
+        else:
+            found.gone += outcome == MISSING
+            found.foreign += outcome == FOREIGN
+            found.unread += outcome not in (MISSING, FOREIGN)
 
 
 # forget

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from foreword.errors import StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.base import BAD, FAILED, Name, Store, time_left
+from foreword.store.base import BAD, FAILED, UNREADABLE, Name, Store, time_left
 from foreword.store.frame import Frame
 from foreword.store.wrappers import StoreWrapper
 
-Fault = Literal["fail", "hang", "corrupt", "truncate", "swap", "lose", "bad", "block_fails"]
+Fault = Literal["fail", "hang", "corrupt", "truncate", "swap", "lose", "bad", "block_fails", "unreadable"]
 
 
 class FlakyStore(StoreWrapper):
@@ -26,7 +26,7 @@ class FlakyStore(StoreWrapper):
         Args:
             plan: probability of each fault, 0.0 to 1.0: a call fails (`fail`), a put is lost (`lose`), a frame that is
                 read has one bit flipped (`corrupt`), is cut short (`truncate`), or is another block's frame (`swap`), or
-                `get` returns BAD (`bad`) or FAILED (`block_fails`) for a block.
+                `get` returns BAD (`bad`), FAILED (`block_fails`) or UNREADABLE (`unreadable`) for a block.
             seed: seed of the random choices.
 
         Attributes:
@@ -107,6 +107,8 @@ class FlakyStore(StoreWrapper):
     def _result(self, name: Name, buffer: memoryview, length: int) -> int:
         if not self._is_alive(name) or self._happens("block_fails"):
             return FAILED
+        if length > 0 and self._happens("unreadable"):
+            return UNREADABLE
         if length > 0 and (name in self._bad or self._happens("bad")):
             return BAD
         return self._alter(buffer, length)

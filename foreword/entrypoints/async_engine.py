@@ -34,11 +34,11 @@ from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints import cache_control
 from foreword.entrypoints.build import EngineParts, ModelInfo, build_engine
 from foreword.entrypoints.cache_control import RetentionInfo
-from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown, UnknownPrefix
+from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.erasure import described, forget_tenant
+from foreword.prefixes.erasure import Receipt, described, forget_tenant
 from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.service import PinnedKV, Registration
 
@@ -375,21 +375,28 @@ class AsyncEngine:
 
     async def forget(self, salt: Salt = NO_SALT, *others: Salt) -> dict[str, Any]:
         """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device; of a salt with a
-        client's own only what requests with it have cached. Returns what was removed: `prefixes.erasure.Receipt` as an object,
-        with `device_blocks`. Raises StoreError if a store cannot."""
-        cleared, salts = 0, (salt, *others)
+        client's own only what requests with it have cached. What waits to be written is dropped. Returns what was removed, and
+        what was not: `prefixes.erasure.Receipt` as an object, with `device_blocks`."""
+        offload, cleared, salts = self.offload, 0, (salt, *others)
+
+        def drop_prefixes() -> None:
+            for one in salts:
+                if not one.client:
+                    self.prefixes.service.drop(one.tenant)
+
+        def erase(offload: OffloadManager) -> Receipt:
+            queued = offload.erase_queued([one.prefix for one in salts])
+            receipt = forget_tenant(offload.store, *salts, queued=queued)
+            drop_prefixes()  # those that were read from a store before it was swept
+            return receipt
+
+        await asyncio.to_thread(drop_prefixes)
         for salt in salts:
-            for prefix in () if salt.client else self.prefixes.list(salt=salt.tenant):
-                with contextlib.suppress(UnknownPrefix):
-                    await self.prefixes.remove(prefix.name, salt=salt.tenant)
             self.release(salt=salt)
             cleared += await self.clear_cache(salt)
-        offload = self.offload
         if offload is None:
-            return {"what": described(salts), "device_blocks": cleared, "left": 0}
-        await asyncio.to_thread(self._parts.flush, 30.0)
-        receipt = await asyncio.to_thread(forget_tenant, offload.store, *salts)
-        return {**receipt.plain(), "device_blocks": cleared}
+            return {"what": described(salts), "complete": True, "device_blocks": cleared, "left": 0}
+        return {**(await asyncio.to_thread(erase, offload)).plain(), "device_blocks": cleared}
 
     async def drain(self, timeout: float) -> None:
         """Wait until nothing runs, at most `timeout` seconds, then end what is left."""

@@ -40,7 +40,7 @@ def build_audit(
     if offload is None:
         quarantine, labels, loss = ChainQuarantine(None, info["fingerprint"]), [], ""
     else:
-        quarantine = ChainQuarantine(offload.store, info["fingerprint"], offload.flush)
+        quarantine = ChainQuarantine(offload.store, info["fingerprint"], offload.erase_queued)
         labels, loss = [tier.label for tier in offload.store.tiers], offload.units[0].layouts[0].loss
 
     def differs(mismatch: Mismatch) -> None:

@@ -325,7 +325,7 @@ class OffloadManager:
             if not count or not store_load.fill(tiers, lambda: self._scatter(store_load, done, slots[:count], groups)):
                 return 0
             promoted = count
-            self._promote(usable, slots[:count])
+            self._promote(usable, slots[:count], store_load.started)
             return count
         finally:
             self._loading_slots.give(slot for slot in slots[promoted:] if slot not in kept)
@@ -338,7 +338,7 @@ class OffloadManager:
             self._staging.scatter(slots[low:high], store_load.blocks[done + low : done + high], group)
             low = high
 
-    def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int]) -> None:
+    def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int], started: float) -> None:
         """Queue loaded blocks, with their slots, for the tiers that are faster than the one they came from."""
         for tier, some in itertools.groupby(zip(found, slots, strict=True), key=lambda pair: pair[0].tier):
             pairs = list(some)
@@ -346,7 +346,7 @@ class OffloadManager:
             targets = self.store.promotion_targets(tier)
             for tiers, low, high in self.store.admitted(headers, BlockUse(promotion=True), targets):
                 freed = [slot for _, slot in pairs[low:high]]
-                self._writer.promote(headers[low:high], freed, self._loading_slots, tiers)
+                self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
 
     def _is_usable(self, fetched: tuple[FetchedBlock | None, int]) -> bool:
         found, group = fetched
@@ -479,6 +479,11 @@ class OffloadManager:
         task = self._control.submit(work)
         self._tasks = [*(one for one in self._tasks if not one.done()), task]
         return task
+
+    def erase_queued(self, roots: Sequence[bytes], timeout: float = 5.0) -> int:
+        """Drop what waits to be written of chains whose roots begin with one of these bytes: an erasure of the stores follows.
+        Returns how many blocks are still being written after `timeout` seconds."""
+        return self._writer.erase(roots, timeout)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""

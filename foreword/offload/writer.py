@@ -11,6 +11,7 @@ bounded number of slots. A dropped promotion loses nothing, because the slower t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 WRITE_BLOCKS: Final = 32  # blocks per write
 WRITE_TIMEOUT: Final = 30.0  # seconds
+_LONGEST_LOAD: Final = 600.0  # seconds
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
 
@@ -53,6 +55,10 @@ class _WriteBatch:
     kept: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def is_of(self, roots: tuple[bytes, ...]) -> bool:
+        """Whether some of the blocks have a root that begins with one of these bytes."""
+        return any(header.root.startswith(roots) for header in self.headers)
+
 
 class WriteBehind:
     """Writes staged blocks into every tier, with one thread per tier: a slow tier does not delay the others.
@@ -72,6 +78,7 @@ class WriteBehind:
         self._batches: list[_WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
         self._closing = False
+        self._erased: list[tuple[tuple[bytes, ...], float]] = []  # newest last, for loads that began before
         self.dropped = 0
         self.dropped_promotions = 0
         self.saved = 0
@@ -92,13 +99,18 @@ class WriteBehind:
         """Queue blocks whose payloads are in `slots`, without headers and checksums yet."""
         self._queue(_WriteBatch(headers, slots, pool, set(tiers)))
 
-    def promote(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
-        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already."""
+    def promote(
+        self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], started: float
+    ) -> None:
+        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already, or the blocks were
+        erased since `started`, when their load began."""
         batch = _WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True)
-        self._queue(batch)
+        self._queue(batch, started)
 
-    def _queue(self, batch: _WriteBatch) -> None:
+    def _queue(self, batch: _WriteBatch, started: float = math.inf) -> None:
         with self._changed:
+            if any(started <= at and batch.is_of(roots) for roots, at in self._erased):
+                batch.pending.clear()
             if batch.promotion and batch.pending and not self._has_promotion_slots(batch):
                 self.dropped_promotions += len(batch.slots)
             elif batch.pending and not self._closing:
@@ -124,6 +136,26 @@ class WriteBehind:
                 self.dropped += len(batch.slots)
         pool.give(batch.slots)
         return True
+
+    def erase(self, roots: Sequence[bytes], timeout: float) -> int:
+        """Drop the blocks whose roots begin with one of these bytes, and promotions of such blocks that were loaded before, and
+        wait for those that are being written. Returns how many are still being written after `timeout` seconds."""
+        roots = tuple(roots)
+        with self._changed:
+            now = time.monotonic()
+            self._erased = [one for one in self._erased if now - one[1] < _LONGEST_LOAD] + [(roots, now)]
+            mine = [batch for batch in self._batches if batch.is_of(roots)]
+            for batch in mine:
+                batch.pending.clear()
+            idle = [batch for batch in mine if not batch.writing]
+            self._batches = [batch for batch in self._batches if batch not in idle]
+            self._changed.notify_all()
+        for batch in idle:
+            batch.pool.give(batch.slots)
+        busy = [batch for batch in mine if batch.writing]
+        with self._changed:
+            self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
+            return sum(len(batch.slots) for batch in busy if batch.writing)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""

@@ -9,21 +9,25 @@ called again.
 from __future__ import annotations
 
 import json
+import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import Any, TypeVar
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
-from foreword.errors import NotFound, StoreError
+from foreword.errors import NotFound, StoreError, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
-from foreword.store.base import Name, StoredBlock
+from foreword.store.base import Erased, Name, PartialListing, StoredBlock, copy_error, step_deadline
 from foreword.store.tier import StoreTier
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
 
 Parsed = TypeVar("Parsed")
@@ -52,40 +56,131 @@ class LayoutRecord:
     described: Mapping[str, object]
 
 
+class PlaceOutcome(StrEnum):
+    """What an erasure did in one place.
+
+    Attributes:
+        ERASED: it had some, and has none now.
+        NOTHING: it had none.
+        QUEUED: blocks are still being written there.
+        UNREADABLE: it was reached, and a part of it cannot be read.
+        UNREACHABLE: it did not answer, or refused.
+        LEFT: it had some again when it was listed once more.
+    """
+
+    ERASED = "erased"
+    NOTHING = "nothing"
+    QUEUED = "queued"
+    UNREADABLE = "unreadable"
+    UNREACHABLE = "unreachable"
+    LEFT = "left"
+
+    @property
+    def done(self) -> bool:
+        return self in (PlaceOutcome.ERASED, PlaceOutcome.NOTHING)
+
+
+@dataclass(slots=True)
+class Place:
+    """One place of an erasure: a tier, a folder or a node of it.
+
+    Attributes:
+        place: as in `store.base.Erased`.
+        removed: copies of blocks.
+        left: copies that are there all the same, where that is known.
+    """
+
+    tier: str
+    place: str = ""
+    outcome: PlaceOutcome = PlaceOutcome.NOTHING
+    removed: int = 0
+    left: int = 0
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.tier} {self.place}".strip()
+
+    def add(self, step: Erased) -> None:
+        self.removed += step.removed
+        if step.problem:
+            self.fail(step.problem, PlaceOutcome.UNREADABLE if step.unreadable else PlaceOutcome.UNREACHABLE)
+        elif step.removed and self.outcome is PlaceOutcome.NOTHING:
+            self.outcome = PlaceOutcome.ERASED
+
+    def fail(self, reason: str, outcome: PlaceOutcome = PlaceOutcome.UNREACHABLE) -> None:
+        self.outcome, self.reason = outcome, reason
+
+
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """The result of an erasure.
 
     Attributes:
         what: description of what was erased.
-        blocks: number of copies found in all tiers.
-        removed: number of blocks removed from each tier, by label.
+        open: places where the erasure is not complete.
+        places: all places.
         records: record keys of the named prefixes and retentions that were removed.
-        left: number of copies that the last listing still found; 0 unless they were written again in the meantime.
-        unreachable: tiers where the erasure is not complete, and why, by label.
         unknown_blocks: number of blocks whose layout is not described in the store, so their model is unknown. They are
             counted where a model is erased.
         widened: the chain of a prefix had gaps, so all blocks of its tenant and model were erased.
     """
 
     what: str
-    blocks: int
-    removed: dict[str, int]
-    records: list[str]
-    left: int
-    unreachable: dict[str, str] = field(default_factory=dict)
+    places: list[Place]
+    records: list[str] = field(default_factory=list)
     unknown_blocks: int = 0
     widened: bool = False
     finished: float = field(default_factory=time.time)
 
     @property
+    def open(self) -> list[Place]:
+        return [one for one in self.places if not one.outcome.done]
+
+    @property
     def complete(self) -> bool:
         """Whether nothing is left that the receipt is about."""
-        return not (self.left or self.unreachable or self.unknown_blocks)
+        return not (self.open or self.unknown_blocks)
+
+    @property
+    def removed(self) -> dict[str, int]:
+        """Number of blocks removed from each tier, by label."""
+        found: dict[str, int] = {}
+        for one in self.places:
+            found[one.tier] = found.get(one.tier, 0) + one.removed
+        return found
+
+    @property
+    def blocks(self) -> int:
+        """Number of copies found in all tiers."""
+        return sum(self.removed.values()) + self.left
+
+    @property
+    def left(self) -> int:
+        """Number of copies that the last listing still found."""
+        return sum(one.left for one in self.places)
+
+    @property
+    def unreachable(self) -> dict[str, str]:
+        """Why the erasure is not complete, by place."""
+        return {one.name: one.reason or f"{one.left} blocks are left" for one in self.open}
 
     def plain(self, secret: str | None = None) -> dict[str, object]:
-        """As a JSON object, with a signature if there is a secret: BLAKE2b of the canonical JSON without the signature."""
-        plain = {**asdict(self), "complete": self.complete}
+        """As a JSON object, what is open first, with a signature if there is a secret: BLAKE2b of the canonical JSON without
+        the signature."""
+        plain: dict[str, object] = {
+            "what": self.what,
+            "complete": self.complete,
+            "unreachable": self.unreachable,
+            "left": self.left,
+            "unknown_blocks": self.unknown_blocks,
+            "blocks": self.blocks,
+            "removed": self.removed,
+            "records": self.records,
+            "places": [asdict(one) for one in self.places],
+            "widened": self.widened,
+            "finished": self.finished,
+        }
         return plain if secret is None else {**plain, "signature": sign(plain, secret)}
 
 
@@ -96,9 +191,9 @@ def sign(receipt: Mapping[str, object], secret: str) -> str:
     return blake2b(text.encode(), digest_size=32, key=key).hexdigest()
 
 
-def layouts(store: TieredStore) -> dict[bytes, LayoutRecord]:
+def layouts(store: TieredStore, failed: OnFailure = raise_failure) -> dict[bytes, LayoutRecord]:
     """The layouts described in a store, by fingerprint. Unreadable records are skipped."""
-    return {record.fingerprint: record for record in _parse_records(store, "layouts/", _read_layout).values()}
+    return {one.fingerprint: one for one in _parse_records(store, "layouts/", _read_layout, failed).values()}
 
 
 def _read_layout(key: str, data: bytes) -> LayoutRecord | None:
@@ -113,14 +208,16 @@ def _read_layout(key: str, data: bytes) -> LayoutRecord | None:
         return None
 
 
-def named_prefixes(store: TieredStore) -> dict[str, PrefixRecord]:
+def named_prefixes(store: TieredStore, failed: OnFailure = raise_failure) -> dict[str, PrefixRecord]:
     """The named prefixes of all tenants and models in a store, by record key. Unreadable records are skipped."""
-    return _parse_records(store, "prefixes/", lambda key, data: read_record(data, key.rpartition("/")[2]))
+    return _parse_records(store, "prefixes/", lambda key, data: read_record(data, key.rpartition("/")[2]), failed)
 
 
-def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes], Parsed | None]) -> dict[str, Parsed]:
+def _parse_records(
+    store: TieredStore, prefix: str, parse: Callable[[str, bytes], Parsed | None], failed: OnFailure
+) -> dict[str, Parsed]:
     found = {}
-    for key in store.records(prefix, deadline=_deadline()):
+    for key in store.records(prefix, deadline=_deadline(), failed=failed):
         data = store.get_record(key, deadline=_deadline())
         record = parse(key, data) if data is not None else None
         if record is not None:
@@ -128,12 +225,12 @@ def _parse_records(store: TieredStore, prefix: str, parse: Callable[[str, bytes]
     return found
 
 
-def forget_tenant(store: TieredStore, salt: Salt, *others: Salt) -> Receipt:
+def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, queued: int = 0) -> Receipt:
     """Erase all blocks, named prefixes and retentions of tenants; of a salt with a client's own the blocks of requests with it.
-    Does not raise: the receipt says what failed."""
+    Does not raise: the receipt says what failed. `queued`: blocks that an engine is still writing to its tiers."""
     salts = (salt, *others)
     prefixes = tuple(one.prefix.hex() for one in salts)
-    erasure = _Erasure(store)
+    erasure = _Erasure(store, queued)
     erasure.sweep([(b"", one.prefix) for one in salts])
     erasure.remove_records(lambda key: key.split("/")[2].startswith(prefixes))
     return erasure.receipt(described(salts))
@@ -152,15 +249,15 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
 
     `model` is its name or at least 8 digits of its fingerprint. Raises NotFound, StoreError.
     """
-    known = layouts(store)
+    erasure = _Erasure(store)
+    known = layouts(store, erasure.fail)
     chosen = {
         f for f, r in known.items() if r.model_name == model or (len(model) >= 8 and r.model.hex().startswith(model))
     }
     if not chosen:
         names = sorted({record.model_name for record in known.values()})
-        raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}")
+        raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}{erasure.in_words()}")
     models = {known[fingerprint].model.hex()[:32] for fingerprint in chosen}
-    erasure = _Erasure(store)
     erasure.sweep([(layout, b"") for layout in sorted(chosen)])
     erasure.remove_records(lambda key: key.split("/")[1] in models)
     return erasure.receipt(f"model {model}", unknown=erasure.count(lambda name: name[:FINGERPRINT_BYTES] not in known))
@@ -174,11 +271,11 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
     blocks of its tenant are erased. Raises NotFound, StoreError.
     """
     tenant = None if salt is None else tenant_digest(salt)
-    named = named_prefixes(store)
+    erasure = _Erasure(store)
+    named = named_prefixes(store, erasure.fail)
     chosen = {k: r for k, r in named.items() if r.name == name and (tenant is None or k.split("/")[2] == tenant)}
     if not chosen:
-        raise NotFound(f"the store has no prefix named {name!r}")
-    erasure = _Erasure(store)
+        raise NotFound(f"the store has no prefix named {name!r}{erasure.in_words()}")
     for key, record in chosen.items():
         erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key))
     erasure.remove_records(chosen.__contains__)
@@ -194,40 +291,72 @@ def forget_chain(store: TieredStore, root: bytes, key: bytes, depth: int) -> Rec
 
 
 class _Erasure:
-    """One erasure: sweeps all tiers and counts. A tier that fails is noted, and the others are swept."""
+    """One erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: TieredStore, queued: int = 0) -> None:
         self._store = store
-        self._removed: dict[str, int] = dict.fromkeys((tier.label for tier in store.tiers), 0)
-        self._records: list[str] = []
-        self._left = 0
-        self._unreachable: dict[str, str] = {}
+        self._places: dict[tuple[str, str], Place] = {}
+        if queued:
+            reason = f"{queued} blocks are still being written"
+            self._places["write queue", ""] = Place("write queue", "", PlaceOutcome.QUEUED, 0, queued, reason)
+        self._lock = threading.Lock()
+        self._records: set[str] = set()
         self._widened = False
+        for tier in store.tiers:
+            self._place(tier)
 
-    def sweep(self, places: Sequence[tuple[bytes, bytes]], chosen: Collection[Name] | None = None) -> None:
-        """Delete the blocks with these layouts and roots, or those of them that are chosen, from every tier."""
-        for tier in self._store.tiers:
-            if isinstance(tier.store, ReadOnlyStore):
-                self._unreachable[tier.label] = "another instance has its own blocks: erase there too"
-                continue
+    def _place(self, tier: StoreTier, place: str = "") -> Place:
+        with self._lock:
+            return self._places.setdefault((tier.label, place), Place(tier.label, place))
+
+    def fail(self, tier: StoreTier, error: StoreError) -> None:
+        unreadable = isinstance(error, StoreUnreadable)
+        self._place(tier).fail(error.message, PlaceOutcome.UNREADABLE if unreadable else PlaceOutcome.UNREACHABLE)
+
+    def in_words(self) -> str:
+        """What a listing could not see, for a message; "" if nothing."""
+        failed = [f"{one.name}: {one.reason}" for one in self._places.values() if not one.outcome.done]
+        return f" (not asked: {'; '.join(failed)})" if failed else ""
+
+    def _each(self, tiers: Sequence[StoreTier], work: Callable[[StoreTier], None]) -> None:
+        """Do this for all tiers at once. One that fails is noted."""
+
+        def guarded(tier: StoreTier) -> None:
             try:
-                for place in places:
-                    self._sweep_tier(tier, place, chosen)
+                work(tier)
             except StoreError as error:
-                self._unreachable[tier.label] = error.message
+                self.fail(tier, error)
 
-    def _sweep_tier(self, tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
-        for _ in range(_ROUNDS):
-            found = self._delete(tier, place, chosen)
-            self._removed[tier.label] += found
-            if not found:
+        with ThreadPoolExecutor(len(tiers) or 1, "foreword-erase") as pool:
+            list(pool.map(guarded, tiers))
+
+    def sweep(self, prefixes: Sequence[tuple[bytes, bytes]], chosen: Collection[Name] | None = None) -> None:
+        """Delete the blocks with these layouts and roots, or those of them that are chosen, from every tier."""
+
+        def work(tier: StoreTier) -> None:
+            if isinstance(tier.store, ReadOnlyStore):
+                self._place(tier).fail("another instance has its own blocks: erase there too")
                 return
-        self._left += sum(map(len, _listed(tier, place, chosen)))
+            for prefix in prefixes:
+                self._sweep_tier(tier, prefix, chosen)
 
-    def _delete(self, tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> int:
-        if chosen is None:
-            return tier.erase(*place, time.monotonic() + SCAN_WITHIN)
-        return sum(tier.delete(names, _deadline()) for names in _listed(tier, place, chosen))
+        self._each(self._store.tiers, work)
+
+    def _sweep_tier(self, tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
+        """Erase until a sweep finds nothing more. Places that fail are not tried again, since that takes its time."""
+        found = 0
+        for _ in range(_ROUNDS):
+            found = 0
+            for step in tier.erase(*prefix, chosen, time.monotonic() + SCAN_WITHIN):
+                self._place(tier, step.place).add(step)
+                found += step.removed
+            if not found or any(not one.outcome.done for one in self._places.values() if one.tier == tier.label):
+                return
+        left = sum(map(len, _listed(tier, prefix, chosen)))
+        if left:
+            place = self._place(tier)
+            place.left += left
+            place.fail("blocks were written meanwhile", PlaceOutcome.LEFT)
 
     def prefix(self, root: bytes, last: bytes) -> None:
         """Delete a named prefix, given its tenant and the key of its last block."""
@@ -243,33 +372,52 @@ class _Erasure:
         self.sweep([(b"", root)], chains.of_all_groups(chosen))
 
     def _chains(self, root: bytes) -> StoredChains:
-        return StoredChains(block for block in self._scan() if block.name.startswith(root, FINGERPRINT_BYTES))
+        """The blocks of a root in all tiers that can be scanned."""
+        found: list[StoredBlock] = []
 
-    def _scan(self) -> Iterator[StoredBlock]:
-        return self._store.scan(deadline=time.monotonic() + SCAN_WITHIN)
+        def work(tier: StoreTier) -> None:
+            for block in tier.stream(lambda: tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN)):
+                if block.name.startswith(root, FINGERPRINT_BYTES):
+                    found.append(block)
+
+        self._each(self._store.tiers, work)
+        return StoredChains(found)
 
     def remove_records(self, wanted: Callable[[str], bool]) -> None:
         """Delete the named prefixes and retentions whose record keys are wanted."""
-        try:
-            keys = [key for kind in _KINDS for key in self._store.records(kind, deadline=_deadline()) if wanted(key)]
-            self._records += [key for key in keys if self._store.delete_record(key, deadline=_deadline())]
-        except StoreError as error:
-            self._unreachable["records"] = error.message
+
+        def deleted(tier: StoreTier) -> Iterator[str]:
+            problem: StoreError | None = None
+            for kind in _KINDS:
+                try:
+                    keys = tier.store.records(kind, deadline=step_deadline(math.inf))
+                except PartialListing as error:
+                    keys, problem = error.keys, error
+                for key in filter(wanted, keys):
+                    tier.store.delete_record(key, deadline=step_deadline(math.inf))
+                    yield key
+            if problem is not None:
+                raise copy_error(StoreUnreadable(problem.message))
+
+        def work(tier: StoreTier) -> None:
+            for key in tier.stream(lambda: deleted(tier)):
+                self._records.add(key)
+
+        self._each([tier for tier in self._store.tiers if self._store.keeps_records(tier)], work)
 
     def count(self, wanted: Callable[[Name], bool]) -> int:
         """Count the copies of wanted blocks in all tiers that could be reached."""
-        tiers = (tier for tier in self._store.tiers if tier.label not in self._unreachable)
+        failed = {one.tier for one in self._places.values() if not one.outcome.done}
+        tiers = (tier for tier in self._store.tiers if tier.label not in failed)
         return sum(wanted(name) for tier in tiers for names in _listed(tier, (b"", b""), None) for name in names)
 
     def receipt(self, what: str, unknown: int = 0) -> Receipt:
-        found = sum(self._removed.values()) + self._left
-        unreachable, widened = self._unreachable, self._widened
-        return Receipt(what, found, self._removed, self._records, self._left, unreachable, unknown, widened)
+        return Receipt(what, list(self._places.values()), sorted(self._records), unknown, self._widened)
 
 
-def _listed(tier: StoreTier, place: tuple[bytes, bytes], chosen: Collection[Name] | None) -> Iterator[list[Name]]:
+def _listed(tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> Iterator[list[Name]]:
     """The blocks of a tier with this layout and root, in batches."""
-    for batch in tier.store.list_names(*place, deadline=time.monotonic() + SCAN_WITHIN):
+    for batch in tier.stream(lambda: tier.store.list_names(*prefix, deadline=time.monotonic() + SCAN_WITHIN)):
         names = [name for name in dict.fromkeys(batch) if chosen is None or name in chosen]
         if names:
             yield names

@@ -13,10 +13,11 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from foreword.blocks.layout import ROOT_BYTES
 from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
@@ -55,7 +56,7 @@ class ChainQuarantine:
     Args:
         store: None if the engine has no stores.
         fingerprint: of the model, hexadecimal.
-        flush: waits until blocks in the write queue are in the stores.
+        drop: drops what waits to be written of chains whose roots begin with these bytes.
 
     Attributes:
         keys, roots, device: see `engine.hit_audit.Quarantine`.
@@ -66,14 +67,14 @@ class ChainQuarantine:
         self,
         store: TieredStore | None,
         fingerprint: str,
-        flush: Callable[[float], object] = lambda _: None,
+        drop: Callable[[Sequence[bytes]], object] = lambda _: None,
     ) -> None:
         self.keys: frozenset[bytes] = frozenset()
         self.roots: frozenset[bytes] = frozenset()
         self.device = False
         self.on_change: Callable[[], object] = lambda: None
         self._store = store
-        self._flush = flush
+        self._drop = drop
         self._prefix = f"quarantine/{fingerprint[:32]}/"
         self._lock = threading.Lock()
         self._chains: dict[str, QuarantinedChain] = {}
@@ -149,7 +150,7 @@ class ChainQuarantine:
         try:
             data = json.dumps(asdict(chain), sort_keys=True).encode()
             self._store.put_record(record, data, deadline=time.monotonic() + _TIMEOUT)
-            self._flush(_FLUSH_SECONDS)
+            self._drop([bytes.fromhex(chain.root)[:ROOT_BYTES]])
             receipt = forget_chain(self._store, bytes.fromhex(chain.root), bytes.fromhex(chain.key), depth)
         except StoreError as error:
             log.error("quarantine: the stores could not be told of the chain %s: %s", chain.key, error.message)

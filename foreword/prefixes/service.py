@@ -188,6 +188,12 @@ class PrefixService:
             self._unpin_stored([prefix.tokens], salt)
         return prefix
 
+    def drop(self, salt: bytes) -> None:
+        """Remove the prefixes of a tenant here, whose records and blocks an erasure removes from the stores."""
+        with self._changing:
+            for prefix in self.book.list(salt=salt):
+                self.book.remove(prefix.name, salt=salt)
+
     def _unpin_stored(self, removed: Sequence[Sequence[int]], salt: bytes) -> None:
         if self._storage is not None:
             needed = [prefix.tokens for prefix in self.book.list(salt=salt)]

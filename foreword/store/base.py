@@ -17,23 +17,34 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
-from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable, StoreUnreadable
 from foreword.store.frame import Frame, read_header
 
 Name = bytes
 
 # What `Store.get` returns for a block that it did not read, in place of a length.
 MISSING: Final = 0
-BAD: Final = -1  # something is stored under the name, but it cannot be a frame: empty, too long, unreadable
+BAD: Final = -1  # something is stored under the name, but it cannot be a frame: empty, too long, a pipe
 FAILED: Final = -2  # the store could not tell in time: a node that does not answer, an error, the deadline
+UNREADABLE: Final = -3  # the device or its permissions do not let this block be read, which may pass
+FOREIGN: Final = -4  # not for this reader: signed with a key that it does not have, or of another codec or version
 RECORD_BYTES: Final = 8 << 20
+STEP_SECONDS: Final = 5.0  # within which a place answers a step of a long call, or counts as unreachable
 _LISTED: Final = 1024
 _RECORD_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+
+
+class PartialListing(StoreUnreadable):
+    """A listing of records that is not complete. `keys`: what was found."""
+
+    def __init__(self, message: str, keys: Sequence[str]) -> None:
+        super().__init__(message)
+        self.keys = sorted(keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,27 @@ class StoreStatus:
     pin_budget: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """A step of an erasure: what was removed, or why something may be left.
+
+    Attributes:
+        removed: how many copies of blocks, or records, were there.
+        place: a folder or a node; "" for the store as a whole.
+        problem: why the place may still have some; "" if it has none.
+        unreadable: the place was reached, and could not be read.
+    """
+
+    removed: int = 0
+    place: str = ""
+    problem: str = ""
+    unreadable: bool = False
+
+    @classmethod
+    def failed(cls, error: StoreError, place: str = "") -> Erased:
+        return cls(0, place, error.message, isinstance(error, StoreUnreadable))
+
+
 class Store(Protocol):
     """A store of blocks and records. All methods are thread-safe.
 
@@ -146,8 +178,9 @@ class Store(Protocol):
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         """Read each frame into its buffer (writable, contiguous, at least as long as the frame).
 
-        Returns, for each name, the length of the frame, or MISSING, BAD or FAILED. The bytes are not verified. At the
-        deadline the call returns what it has read until then. It raises only if it has read nothing and failed as a whole.
+        Returns, for each name, the length of the frame, or MISSING, BAD, FAILED, UNREADABLE or FOREIGN. Only what is BAD, or
+        fails verification, may be deleted. The bytes are not verified. At the deadline the call returns what it has read until
+        then. It raises only if it has read nothing and failed as a whole.
         """
         ...
 
@@ -185,12 +218,28 @@ class Store(Protocol):
         while batch := list(itertools.islice(names, _LISTED)):
             yield batch
 
-    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
-        """Delete the blocks that `list_names` lists, pinned ones too. Returns how many were there.
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        """Delete the blocks that `list_names` lists, or those of them that are chosen, pinned ones too.
 
+        Yields a step after each batch, and one for each place that fails: the others are erased all the same. Does not raise.
         It may be repeated after a failure and then continues. Blocks that are added meanwhile may stay.
         """
-        return sum(self.delete(names, deadline=deadline) for names in self.list_names(layout, root, deadline=deadline))
+        try:
+            for batch in self.list_names(layout, root, deadline=deadline):
+                names = batch if chosen is None else [name for name in batch if name in chosen]
+                yield Erased(self.delete(names, deadline=step_deadline(deadline)) if names else 0)
+        except StoreError as error:
+            yield Erased.failed(error)
+
+    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
+        """Delete blocks as `erase_steps` does. Returns how many were there. Raises StoreError if some may be left."""
+        steps = list(self.erase_steps(layout, root, deadline=deadline))
+        problem = next((one.problem for one in steps if one.problem), "")
+        if problem:
+            raise StoreUnavailable(problem)
+        return sum(one.removed for one in steps)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         """Store a record of up to 8 MiB, replacing the previous one. A key is parts of `[A-Za-z0-9._-]` joined by `/`."""
@@ -201,7 +250,8 @@ class Store(Protocol):
     def delete_record(self, key: str, *, deadline: float) -> bool: ...
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
-        """List the record keys that start with `prefix`, sorted."""
+        """List the record keys that start with `prefix`, sorted. Raises PartialListing with those that were found if a place
+        could not be read."""
         ...
 
     def status(self) -> StoreStatus:
@@ -216,6 +266,11 @@ class Store(Protocol):
 def has_prefix(name: Name, layout: bytes, root: bytes) -> bool:
     """Whether a block has this layout and a root that begins with these bytes; b"" stands for any."""
     return name.startswith(layout) and name.startswith(root, FINGERPRINT_BYTES)
+
+
+def step_deadline(deadline: float) -> float:
+    """The deadline of one step of a long call. A place that does not answer a step does not answer at all."""
+    return min(deadline, time.monotonic() + STEP_SECONDS)
 
 
 def time_left(deadline: float) -> float:

@@ -46,6 +46,8 @@ UNKEYED: Final = 0
 UNAUTHENTICATED: Final = (1 << 32) - 1  # the key id that a frame with a wrong signature gets; no key has it
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
+# Reasons of BadFrame for a frame that another reader may use: one with its key, its version of the format, its codec.
+FOREIGN_REASONS: Final = frozenset({"unknown_key", "version"})
 _KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
 _KEY_AT: Final = 128
 _PREFIX_AT: Final = 8
@@ -155,8 +157,8 @@ def read_header(data: bytes | memoryview) -> Header:
         raise BadFrame("magic", "this is not a Foreword block, or not all of it")
     if version != VERSION:
         raise BadFrame("version", f"format version {version} is not {VERSION}, which this program reads")
-    if reserved or more != _RESERVED or (key_id == UNKEYED and any(nonce)):
-        raise BadFrame("reserved", "reserved bytes are not zero")
+    if reserved or more != _RESERVED or (key_id != UNAUTHENTICATED and (key_id == UNKEYED) == any(nonce)):
+        raise BadFrame("reserved", "reserved bytes are not zero, or there is a key without a nonce")
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
 
 
@@ -178,15 +180,18 @@ def check(data: memoryview, name: bytes | None = None, *, authenticated: bool = 
     """Verify that `data` is an intact frame, and the one called `name` if given. Raises BadFrame.
 
     The checksum is compared last, so the error names the specific defect where there is one. It is not compared if a
-    signature over the same bytes was verified (`authenticated`).
+    signature over the same bytes was verified (`authenticated`). The reasons in `FOREIGN_REASONS` do not say that the frame is
+    damaged.
     """
     header = read_header(data)
     if name is not None and header.name != name:
         raise BadFrame("name", "another block is stored under this name")
     if len(data) != header.length + HEADER_BYTES:
         raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {header.length + HEADER_BYTES}")
+    if header.key_id == UNAUTHENTICATED:
+        raise BadFrame("unauthenticated", "the signature is not that of the block")
     if header.key_id != UNKEYED:
-        raise BadFrame("unauthenticated", "the signature was not verified: no key, or not that of this deployment")
+        raise BadFrame("unknown_key", "the block is signed, and its key is not known here")
     end = header.length + _SUMMED
     if not authenticated and _checksum(data[: header.length], data[header.length : end]) != data[end:]:
         raise BadFrame("checksum", "the checksum does not match")

@@ -20,7 +20,7 @@ from typing import Final
 
 from foreword.config import ENV_PREFIX, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError
-from foreword.store.base import BAD, Name, Store, StoreStatus
+from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus
 from foreword.store.frame import (
     NONCE_BYTES,
     TAG_BYTES,
@@ -31,7 +31,7 @@ from foreword.store.frame import (
     read_key,
     set_key,
 )
-from foreword.store.wrappers import StoreWrapper
+from foreword.store.wrappers import FormChanger
 
 _RECORD: Final = struct.Struct(f"<4sI{NONCE_BYTES}s{TAG_BYTES}s")
 _RECORD_MAGIC: Final = b"FWRA"
@@ -86,9 +86,12 @@ class KeyRing:
         signed = data(self._signing, nonce)
         return self._cipher(self._signing, scope).encrypt(nonce, b"", signed)
 
+    def knows(self, number: int) -> bool:
+        return number in self._texts
+
     def verifies(self, number: int, scope: bytes, nonce: bytes, tag: bytes, data: bytes | memoryview) -> bool:
         """Whether the tag is that of the data under a known key."""
-        if number not in self._texts:
+        if not self.knows(number):
             return False
         try:
             self._cipher(number, scope).decrypt(nonce, tag, data)
@@ -97,11 +100,12 @@ class KeyRing:
         return True
 
 
-class AuthenticatedStore(StoreWrapper):
+class AuthenticatedStore(FormChanger):
     """Signs what is written to `inner`, and passes on only what is signed.
 
-    A frame without a valid tag is returned with a key id that no reader has: `frame.check` refuses it as `unauthenticated`, and
-    the tier deletes it. Such a record counts as missing. Records are bound to their keys.
+    A frame whose tag is not that of its key is returned with a key id that no reader has: `frame.check` refuses it as
+    `unauthenticated`, and the tier deletes it. One without a tag, or with the tag of an unknown key, is FOREIGN; the first is
+    replaced when the block is put. Records without a valid tag count as missing. Records are bound to their keys.
     """
 
     authenticates = True
@@ -113,7 +117,7 @@ class AuthenticatedStore(StoreWrapper):
         self._lock = threading.Lock()
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return self.inner.put([self._signed(frame) for frame in frames], deadline=deadline)
+        return self.put_changed([self._signed(frame) for frame in frames], deadline=deadline)
 
     def _signed(self, frame: Frame) -> Frame:
         """A signed copy: other tiers use the frame's memory."""
@@ -131,23 +135,30 @@ class AuthenticatedStore(StoreWrapper):
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths = self.inner.get(names, buffers, deadline=deadline)
-        for buffer, length in zip(buffers, lengths, strict=True):
-            if length > 0:
-                self._verify(buffer[:length])
-        return [length if length <= len(buffer) else BAD for buffer, length in zip(buffers, lengths, strict=True)]
+        return [self._verified(*item) if item[2] > 0 else item[2] for item in zip(names, buffers, lengths, strict=True)]
 
-    def _verify(self, data: memoryview) -> None:
-        """Make a signed frame one without a signature, as it was before. What `frame.check` refuses stays as it is."""
+    def _verified(self, name: Name, buffer: memoryview, length: int) -> int:
+        """Make a signed frame one without a signature, as it was before. What `frame.check` refuses stays as it is. Returns the
+        result of `get`."""
+        if length > len(buffer):
+            return BAD
+        data = buffer[:length]
         try:
             scope, number, nonce = read_key(data)
         except BadFrame:
-            return
+            return length
+        if not self._keys.knows(number):
+            self._count("unauthenticated")
+            if number == UNKEYED:
+                self.note_replaceable(name)
+            return FOREIGN
         if self._keys.verifies(number, scope, nonce, bytes(data[-TAG_BYTES:]), data[:-TAG_BYTES]):
             set_key(data, UNKEYED, bytes(NONCE_BYTES))
             data[-TAG_BYTES:] = bytes(TAG_BYTES)
         else:
             self._count("unauthenticated")
             set_key(data, UNAUTHENTICATED, bytes(NONCE_BYTES))
+        return length
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         head = b""

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
-from foreword.errors import BadFrame, StoreError, StoreFull, StoreHung, StoreReadOnly, StoreTimeout
+from foreword.errors import (
+    BadFrame,
+    StoreError,
+    StoreFull,
+    StoreHung,
+    StoreReadOnly,
+    StoreTimeout,
+    StoreUnavailable,
+)
 from foreword.store.admission import Admission, AdmissionRule, BlockUse
-from foreword.store.base import BAD, FAILED, MISSING, Name, Store, StoreStatus, copy_error
+from foreword.store.base import (
+    BAD,
+    FAILED,
+    FOREIGN,
+    STEP_SECONDS,
+    UNREADABLE,
+    Erased,
+    Name,
+    Store,
+    StoreStatus,
+    copy_error,
+)
 from foreword.store.circuit_breaker import CircuitBreaker
-from foreword.store.frame import Frame, Header, check
+from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
 from foreword.store.parallel import divide
 from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_threads import TierCall, TierThreads
@@ -22,7 +44,7 @@ from foreword.store.tier_threads import TierCall, TierThreads
 log = logging.getLogger("foreword.store")
 
 Result = TypeVar("Result")
-# What became of a block: a verified frame, the reason why it is bad, MISSING or FAILED.
+# What became of a block: a verified frame, the reason why it is damaged, or MISSING, FAILED, UNREADABLE or FOREIGN.
 Outcome = Frame | str | int
 # Called with the positions of blocks whose buffers a store may still write into, and the call that does.
 OnLate = Callable[[Sequence[int], TierCall[list[Outcome]]], None]
@@ -31,6 +53,19 @@ _PROBE_SECONDS: Final = 5.0
 _DELETE_SECONDS: Final = 1.0
 _STATUS_SECONDS: Final = 0.5
 _CLOSE_SECONDS: Final = 5.0
+# How long a block that cannot be used is taken for absent, and how many are.
+_SET_ASIDE: Final = {UNREADABLE: 5.0, FOREIGN: 60.0}
+_MAX_SET_ASIDE: Final = 65_536
+_KINDS: Final = {FAILED: "block_failed", UNREADABLE: "block_unreadable", FOREIGN: "block_foreign"}
+_UNREAD_TO_OPEN: Final = 3
+
+
+class _End:
+    """Follows the last result of a stream."""
+
+
+_END: Final = _End()
+_LOOKED_AGAIN: Final = 16  # damaged blocks are read again in batches of this size
 
 
 class StoreTier:
@@ -72,6 +107,8 @@ class StoreTier:
         self._status = StoreStatus()
         self._refusal = store.refusal
         self._probed: Sequence[Name] = ()
+        self._set_aside: dict[Name, float] = {}
+        self._unread = 0  # reads in succession in which the device gave no block
         self._deleting: dict[threading.Event, float] = {}  # running deletions of bad blocks, and their deadlines
 
     def subscribe(self, listener: Callable[[bool, Sequence[Name]], None]) -> None:
@@ -140,8 +177,8 @@ class StoreTier:
         with contextlib.suppress(StoreError):
             self._threads.start(look_up)
 
-    def _failed(self, error: Exception) -> None:
-        if self.breaker.failed():
+    def _failed(self, error: Exception, *, certain: bool = False) -> None:
+        if self.breaker.failed(certain=certain):
             self._log_opened(error.message if isinstance(error, StoreError) else type(error).__name__)
         self.count_error(error)
 
@@ -165,14 +202,24 @@ class StoreTier:
         """Count the blocks from the first one on. `before` are the known ones before it in the chain."""
         self._probed = names[:1]
         self._note_chain(before, names)
-        return self._look_up(lambda: self.store.lookup(names, deadline=deadline), 0, bool, deadline)
+        usable = names
+        if self._set_aside:
+            usable = list(itertools.takewhile(lambda name: not self._is_set_aside(name), names))
+        return self._look_up(lambda: self.store.lookup(usable, deadline=deadline), 0, bool, deadline)
 
     def present(
         self, names: Sequence[Name], deadline: float, before: Sequence[Name] = ()
     ) -> tuple[list[bool], LookupOutcome]:
         self._note_chain(before, names)
         nothing = [False] * len(names)
-        return self._look_up(lambda: self.store.present(names, deadline=deadline), nothing, any, deadline)
+        found, outcome = self._look_up(lambda: self.store.present(names, deadline=deadline), nothing, any, deadline)
+        if self._set_aside:
+            found = [there and not self._is_set_aside(name) for name, there in zip(names, found, strict=True)]
+        return found, outcome
+
+    def _is_set_aside(self, name: Name) -> bool:
+        """Whether a block is there, but could not be used when it was read a short time ago."""
+        return time.monotonic() < self._set_aside.get(name, 0.0)
 
     def _note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
         if before and names:
@@ -222,7 +269,8 @@ class StoreTier:
         deadline: float,
         on_late: OnLate | None = None,
     ) -> list[Frame | None]:
-        """Read and verify frames. None for each one that is missing, bad or failed. Bad ones are deleted.
+        """Read and verify frames. None for each one that is missing, damaged or not read. Those that are damaged when they are
+        read once more, too, are deleted. Those that the device does not give, or that are for other readers, are left.
 
         A store that hangs may write into a buffer after this call has ended. `on_late` learns of such buffers; without it,
         a store that may block reads into memory of its own, and what it has read is copied.
@@ -239,7 +287,7 @@ class StoreTier:
         if private:
             frames = [_copied(*pair) for pair in zip(frames, buffers, strict=True)]
         if self._count_read(frames, time.perf_counter() - started) < len(names):
-            self._count_faults(names, outcomes, deadline)
+            self._count_faults(names, [len(buffer) for buffer in buffers], outcomes, deadline)
         return frames
 
     def _read(
@@ -257,13 +305,26 @@ class StoreTier:
             outcomes += self._inline(names[parts[0]], buffers[parts[0]], deadline, errors)
         for part, call in zip(parts[inline:], running, strict=True):
             outcomes += self._outcomes(part, call, deadline, on_late, errors)
-        if any(isinstance(one, Frame) or one != FAILED for one in outcomes):
+        self._note_read(outcomes, errors)
+        return outcomes
+
+    def _note_read(self, outcomes: Sequence[Outcome], errors: Sequence[Exception]) -> None:
+        """Tell the circuit breaker how a read went. A device that gives no block at all fails, whatever lookups say: they may
+        need no device."""
+        others = [one for one in outcomes if not isinstance(one, Frame)]
+        read = len(others) < len(outcomes) or any(isinstance(one, str) or one == FOREIGN for one in others)
+        unreadable = UNREADABLE in others
+        if outcomes and not read and (unreadable or all(one == FAILED for one in others)):
+            kind = StoreUnavailable if unreadable else StoreTimeout
+            error = errors[0] if errors else kind("no block could be read")
+            self._unread += not isinstance(error, StoreTimeout)
+            self._failed(error, certain=self._unread >= _UNREAD_TO_OPEN)
+            return
+        self._unread = 0
+        if outcomes:
             for error in errors:
                 self.count_error(error)
             self._succeeded()
-        elif outcomes:
-            self._failed(errors[0] if errors else StoreTimeout("no block could be read"))
-        return outcomes
 
     def _started(
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float
@@ -320,26 +381,41 @@ class StoreTier:
                 self.read_rate.note(read, seconds)
         return found
 
-    def _count_faults(self, names: Sequence[Name], outcomes: Sequence[Outcome], deadline: float) -> None:
-        """Count bad and failed blocks, and delete bad ones so that they can be stored again."""
-        failed = sum(not isinstance(one, Frame) and one == FAILED for one in outcomes)
-        if 0 < failed < len(outcomes):
-            self._count_error("block_failed", failed)
-        bad = {name: one for name, one in zip(names, outcomes, strict=True) if isinstance(one, str)}
-        if not bad:
-            return
-        with self._lock:
-            self.counters.bad.update(bad.values())
-        if self.writable:
-            self._delete_bad(list(bad), deadline)
+    def _count_faults(
+        self, names: Sequence[Name], sizes: Sequence[int], outcomes: Sequence[Outcome], deadline: float
+    ) -> None:
+        """Count blocks that are damaged or were not read. Delete damaged ones so that they can be stored again, and set those
+        aside that are there and of no use now."""
+        now, bad = time.monotonic(), dict[Name, int]()
+        reasons, kinds = Counter[str](), Counter[int]()
+        for name, size, one in zip(names, sizes, outcomes, strict=True):
+            if isinstance(one, str):
+                bad[name] = size
+                reasons[one] += 1
+            elif isinstance(one, int):
+                kinds[one] += 1
+                if one in _SET_ASIDE and len(self._set_aside) < _MAX_SET_ASIDE:
+                    self._set_aside[name] = now + _SET_ASIDE[one]
+        for kind, word in _KINDS.items():
+            if kinds[kind] and (kind != FAILED or kinds[kind] < len(outcomes)):
+                self._count_error(word, kinds[kind])
+        if len(self._set_aside) == _MAX_SET_ASIDE:
+            self._set_aside = {name: until for name, until in self._set_aside.items() if until > now}
+        if bad:
+            with self._lock:
+                self.counters.bad.update(reasons)
+            if self.writable:
+                self._delete_bad(bad, deadline)
 
-    def _delete_bad(self, names: Sequence[Name], deadline: float) -> None:
-        """Delete blocks. Waits for it until the deadline; a slow store does it later, before it stores any."""
+    def _delete_bad(self, sizes: Mapping[Name, int], deadline: float) -> None:
+        """Delete blocks, given the lengths of buffers for them, that are still damaged when they are read again: what a network
+        or a cable has changed on the way is sound where it is stored. Waits for it until the deadline; a slow store does it
+        later, before it stores any."""
         done, until = threading.Event(), time.monotonic() + _DELETE_SECONDS
 
         def work() -> None:
             try:
-                self._delete(names, until)
+                self.delete_damaged(sizes, until)
             except Exception as error:  # noqa: BLE001 - as in `attempt`
                 self.count_error(error)
             finally:
@@ -354,6 +430,26 @@ class StoreTier:
                 work()
         except StoreError:
             del self._deleting[done]
+
+    def examine(self, names: Sequence[Name], sizes: Sequence[int], deadline: float) -> list[Outcome]:
+        """Read and verify blocks, given the lengths of buffers for them, without a count and without a consequence. All FAILED
+        if the call fails."""
+        buffers = [memoryview(bytearray(size)) for size in sizes]
+        try:
+            return self._read_part(names, buffers, deadline)
+        except StoreError:
+            return [FAILED] * len(names)
+
+    def delete_damaged(self, sizes: Mapping[Name, int], deadline: float) -> int:
+        """Read blocks, given the lengths of buffers for them, and delete those that are damaged. Returns how many. Raises
+        StoreError."""
+        count, names = 0, list(sizes)
+        for low in range(0, len(names), _LOOKED_AGAIN):
+            batch = names[low : low + _LOOKED_AGAIN]
+            outcomes = self.examine(batch, [sizes[name] for name in batch], deadline)
+            damaged = [name for name, one in zip(batch, outcomes, strict=True) if isinstance(one, str)]
+            count += self._delete(damaged, deadline) if damaged else 0
+        return count
 
     # Writing
 
@@ -420,16 +516,51 @@ class StoreTier:
         self._notify(False, names)
         return count
 
-    def erase(self, layout: bytes, root: bytes, deadline: float) -> int:
-        """Delete all blocks with this layout and root (b"": any), even if the circuit breaker is open. Returns how many were
-        present. Raises StoreError."""
-        return self.call(lambda: self._erase(layout, root, deadline), deadline)
+    def erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
+        """Delete all blocks with this layout and root (b"": any), or those of them that are chosen, even if the circuit breaker
+        is open. Yields what `Store.erase_steps` does. Raises StoreHung."""
+        return self.stream(lambda: self._erase(layout, root, chosen, deadline))
 
-    def _erase(self, layout: bytes, root: bytes, deadline: float) -> int:
+    def _erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
         if self._listener is not None:
-            for names in self.store.list_names(layout, root, deadline=deadline):
-                self._notify(False, names)
-        return self.store.erase(layout, root, deadline=deadline)
+            with contextlib.suppress(StoreError):
+                for names in self.store.list_names(layout, root, deadline=deadline):
+                    self._notify(False, names if chosen is None else [name for name in names if name in chosen])
+                    yield Erased()
+        yield from self.store.erase_steps(layout, root, chosen=chosen, deadline=deadline)
+
+    def stream(self, start: Callable[[], Iterator[Result]]) -> Iterator[Result]:
+        """The results of a call of the store that may be long, such as a listing. Raises what it raises, and StoreHung if none
+        comes for twice the time of a step."""
+        if not self.blocking:
+            yield from start()
+            return
+        results: queue.SimpleQueue[Result | _End] = queue.SimpleQueue()
+        left = threading.Event()
+
+        def work() -> None:
+            try:
+                for result in start():
+                    if left.is_set():
+                        return
+                    results.put(result)
+            finally:
+                results.put(_END)
+
+        call = self._threads.start(work)
+        try:
+            while True:
+                try:
+                    result = results.get(timeout=2 * STEP_SECONDS)
+                except queue.Empty:
+                    call.result(time.monotonic())
+                    raise StoreHung("a store does not go on") from None
+                if isinstance(result, _End):
+                    call.result(time.monotonic() + STEP_SECONDS)
+                    return
+                yield result
+        finally:
+            left.set()
 
     def _notify(self, stored: bool, names: Sequence[Name]) -> None:
         if self._listener is not None and names:
@@ -461,13 +592,13 @@ def used_once(positions: Sequence[int], call: TierCall[list[Outcome]]) -> None:
 
 def _outcome(name: Name, buffer: memoryview, size: int, authenticated: bool) -> Outcome:
     if size == BAD:
-        return "unreadable"
+        return "no_frame"
     if size <= 0:
-        return FAILED if size == FAILED else MISSING
+        return size
     try:
         return check(buffer[:size], name, authenticated=authenticated)
     except BadFrame as error:
-        return error.reason
+        return FOREIGN if error.reason in FOREIGN_REASONS else error.reason
 
 
 def _copied(frame: Frame | None, buffer: memoryview) -> Frame | None:

@@ -23,13 +23,19 @@ from typing import Any, Final
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreError
 from foreword.store.admission import AdmissionRule, BlockUse
-from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus
+from foreword.store.base import MISSING, Name, PartialListing, Store, StoredBlock, StoreStatus
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tier_threads import TierCall
 
 Tiers = tuple[int, ...]  # indexes of tiers
+OnFailure = Callable[[StoreTier, StoreError], None]
+
+
+def raise_failure(tier: StoreTier, error: StoreError) -> None:
+    raise error
+
 
 _WARM_UP_SECONDS: Final = 5.0
 
@@ -358,11 +364,16 @@ class TieredStore(Store):
         ]
         return any(gone)
 
-    def records(self, prefix: str, *, deadline: float) -> list[str]:
-        """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted."""
+    def records(self, prefix: str, *, deadline: float, failed: OnFailure = raise_failure) -> list[str]:
+        """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted. Unless `failed`
+        takes the error."""
         keys: set[str] = set()
         for tier in self._record_tiers:
-            keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
+            try:
+                keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
+            except StoreError as error:
+                failed(tier, error)
+                keys.update(error.keys if isinstance(error, PartialListing) else ())
         return sorted(keys)
 
     # Status

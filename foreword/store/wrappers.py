@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Final
 
 from foreword.errors import StoreError
 from foreword.store.base import (
     MISSING,
+    Erased,
     Name,
     Store,
     StoredBlock,
@@ -16,6 +18,8 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.frame import Frame
+
+_MAX_REPLACEABLE: Final = 65_536
 
 
 class StoreWrapper(Store):
@@ -78,9 +82,14 @@ class StoreWrapper(Store):
         self.before_call(deadline)
         return self.inner.list_names(layout, root, deadline=deadline)
 
-    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
-        self.before_call(deadline)
-        return self.inner.erase(layout, root, deadline=deadline)
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        try:
+            self.before_call(deadline)
+        except StoreError as error:
+            return iter([Erased.failed(error)])
+        return self.inner.erase_steps(layout, root, chosen=chosen, deadline=deadline)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self.before_call(deadline)
@@ -103,6 +112,30 @@ class StoreWrapper(Store):
 
     def close(self) -> None:
         self.inner.close()
+
+
+class FormChanger(StoreWrapper):
+    """A wrapper whose frames have a form of their own in `inner`: signed, or encoded.
+
+    A frame in another form is FOREIGN: other readers may use it, so nobody deletes it. A subclass that would store the block in
+    its own form notes the name in `replaceable`; the next `put` of the block replaces the frame.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self._replaceable: set[Name] = set()
+
+    def note_replaceable(self, name: Name) -> None:
+        if len(self._replaceable) < _MAX_REPLACEABLE:
+            self._replaceable.add(name)
+
+    def put_changed(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        """Store frames that have this store's form, also in place of others."""
+        names = [frame.name for frame in frames if frame.name in self._replaceable] if self._replaceable else []
+        if names:
+            self.inner.delete(names, deadline=deadline)
+            self._replaceable.difference_update(names)
+        return self.inner.put(frames, deadline=deadline)
 
 
 class LocalRecords(Store):

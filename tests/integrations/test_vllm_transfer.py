@@ -17,13 +17,7 @@ from vllm_process import BLOCK, RemoteVllm, make_model, needs_vllm, prompts, vll
 pytestmark = needs_vllm
 
 SECRET = "a secret of the right length for tests"
-# A refused hand-off is a warning.
-ENVIRONMENT = {
-    "FOREWORD_TEST_SECRET": SECRET,
-    "FOREWORD_OTHER_SECRET": SECRET[::-1],
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-}
+ENVIRONMENT = {"FOREWORD_TEST_SECRET": SECRET, "FOREWORD_OTHER_SECRET": SECRET[::-1]}
 # Generous, for a busy machine.
 PATIENCE = {"connect_timeout": 60.0, "answer_timeout": 60.0, "beat_seconds": 20.0}
 TRANSFER = {"secret_env": "FOREWORD_TEST_SECRET", **PATIENCE}

@@ -24,7 +24,9 @@ from foreword.referee.process import VLLM_MODULES, VLLM_VARIABLES, Forked, Forks
 PYTHON = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parent.parent
-_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **VLLM_VARIABLES}
+# Warnings are for the tests; scripts print their results.
+_LOGGING = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", **VLLM_VARIABLES, **_LOGGING}
 _SERVE = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server")
 _forks = Forks(PYTHON, _ENVIRONMENT, (*VLLM_MODULES, *_SERVE))
 atexit.register(_forks.close)

@@ -229,7 +229,7 @@ def test_tools(start: Start, tmp_path: Path) -> None:
     assert found.returncode == 1 and json.loads(found.stdout)["disk"]["bad"] == {"checksum": 1}
     assert run("verify", where, "--repair").returncode == 0
     assert json.loads(run("verify", where, "--json").stdout)["disk"] == {
-        "sound": blocks - 1, "bad": {}, "gone": 0, "bytes": found_bytes(where), "removed": 0
+        "sound": blocks - 1, "bad": {}, "gone": 0, "unread": 0, "foreign": 0, "bytes": found_bytes(where), "removed": 0
     }  # fmt: skip
     for arguments in (["inspect", "nonsense://x"], ["forget", where], ["forget", where, "--prefix", "none"]):
         failed = run(*arguments)

@@ -75,11 +75,11 @@ def test_a_frame_of_version_1_is_refused_as_such():
 
 
 def test_a_signed_frame_is_refused_without_the_key():
-    """A frame that is signed is refused with the reason `unauthenticated` where its signature was not verified."""
-    data = frame(replace(HEADER, key_id=7), bytes(100)).data
+    """A frame that is signed is refused with the reason `unknown_key` where its signature was not verified."""
+    data = frame(replace(HEADER, key_id=7, nonce=bytes(range(12))), bytes(100)).data
     with pytest.raises(BadFrame) as raised:
         check(data)
-    assert raised.value.reason == "unauthenticated"
+    assert raised.value.reason == "unknown_key"
 
 
 @given(headers, st.binary(max_size=300), st.integers(0, 50))
@@ -151,7 +151,8 @@ def test_arbitrary_bytes_raise_badframe(noise: bytes, dressed: bool):
         (110, b"\x01", "reserved"),
         (140, b"\x01", "reserved"),
         (120, b"\x65", "length"),
-        (128, b"\x01", "unauthenticated"),
+        (128, b"\x01", "reserved"),
+        (128, b"\x01\x00\x00\x00\x01", "unknown_key"),
     ],
 )
 def test_the_reason_names_the_defect(offset: int, value: bytes, reason: str):

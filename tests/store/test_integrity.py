@@ -78,7 +78,9 @@ def test_planted_blocks_are_refused(plain: MemoryStore) -> None:
     names = [one.name for one in planted]
     assert plain.lookup(names, deadline=later()) == PLANTED
     assert not any(fetched(victim, names))
-    assert victim.tiers[0].counters.bad["unauthenticated"] == PLANTED
+    counters = victim.tiers[0].counters
+    # Those without a signature may be for readers without a key.
+    assert counters.bad == {"unauthenticated": PLANTED * 3 // 4} and counters.errors["block_foreign"] == PLANTED // 4
     own.close()
 
 

@@ -306,7 +306,7 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
 
 
 def test_one_bad_block_costs_one_block(tiers: Tiers) -> None:
-    """A block that cannot be read is counted and deleted; the others of the batch are served, the tier is not skipped, and
+    """What is stored in place of a block and cannot be one is counted and deleted; the others of the batch are served, the tier is not skipped, and
     the next put heals the block."""
     frames = make_frames(9, 20, PAYLOAD)
     tiers.slow.put(frames, deadline=soon())
@@ -318,7 +318,7 @@ def test_one_bad_block_costs_one_block(tiers: Tiers) -> None:
         assert tiers.store.lookup(names_of(frames[bad : bad + 1]), deadline=soon()) == 0
         tiers.slow.put(frames, deadline=soon())
         assert read(tiers.store, frames) == whole(frames)
-    assert tier.counters.bad == {"unreadable": 3} and not tier.counters.errors and not tier.breaker.is_open
+    assert tier.counters.bad == {"no_frame": 3} and not tier.counters.errors and not tier.breaker.is_open
 
 
 def test_a_block_heals_while_it_is_deleted(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError
-from foreword.store.base import BAD, FAILED, Name, Store, StoreStatus, time_left
+from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, time_left
 from foreword.store.codecs.base import Codec, check_tokens
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, check, read_header, seal
-from foreword.store.wrappers import StoreWrapper
+from foreword.store.frame import FOREIGN_REASONS, HEADER_BYTES, RAW, Frame, check, read_header, seal
+from foreword.store.wrappers import FormChanger
 
 
 class _Scratch(threading.local):
@@ -27,12 +27,12 @@ def named_loss(*codecs: Codec) -> str:
     return "+".join(sorted({codec.name for codec in codecs if codec.lossy}))
 
 
-class CodedStore(StoreWrapper):
+class CodedStore(FormChanger):
     """Encodes frames on `put` and decodes them on `get`. All other calls go to the inner store unchanged.
 
     A frame is stored as it is if the codec does not make it smaller, or if it has another layout or is already encoded.
-    An encoded frame is verified before it is decoded; a bad one is BAD. Raw frames are
-    returned unverified, as by any store. `scan` lists the sizes of encoded frames.
+    An encoded frame is verified before it is decoded; a damaged one is BAD, an intact one of another codec or layout FOREIGN.
+    Raw frames are returned unverified, as by any store. `scan` lists the sizes of encoded frames.
 
     Args:
         layouts: layouts of the blocks to encode.
@@ -74,7 +74,7 @@ class CodedStore(StoreWrapper):
         ]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
-        return self.inner.put([self._encoded(frame, deadline) for frame in frames], deadline=deadline)
+        return self.put_changed([self._encoded(frame, deadline) for frame in frames], deadline=deadline)
 
     def status(self) -> StoreStatus:
         """The inner store's status, with notes `codec_*`. `codec_bad` counts frames that could not be decoded."""
@@ -101,7 +101,8 @@ class CodedStore(StoreWrapper):
         return seal(replace(header, codec=self._codec.number, length=len(data)), buffer)
 
     def _decoded(self, name: Name, buffer: memoryview, length: int, deadline: float) -> int:
-        """Decode the frame in `buffer` in place. Returns the length of the raw frame, or BAD, or FAILED at the deadline."""
+        """Decode the frame in `buffer` in place. Returns the length of the raw frame, or BAD, FOREIGN, or FAILED at the
+        deadline."""
         if length < HEADER_BYTES or length > len(buffer):
             return length
         try:
@@ -110,9 +111,11 @@ class CodedStore(StoreWrapper):
             if time.monotonic() >= deadline:
                 return FAILED
             raw_length = self._decode(name, buffer, length)
-        except BadFrame:
+        except BadFrame as error:
             self._count(bad=1)
-            return BAD
+            if error.reason == "codec":
+                self.note_replaceable(name)
+            return FOREIGN if error.reason in {*FOREIGN_REASONS, "codec", "layout"} else BAD
         self._count(decoded=1)
         return raw_length
 

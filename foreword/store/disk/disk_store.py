@@ -24,12 +24,24 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, Literal
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.base import FAILED, MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, time_left
+from foreword.store.base import (
+    FAILED,
+    MISSING,
+    UNREADABLE,
+    Erased,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    copy_error,
+    step_deadline,
+    time_left,
+)
 from foreword.store.disk.eviction import BlockBudget, in_groups
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
@@ -44,6 +56,7 @@ from foreword.store.frame import Frame
 _OPEN_TIMEOUT: Final = 10.0
 _CLOSE_TIMEOUT: Final = 1.0
 _SCAN_ROWS: Final = 1024
+_MAX_UNREADABLE: Final = 4096
 
 log = logging.getLogger("foreword.store")
 
@@ -94,6 +107,7 @@ class DiskStore(Store):
         self._records = RecordFiles(f"{self.path}/records")
         self._index = DiskIndex(f"{self.path}/index.sqlite", journal=journal, read_only=self.read_only)
         self._closed = False
+        self._unreadable: set[Name] = set()  # blocks whose files a put writes again
         self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0, found=0, stuck=0)
         self._opener = IndexOpener(self._index, self._files, self._notes, self._index_opened)
         self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
@@ -195,6 +209,8 @@ class DiskStore(Store):
                 lengths += [FAILED] * (len(names) - len(lengths))
                 break
             lengths.append(self._files.read(name, buffer) if is_name(name) else MISSING)
+            if lengths[-1] == UNREADABLE and len(self._unreadable) < _MAX_UNREADABLE:
+                self._unreadable.add(name)
         if FAILED in lengths and max(lengths) < MISSING:
             time_left(deadline)
             raise StoreUnavailable(f"no block in {self.path} can be read")
@@ -203,10 +219,14 @@ class DiskStore(Store):
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
 
-        Nothing is written while the files are listed for a new index.
+        Nothing is written while the files are listed for a new index. A file that could not be read is written again.
         """
         if not self._ready_to_write(deadline):
             return sum(self._files.size(one.name) == len(one.data) for one in frames)
+        for frame in frames if self._unreadable else ():
+            if frame.name in self._unreadable:
+                self._unreadable.discard(frame.name)
+                self._files.replace(frame.name, frame.data, self._writer.token())
         kept, full, now = 0, False, 0
         for part in in_groups(frames):
             if full:  # do not write the rest of the chain: it would lie behind a gap
@@ -279,6 +299,21 @@ class DiskStore(Store):
         while batch := list(itertools.islice(names, _SCAN_ROWS)):
             self._check_open(deadline)
             yield batch
+
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        """As in the contract. A folder that cannot be read is a place."""
+        problems: list[StoreError] = []
+        try:
+            self._check_open(deadline)
+            files = self._files.walk(layout, root, problems.append)
+            names = (one.name for one in files if one.token is None and (chosen is None or one.name in chosen))
+            while batch := list(itertools.islice(names, _SCAN_ROWS)):
+                yield Erased(self.delete(batch, deadline=step_deadline(deadline)))
+        except StoreError as error:
+            yield Erased.failed(error)
+        yield from map(Erased.failed, problems)
 
     # Records
 

@@ -20,14 +20,14 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, PREFIX_BYTES, key_of
-from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
-from foreword.store.base import BAD, FAILED, MISSING, Name
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
+from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _HEX: Final = 2 * FINGERPRINT_BYTES  # digits of a layout or a root
@@ -37,9 +37,21 @@ _BLOCK: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})(?:\.(.+))?")
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not block
 WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
-_BAD_FILE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EUCLEAN}
+_NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.ENODEV}  # a link, a socket or a device lies in the place of the file
+_UNREADABLE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.EUCLEAN}
 _CREATE_ATTEMPTS: Final = 5
 _FORBIDDEN: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+OnError = Callable[[StoreError], None]
+
+
+def raise_error(error: StoreError) -> None:
+    raise error
+
+
+def skip(error: StoreError) -> None:
+    """Go on with the next folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ class BlockFiles:
         return f"{parent}{key[:2]}/{key}"
 
     def read(self, name: Name, buffer: memoryview) -> int:
-        """Read a file into `buffer`. Returns its length, or MISSING, BAD or FAILED as `Store.get` does."""
+        """Read a file into `buffer`. Returns its length, or MISSING, BAD, FAILED or UNREADABLE as `Store.get` does."""
         try:
             handle = os.open(self.path(name), _READ)
         except OSError as error:
@@ -100,6 +112,14 @@ class BlockFiles:
         """Write a file completely or not at all. Raises StoreError."""
         path = self.path(name)
         write_atomically(path, f"{path}.{token}", data)
+
+    def replace(self, name: Name, data: memoryview, token: str) -> bool:
+        """Write a file of this length again, which cannot be read. False if it has another length. Raises StoreError."""
+        with contextlib.suppress(OSError):
+            if os.stat(self.path(name), follow_symlinks=False).st_size == len(data):
+                self.write(name, data, token)
+                return True
+        return False
 
     def free_bytes(self) -> int:
         """Bytes that the file system has for further files; 0 if it has none or cannot tell."""
@@ -122,20 +142,20 @@ class BlockFiles:
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(self.path(name)))
 
-    def walk(self, layout: bytes = b"", root: bytes = b"", *, skip_damaged: bool = False) -> Iterator[BlockFile]:
+    def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
-        Raises StoreError unless unreadable folders are skipped."""
-        for outer in _digit_folders(self.folder, layout, skip_damaged):
-            for inner in _digit_folders(outer, root, skip_damaged):
+        `on_error` is called for folders that cannot be read."""
+        for outer in _digit_folders(self.folder, layout, on_error):
+            for inner in _digit_folders(outer, root, on_error):
                 prefix = bytes.fromhex(outer[-_HEX:] + inner[-_HEX:])
-                for part in _folders(inner, skip_damaged):
-                    yield from _block_files(part.path, prefix, skip_damaged)
+                for part in _folders(inner, on_error):
+                    yield from _block_files(part.path, prefix, on_error)
 
     def remove_format_1(self) -> bool:
         """Remove the blocks of format 1, whose folders lie directly in those of their layouts. False if there are none."""
         found = False
-        for layout in _digit_folders(self.folder, b"", True):
-            for part in _folders(layout, True):
+        for layout in _digit_folders(self.folder, b"", skip):
+            for part in _folders(layout, skip):
                 if _FIRST_DIGITS.fullmatch(part.name):
                     found = True
                     shutil.rmtree(part.path, ignore_errors=True)
@@ -241,10 +261,12 @@ def _create_folders(path: str) -> None:
 
 
 def _failed_read(error: OSError) -> int:
-    """The result of a read that failed: an error of this file alone is BAD, any other is FAILED."""
+    """The result of a read that failed: UNREADABLE if it may be an error of this file alone."""
     if error.errno == errno.ENOENT:
         return MISSING
-    return BAD if error.errno in _BAD_FILE else FAILED
+    if error.errno in _NO_FILE:
+        return BAD
+    return UNREADABLE if error.errno in _UNREADABLE else FAILED
 
 
 def _read_all(handle: int, buffer: memoryview, size: int) -> int:
@@ -258,7 +280,7 @@ def _read_all(handle: int, buffer: memoryview, size: int) -> int:
     return done
 
 
-def _entries(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
+def _entries(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
     """The entries of a folder, none if it does not exist."""
     try:
         with os.scandir(path) as entries:
@@ -266,26 +288,25 @@ def _entries(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
     except FileNotFoundError:
         return
     except OSError as error:
-        if not skip_damaged:
-            raise StoreUnavailable(f"a folder cannot be read: {error}") from error
+        on_error(StoreUnreadable(f"a folder cannot be read: {error}"))
 
 
-def _digit_folders(path: str, wanted: bytes, skip_damaged: bool) -> Iterator[str]:
+def _digit_folders(path: str, wanted: bytes, on_error: OnError) -> Iterator[str]:
     """Paths of the folders of layouts or roots, or of those that begin with the wanted bytes."""
     start = wanted.hex()
     if len(start) == _HEX:
         yield f"{path}/{start}"
         return
-    found = (entry for entry in _folders(path, skip_damaged) if _DIGITS.fullmatch(entry.name))
+    found = (entry for entry in _folders(path, on_error) if _DIGITS.fullmatch(entry.name))
     yield from (entry.path for entry in found if entry.name.startswith(start))
 
 
-def _folders(path: str, skip_damaged: bool) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(path, skip_damaged) if entry.is_dir(follow_symlinks=False))
+def _folders(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
+    return (entry for entry in _entries(path, on_error) if entry.is_dir(follow_symlinks=False))
 
 
-def _block_files(path: str, prefix: bytes, skip_damaged: bool) -> Iterator[BlockFile]:
-    for entry in _entries(path, skip_damaged):
+def _block_files(path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockFile]:
+    for entry in _entries(path, on_error):
         matched = _BLOCK.fullmatch(entry.name)
         if matched is None or not entry.is_file(follow_symlinks=False):
             continue

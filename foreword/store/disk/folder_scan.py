@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from foreword.errors import StoreError
-from foreword.store.disk.files import BlockFile, BlockFiles, read_block_header, readable_size, remove_file
+from foreword.store.disk.files import BlockFile, BlockFiles, read_block_header, readable_size, remove_file, skip
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import PendingRow, block_id, pending_row
 from foreword.store.disk.locks import is_alive
@@ -111,7 +111,7 @@ class FolderScan:
 
     def _list(self, unlisted: UnlistedFiles) -> None:
         """Find the files that the index lacks, and remove those that dead processes did not complete."""
-        walk = self._files.walk(skip_damaged=True)
+        walk = self._files.walk(on_error=skip)
         while batch := list(itertools.islice(walk, _ROWS)):
             if self._stopped.is_set():
                 return

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foreword.errors import StoreUnavailable
-from foreword.store.base import check_record, check_record_key
+from foreword.store.base import PartialListing, check_record, check_record_key
 from foreword.store.disk.files import remove_file, write_atomically
 
 
@@ -39,13 +39,17 @@ class RecordFiles:
         return remove_file(self._path(key))
 
     def keys(self, prefix: str) -> list[str]:
-        """All keys that start with `prefix`, sorted."""
-        found = []
-        for path, _, files in os.walk(self._folder):
+        """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""
+        found, problems = list[str](), list[OSError]()
+        for path, _, files in os.walk(self._folder, onerror=problems.append):
             folder = os.path.relpath(path, self._folder)
             parts = [] if folder == "." else [part.removesuffix("=") for part in folder.split("/")]
             found += ["/".join([*parts, name.removesuffix("~")]) for name in files if name.endswith("~")]
-        return sorted(key for key in found if key.startswith(prefix))
+        keys = sorted(key for key in found if key.startswith(prefix))
+        problem = next((one for one in problems if not isinstance(one, FileNotFoundError)), None)
+        if problem is not None:
+            raise PartialListing(f"a folder of records cannot be read: {problem}", keys)
+        return keys
 
     def remove_incomplete(self, is_dead: Callable[[str], bool]) -> None:
         """Remove the incomplete files of dead writers."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from foreword.errors import StoreUnavailable
-from foreword.store.disk.files import BlockFiles, remove_file
+from foreword.store.disk.files import BlockFiles, remove_file, skip
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import IndexTransaction
 from foreword.store.disk.locks import is_alive, remove_dead_lock
@@ -75,7 +75,7 @@ def remove_oldest_files(files: BlockFiles, count: int) -> int:
 
     For a disk that is so full that the index cannot be opened.
     """
-    found = list(itertools.islice(files.walk(skip_damaged=True), _OLDEST_OF))
+    found = list(itertools.islice(files.walk(on_error=skip), _OLDEST_OF))
     oldest = sorted(found, key=lambda file: file.modified)[:count]
     return sum(remove_file(file.path) for file in oldest)
 

@@ -6,13 +6,14 @@ import contextlib
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import xxhash
 
 from foreword.errors import StoreError, StoreUnavailable
-from foreword.store.base import FAILED, Name, Store, StoredBlock, StoreStatus
+from foreword.store.base import FAILED, Erased, Name, PartialListing, Store, StoredBlock, StoreStatus
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame
 
@@ -183,6 +184,19 @@ class StripedStore(Store):
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
         return self._chained(lambda stripe: stripe.list_names(layout, root, deadline=deadline))
 
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        """As in the contract. Each folder is a place."""
+        for number, path in enumerate(self._paths):
+            try:
+                stripe = self._stripe(number)
+            except StoreError as error:
+                yield Erased.failed(error, path)
+                continue
+            for step in stripe.erase_steps(layout, root, chosen=chosen, deadline=deadline):
+                yield replace(step, place=path)
+
     # Records
 
     def _holder(self, key: str) -> DiskStore:
@@ -198,7 +212,18 @@ class StripedStore(Store):
         return self._holder(key).delete_record(key, deadline=deadline)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
-        return sorted(self._chained(lambda stripe: iter(stripe.records(prefix, deadline=deadline))))
+        keys, problem = set[str](), ""
+        for number in range(len(self._stripes)):
+            try:
+                keys.update(self._stripe(number).records(prefix, deadline=deadline))
+            except PartialListing as error:
+                keys.update(error.keys)
+                problem = error.message
+            except StoreUnavailable as error:
+                problem = error.message
+        if problem:
+            raise PartialListing(problem, list(keys))
+        return sorted(keys)
 
     # Status
 

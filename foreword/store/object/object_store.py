@@ -22,7 +22,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import obstore
@@ -33,6 +33,7 @@ from foreword.store.base import (
     BAD,
     FAILED,
     MISSING,
+    Erased,
     Name,
     Store,
     StoredBlock,
@@ -40,6 +41,7 @@ from foreword.store.base import (
     check_record,
     check_record_key,
     copy_error,
+    step_deadline,
     time_left,
 )
 from foreword.store.frame import Frame
@@ -193,19 +195,28 @@ class ObjectStore(Store):
                 if page:
                     yield [block.name for block in page]
 
-    def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
-        """As in the contract. Removes the objects without reading them, so damaged chunks are removed too."""
-        count = 0
-        for folder in self._folders(layout, root, deadline):
-            for metas in self._pages(folder, deadline):
-                mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._bucket.relative(meta["path"]))]
-                for _ in self._loop.each(
-                    (self._bucket.remove(meta["path"]) for meta in mine), deadline, StoreReadOnly, light=True
-                ):
-                    pass
-                chunks = [self._bucket.read_meta(meta) for meta in mine]
-                count += sum(1 if chunk is None else len(chunk.tags) for chunk in chunks)
-        return count
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        """As in the contract. Removes objects of a whole root without reading them, so damaged chunks are removed too."""
+        if chosen is not None:
+            yield from super().erase_steps(layout, root, chosen=chosen, deadline=deadline)
+            return
+        try:
+            for folder in self._folders(layout, root, step_deadline(deadline)):
+                for metas in self._pages(folder, deadline):
+                    yield Erased(self._remove(metas, deadline))
+        except StoreError as error:
+            yield Erased.failed(error)
+
+    def _remove(self, metas: Sequence[Any], deadline: float) -> int:
+        """Remove a page of objects. Returns how many blocks they had."""
+        mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._bucket.relative(meta["path"]))]
+        calls = (self._bucket.remove(meta["path"]) for meta in mine)
+        for _ in self._loop.each(calls, deadline, StoreReadOnly, light=True):
+            pass
+        chunks = [self._bucket.read_meta(meta) for meta in mine]
+        return sum(1 if chunk is None else len(chunk.tags) for chunk in chunks)
 
     def _folders(self, layout: bytes, root: bytes, deadline: float) -> list[str]:
         """The paths below which blocks with this layout and roots that begin with these bytes are; b"" stands for any."""
@@ -387,7 +398,7 @@ class ObjectStore(Store):
             return await anext(streams[0], None)
 
         try:
-            while (metas := self._loop.one(more(), deadline)) is not None:
+            while (metas := self._loop.one(more(), step_deadline(deadline))) is not None:
                 yield metas
         finally:
             streams.clear()  # ends its request now, also if an exception keeps this frame alive

@@ -60,6 +60,12 @@ class RedisNode:
             replies += [error] * (len(commands) - len(replies))
         return replies
 
+    @property
+    def name(self) -> str:
+        """Host and port, or the path of a socket."""
+        options = self.options
+        return str(options.get("path") or f"{options.get('host')}:{options.get('port')}")
+
     def info(self, deadline: float) -> list[Reply]:
         """The reply of each server to INFO."""
         return self.run([INFO], deadline)

@@ -20,10 +20,11 @@ of a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -33,6 +34,7 @@ from foreword.store.base import (
     BAD,
     FAILED,
     MISSING,
+    Erased,
     Name,
     Store,
     StoredBlock,
@@ -40,6 +42,7 @@ from foreword.store.base import (
     check_record,
     check_record_key,
     copy_error,
+    step_deadline,
     time_left,
 )
 from foreword.store.frame import HEADER_BYTES, Frame
@@ -175,12 +178,44 @@ class RedisStore(Store):
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
         """As in the contract. The servers go through all their keys, and send those that match."""
-        wanted = _pattern(layout, FINGERPRINT_BYTES) + root.hex().encode() + b"*"
         for node in self._nodes.primaries(deadline):
-            for keys in _scan_keys(node, self._blocks + wanted, deadline):
+            for keys in _scan_keys(node, self._matching(layout, root), deadline):
                 self._check_open()
                 if names := [name for name in map(self._name, keys) if name is not None]:
                     yield names
+
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        """As in the contract. Each server is a place."""
+        try:
+            self._check_open()
+            nodes = self._nodes.primaries(step_deadline(deadline))
+        except StoreError as error:
+            yield Erased.failed(error)
+            return
+        for node in nodes:
+            try:
+                for keys in _scan_keys(node, self._matching(layout, root), deadline):
+                    found = {name: key for key in keys if (name := self._name(key)) is not None}
+                    mine = {name: key for name, key in found.items() if chosen is None or name in chosen}
+                    yield Erased(self._unlink(node, mine, step_deadline(deadline)) if mine else 0)
+            except StoreError as error:
+                yield Erased.failed(error, node.name if len(nodes) > 1 else "")
+
+    def _unlink(self, node: RedisNode, keys: Mapping[Name, bytes], deadline: float) -> int:
+        """Delete keys where they were listed. Returns how many were there."""
+        with contextlib.suppress(StoreError):  # a name that stays in the set of pinned ones costs 64 bytes
+            self._call(b"SREM", self._pinned, *keys, deadline=deadline)
+        replies = node.run([make_command(key, b"UNLINK", key) for key in keys.values()], deadline)
+        error = next((error for reply in replies if (error := error_of(reply)) is not None), None)
+        if error is not None:
+            raise error
+        return sum(expect(reply, int) for reply in replies)
+
+    def _matching(self, layout: bytes, root: bytes) -> bytes:
+        """The pattern of the keys of blocks with this layout and roots that begin with these bytes."""
+        return self._blocks + _pattern(layout, FINGERPRINT_BYTES) + root.hex().encode() + b"*"
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._call(b"HSET", self._records, _record_key(key), check_record(data), deadline=deadline)
@@ -355,7 +390,8 @@ def _scan_keys(node: RedisNode, pattern: bytes, deadline: float) -> Iterator[lis
     cursor = b"0"
     while True:
         [reply] = node.run(
-            [make_command(b"", b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_BATCH)], deadline
+            [make_command(b"", b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"%d" % _SCAN_BATCH)],
+            step_deadline(deadline),
         )
         parts = expect(reply, list)
         if len(parts) != 2:
