@@ -22,7 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
-from foreword.errors import ConfigError, did_you_mean, reason_of
+from foreword.errors import ConfigError, ModelNotFound, did_you_mean, reason_of
 
 T = TypeVar("T")
 
@@ -663,6 +663,15 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
         if key not in hints:
             raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
+
+
+def check_source(source: str, what: str) -> bool:
+    """Whether it is a folder; otherwise it may be a name on the hub. Raises ModelNotFound if it can be neither."""
+    if Path(source).expanduser().is_dir():
+        return True
+    if "/" not in source or source.startswith((".", "/", "~")):
+        raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
+    return False
 
 
 def _coerce(where: str, hint: Any, value: Any, *, secret: bool) -> Any:

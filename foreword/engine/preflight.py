@@ -14,7 +14,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.config import EngineConfig, StoreConfig, TransferConfig, check_source
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.integrity import KeyRing
 from foreword.store.types import Reach, check_folders
@@ -61,15 +61,6 @@ def check_model(source: str) -> None:
     """Raises ModelNotFound for what is neither a folder with a model nor a name on the hub."""
     if check_source(source, "a model") and not (Path(source).expanduser() / "config.json").is_file():
         raise ModelNotFound(f"cannot read a model configuration from {source!r}: the folder has no config.json")
-
-
-def check_source(source: str, what: str) -> bool:
-    """Whether it is a folder; otherwise it may be a name on the hub. Raises ModelNotFound if it can be neither."""
-    if Path(source).expanduser().is_dir():
-        return True
-    if "/" not in source or source.startswith((".", "/", "~")):
-        raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
-    return False
 
 
 def check_device(name: str) -> None:

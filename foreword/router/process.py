@@ -16,8 +16,7 @@ from aiohttp import web
 
 from foreword import __version__
 from foreword.api.listener import bind, configure_logging, url_of
-from foreword.config import Config
-from foreword.engine.preflight import check_source
+from foreword.config import Config, check_source
 from foreword.errors import ConfigError
 from foreword.router.app import create_app
 from foreword.router.auth import RouterAuth

@@ -1,13 +1,17 @@
-"""Which files of the package one streamed chat request passes: computed, loaded from a store, and behind a router.
+"""How many files and functions of the package one streamed chat request passes: computed, loaded from a store, and through a
+router.
 
-    python tests/serving/traced_request.py        prints them as JSON, by situation
+    python benchmarks/request_path.py [--files]        with the names of the files, as JSON
 
-Everything is in this process: a profile function sees each call in each thread.
+Everything is in this process: a profile function sees each call in each thread, also of what runs beside a request, such as
+probes of the router.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib
 import json
 import os
 import sys
@@ -18,26 +22,29 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-HERE = Path(__file__).parent
-PACKAGE = f"{HERE.parent.parent / 'foreword'}{os.sep}"
+from timing import table
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = f"{ROOT / 'foreword'}{os.sep}"
 TEXT = "Explain the module textwrap in one sentence. " * 12
 
-seen: set[str] = set()
+# Files of the package, and names of functions in them.
+seen: set[tuple[str, str]] = set()
 recording = threading.Event()
 
 
 def profile(frame: FrameType, event: str, _argument: object) -> None:
     if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and recording.is_set():
-        seen.add(frame.f_code.co_filename[len(PACKAGE) :])
+        seen.add((frame.f_code.co_filename[len(PACKAGE) :], frame.f_code.co_qualname))
 
 
-def files_of(call: Callable[[], object]) -> list[str]:
-    """The files that run while the call does."""
+def functions_of(call: Callable[[], object]) -> set[tuple[str, str]]:
+    """Files and functions that run while the call does."""
     seen.clear()
     recording.set()
     call()
     recording.clear()
-    return sorted(seen)
+    return set(seen)
 
 
 def chat(url: str, text: str) -> None:
@@ -49,11 +56,16 @@ def chat(url: str, text: str) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true")
+    given = parser.parse_args()
     threading.setprofile(profile)
     sys.setprofile(profile)
-    sys.path.insert(0, str(HERE))
+    # The router on a thread is that of the tests.
+    sys.path[:0] = [str(ROOT / "tests" / "serving")]
     import uvicorn
-    from router_parts import RouterThread
+
+    router_parts = importlib.import_module("router_parts")
 
     from foreword.api.listener import bind
     from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
@@ -78,16 +90,21 @@ def main() -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     chat(url, f"warm-up {TEXT}")
-    found = {"computed": files_of(lambda: chat(url, TEXT))}
+    found = {"computed": functions_of(lambda: chat(url, TEXT))}
     engine._parts.flush(60)
     asyncio.run(engine.clear_cache())
-    found["loaded"] = files_of(lambda: chat(url, TEXT))
-    router = RouterThread("--replica", url)
+    found["loaded"] = functions_of(lambda: chat(url, TEXT))
+    router = router_parts.RouterThread("--replica", url)
     router.wait_for(1)
     chat(router.url, f"warm-up {TEXT}")
-    found["routed"] = files_of(lambda: chat(router.url, TEXT))
+    found["routed"] = functions_of(lambda: chat(router.url, TEXT))
     router.kill()
-    print(json.dumps(found), flush=True)
+    files = {name: sorted({file for file, _ in functions}) for name, functions in found.items()}
+    if given.files:
+        print(json.dumps(files))
+    else:
+        print(table(["request", "files", "functions"], [[n, str(len(files[n])), str(len(found[n]))] for n in found]))
+    sys.stdout.flush()
     os._exit(0)
 
 

@@ -1,0 +1,129 @@
+"""Budgets of the package: its size, what a user of one product imports, and names that stand twice.
+
+They make growth and dispersion visible. Lower them with each deletion; a change that needs more says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import foreword
+
+ROOT = Path(foreword.__file__).parent
+# Modules that name another one by a string only, for `python -m` or by a plugin's name, would not be found: there are none.
+PRODUCTS = {"vLLM connector": "foreword.integrations.vllm", "router": "foreword.router"}
+
+Trees = dict[str, tuple[Path, ast.Module]]
+
+
+@functools.cache
+def package() -> Trees:
+    """Every module of the package: its file, and its source as a tree."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = [ROOT.name, *path.relative_to(ROOT).with_suffix("").parts]
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = (path, ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def statements() -> int:
+    """Of all modules, without docstrings."""
+    count = 0
+    for _, tree in package().values():
+        for node in ast.walk(tree):
+            count += isinstance(node, ast.stmt)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                count -= ast.get_docstring(node, clean=False) is not None
+    return count
+
+
+def repeated(named: Iterable[tuple[str, str]]) -> set[str]:
+    """Names that stand in more than one place."""
+    places: dict[str, set[str]] = defaultdict(set)
+    for name, place in named:
+        places[name].add(place)
+    return {name for name, found in places.items() if len(found) > 1}
+
+
+def class_names() -> set[str]:
+    """Public classes that stand in two modules."""
+    return repeated(
+        (node.name, module)
+        for module, (_, tree) in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+
+
+def file_names() -> set[str]:
+    """Files that stand in two packages."""
+    paths = (path for path, _ in package().values())
+    return repeated((path.name, str(path.parent)) for path in paths if path.name != "__init__.py")
+
+
+def imports(module: str) -> Iterator[str]:
+    """Modules of the package that one imports when it runs, also within functions."""
+    modules = package()
+    todo: list[ast.AST] = [modules[module][1]]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+            continue
+        todo += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert not node.level, f"{module}: imports name the whole module"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield from (one for one in [whole if whole in modules else node.module] if one in modules)
+
+
+def closure(product: str) -> int:
+    """Lines of all that a product can import, its own modules included."""
+    modules = package()
+    todo = [name for name in modules if f"{name}.".startswith(f"{product}.")]
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        if name and name not in seen:
+            seen.add(name)
+            todo += [*imports(name), name.rpartition(".")[0]]
+    return sum(len(modules[name][0].read_text(encoding="utf-8").splitlines()) for name in seen)
+
+
+@pytest.mark.parametrize(
+    ("what", "count", "budget"),
+    [
+        ("statements", statements, 46_000),
+        ("public classes in two modules", class_names, 12),
+        ("files in two packages", file_names, 52),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 29_990),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_300),
+    ],
+    ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
+)
+def test_budgets(what: str, count: Callable[[], int | Collection[str]], budget: int) -> None:
+    """The package is within its budgets, and they are not much above what it needs."""
+    found = count()
+    number = found if isinstance(found, int) else len(found)
+    names = "" if isinstance(found, int) else f": {', '.join(sorted(found))}"
+    assert number <= budget, f"{number} {what}, the budget is {budget}{names}"
+    slack = max(budget // 50, 3)
+    assert number >= budget - slack, f"only {number} {what}: lower the budget of {budget}"
+
+
+def test_counters() -> None:
+    """The counters see what they count: this package has lazy imports, and names that stand once."""
+    assert "foreword.store.disk.disk_store" in set(imports("foreword.store.builtin"))
+    assert "PrefixCache" not in class_names()
+    assert "prefix_cache.py" not in file_names()
+    assert repeated([("a", "x"), ("a", "y"), ("b", "x"), ("b", "x")]) == {"a"}
