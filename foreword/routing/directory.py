@@ -2,7 +2,7 @@
 
 A wrong entry costs time and never correctness: a replica that lacks the block recomputes it. So the table may forget
 anything. It is a set-associative cache: the block's key selects a bucket, and a bucket is one `bytearray` of 12-byte records.
-The table never exceeds its configured number of records.
+The table does not exceed its configured number of records, except by further holders of a block that many replicas hold.
 
     record = key[0:5] | replica (uint16) | tiers (uint8) | epoch of the last use (uint16) | depth in the chain (uint16)
 
@@ -19,6 +19,7 @@ Where many replicas hold prefixes of many lengths, the lengths are rounded down,
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -131,7 +132,7 @@ class Directory:
             tag = key[:_TAG]
             at = _find(bucket, tag + width)
             if at < 0:
-                if len(bucket) >= full:
+                if len(bucket) >= full and not self._may_grow(bucket):
                     self._evict(bucket)
                 bucket += tag + added + (depth if depth < _MAX_DEPTH else _MAX_DEPTH).to_bytes(2, "little")
                 self._counts[slot] += 1
@@ -146,6 +147,15 @@ class Directory:
         self._note_writes(depth - first)
         if self._dead:
             self.scrub(1)
+
+    def _may_grow(self, bucket: bytearray) -> bool:
+        """Whether a full bucket takes more, for a block that fills most of it: every replica of a large fleet holds the first
+        block of a common system prompt, and only a known holder of the first block is found."""
+        if len(self) >= self.max_blocks:
+            return False
+        holders = Counter(bytes(bucket[at : at + _TAG]) for at in range(0, len(bucket), _SIZE))
+        most = max(holders.values())
+        return most > self._ways // 2 and len(bucket) < (self._ways + most) * _SIZE
 
     def removed(self, replica: str, tier: CacheTier, keys: Iterable[bytes]) -> None:
         """Remove `keys` from a tier. Unknown keys are ignored."""

@@ -141,6 +141,19 @@ def test_least_recently_used_chains_are_evicted() -> None:
     assert directory.evicted > 150_000
 
 
+def test_every_replica_of_a_large_fleet_holds_a_common_block() -> None:
+    """A system prompt is known at each of 300 replicas, beside a chain of its own; a full directory forgets chains first."""
+    directory = Directory(40_000)
+    common = chain(0, 2)
+    for number in range(300):
+        directory.stored(f"r{number}", CacheTier.DEVICE, b"\x00" * 32, common)
+        directory.stored(f"r{number}", CacheTier.DEVICE, common[-1], chain(1 + number, 60))
+    for number in range(300):
+        held = directory.lookup([*common, *chain(1 + number, 60)])
+        assert held.of(f"r{number}")[CacheTier.DEVICE] > 50 and len(held.replicas) == 300
+    assert len(directory) < 40_000
+
+
 def test_the_end_of_a_chain_is_evicted_first() -> None:
     """Of a chain twice as long as the table, the first blocks stay and most of the later ones go."""
     directory = Directory(4_800)
