@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 from foreword.errors import ConfigError, ModelNotFound, did_you_mean, reason_of
 
@@ -503,10 +503,6 @@ class RouterConfig:
         tenant_weights: weights in the queue as `TENANT=WEIGHT`; other tenants have weight 1.
         tenant_priorities: the most urgent `priority` that a tenant may ask for, as `TENANT=NUMBER`; lower numbers are more
             urgent, as in vLLM. Other tenants may ask for 0 and above.
-        drop_lines: regular expressions: lines of the system prompt in which one is found, such as a date, are dropped, so that
-            prompts have the same prefix.
-        sort_tools: sort the tools of a chat and the keys of their schemas, so that prompts have the same prefix.
-        keep_answers: restore the reasoning and the arguments of earlier answers, if clients drop or rewrite them.
         prefix_file: file that keeps the named prefixes of clients over restarts of the router.
         request_timeout: maximum seconds for a request, including its time in the queue; for a stream, until its first token.
         stall_timeout: seconds without data after which a replica that streams a response counts as failed. A replica that is
@@ -552,9 +548,6 @@ class RouterConfig:
     max_queue: int = _at_least(1, 1024)
     tenant_weights: tuple[str, ...] = ()
     tenant_priorities: tuple[str, ...] = ()
-    drop_lines: tuple[str, ...] = ()
-    sort_tools: bool = False
-    keep_answers: bool = False
     prefix_file: str | None = None
     request_timeout: float = _positive(600.0)
     stall_timeout: float = _positive(60.0)
@@ -602,6 +595,11 @@ class Config:
         return self.server.role
 
 
+_CHANGE_CLIENT: Final = "let the client send what it sent before (docs/guides/misses.md)"
+_REMOVED: Final = {
+    "compile": "simulate a part of a large fleet, with --sample",
+    **dict.fromkeys(("drop_lines", "sort_tools", "keep_answers"), _CHANGE_CLIENT),
+}
 _SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
 
 
@@ -655,13 +653,19 @@ def _read_environment(environ: Mapping[str, str]) -> Mapping[str, Mapping[str, A
     return found
 
 
+def removed(key: str) -> str:
+    """What to do without an option that there was, as the rest of an error; empty for all others."""
+    advice = _REMOVED.get(key)
+    return f", which was removed: {advice}" if advice else ""
+
+
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
     hints = typing.get_type_hints(kind)
     secret = {item.name for item in dataclasses.fields(cast(Any, kind)) if not item.repr}
     for key in values:
         if key not in hints:
-            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
+            raise ConfigError(f"unknown configuration key {where}.{key}{removed(key) or did_you_mean(key, hints)}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
 
 

@@ -54,7 +54,6 @@ _NAMES = {
     ("router", "replicas"): "replica",
     ("router", "replica_services"): "replica-service",
     ("router", "tenant_weights"): "tenant-weight",
-    ("router", "drop_lines"): "drop-lines",
     ("router", "tenant_priorities"): "tenant-priority",
 }
 

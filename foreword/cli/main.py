@@ -12,7 +12,8 @@ import typer
 
 from foreword import __version__
 from foreword.cli import audit, conform, demo, doctor, explain, prefix, serve, simulate, store, traffic
-from foreword.errors import ForewordError
+from foreword.config import removed
+from foreword.errors import ConfigError, ForewordError
 
 app = typer.Typer(
     name="foreword",
@@ -44,6 +45,9 @@ def _options(
 def main() -> None:
     """Run the command. Exit status: 0, 2 for an error of the caller, 1 for any other error."""
     try:
+        for argument in sys.argv[1:]:
+            if argument.startswith("--") and (advice := removed(argument[2:].partition("=")[0].replace("-", "_"))):
+                raise ConfigError(f"there is no option {argument}{advice}")
         app()
     except ForewordError as error:
         print(f"foreword: {error.message}", file=sys.stderr)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
-# Requests from which on compiling takes less time than it saves.
-_MANY = 100_000
 Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
 Replicas = Annotated[
     str | None, typer.Option("--replicas", help=f"Number of replicas: {_LIST}. [default: 8]", show_default=False)
@@ -118,12 +115,12 @@ Runs = Annotated[
     int, typer.Option("--runs", help="With --slo: simulations of each fleet, with costs that differ by up to 10 %.")
 ]
 Jobs = Annotated[int, typer.Option("--jobs", help="With --slo: number of processes that simulate at the same time.")]
-Compiled = Annotated[
-    bool | None,
+Sample = Annotated[
+    int,
     typer.Option(
-        "--compile/--no-compile",
-        help="Run the simulator compiled with mypyc, which takes a minute once and makes it about twice as fast. "
-        "[default: for 100,000 requests and more]",
+        "--sample",
+        help="Simulate one in so many of the sessions, on as many times fewer replicas. --replicas, --prefill and --shared are "
+        "those of the whole fleet.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -176,38 +173,37 @@ def simulate(
     speed: Speed = 1.0,
     copies: Copies = 1,
     limit: Limit = None,
+    sample: Sample = 1,
     out: Out = None,
     svg: Svg = None,
     slo: Slo = None,
     price: Price = None,
     runs: Runs = 3,
     jobs: Jobs = 1,
-    compiled: Compiled = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate hit rate, TTFT and cost for a trace.
 
     Runs the real scheduler, block pool, eviction and routing in virtual time, for every combination of the given values.
     """
-    _use_compiled(compiled, min(_count_lines(traces) * copies, limit or sys.maxsize))
     from foreword.routing.policies import POLICIES
     from foreword.sim.changes import parse_change
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.tenants import parse_tenant, with_tenants
-    from foreword.sim.trace import block_size_of, multiplied, read_trace
+    from foreword.sim.trace import block_size_of, multiplied, read_trace, sampled
 
-    trace = multiplied(read_trace(traces, speed=speed), copies)[:limit]
+    trace = sampled(multiplied(read_trace(traces, speed=speed), copies)[:limit], sample)
     trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())
     per_token = kv_bytes or profile.kv_bytes_per_token
     axes = {
-        "replicas": [(1, "1")] if slo else counts(replicas or "8", "--replicas"),
-        "prefill_replicas": counts(prefill, "--prefill"),
+        "replicas": [(1, "1")] if slo else counts(replicas or f"{8 * sample}", "--replicas", sample),
+        "prefill_replicas": counts(prefill, "--prefill", sample),
         "device_tokens": sizes(device, "--device", per_token),
         "host_tokens": sizes(memory, "--memory", per_token),
         "disk_tokens": sizes(disk, "--disk", per_token),
-        "shared_tokens": sizes(shared, "--shared", per_token),
+        "shared_tokens": [(tokens // sample, text) for tokens, text in sizes(shared, "--shared", per_token)],
     }
     base = _spec(
         block_size or block_size_of(trace, profile.block_size),
@@ -222,11 +218,13 @@ def simulate(
         changes=tuple(map(parse_change, change or ())),
         quotas=tuple(quota or ()),
     )
-    cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile)
+    cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile, sample)
     if not cases:
         raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     if price is not None and not (slo and 0 <= price < float("inf")):
         raise ConfigError("--price is a number that is not negative, and needs --slo")
+    if sample > 1 and (group or change or quota):
+        raise ConfigError("--sample divides a fleet of equal replicas: no --group, --change and --quota")
     if slo:
         if group or change:
             raise ConfigError(
@@ -234,43 +232,16 @@ def simulate(
             )
         if out is not None or svg is not None:
             raise ConfigError("--slo prints a table or JSON; simulate the fleet that it finds for --out and --svg")
-        numbers = [number for number, _ in counts(replicas, "--replicas")] if replicas else range(1, 257)
-        _size_fleets(cases, numbers, trace, profile.costs, slo, price, runs, jobs, about, as_json)
+        numbers = [number for number, _ in counts(replicas, "--replicas", sample)] if replicas else range(1, 257)
+        _size_fleets(cases, numbers, sample, trace, profile.costs, slo, price, runs, jobs, about, as_json)
         return
     _write_results(_run(cases, trace, profile), about, out, svg, as_json)
-
-
-def _use_compiled(wanted: bool | None, requests: int) -> None:
-    """Start this command again with compiled modules, if that is wanted or worth it."""
-    from foreword.engine.kernels.build import CannotBuild
-    from foreword.sim.compiled import compiled_folder, is_used
-
-    if wanted is False or (wanted is None and requests < _MANY) or is_used():
-        return
-    try:
-        compiled_folder(report=lambda text: print(text, file=sys.stderr, flush=True))
-    except CannotBuild as error:
-        if wanted:
-            raise ConfigError(f"--compile: {error}") from error
-        print(f"the simulator runs at half its speed: {error}", file=sys.stderr)
-        return
-    # This process has imported some of the modules from source.
-    os.execv(sys.executable, [sys.executable, "-m", "foreword.cli.compiled", *sys.argv[1:]])
-
-
-def _count_lines(paths: Sequence[Path]) -> int:
-    """About the number of requests. A file that cannot be read has none; the error follows when it is."""
-    count = 0
-    for path in paths:
-        with suppress(OSError), path.open("rb") as file:
-            while part := file.read(1 << 20):
-                count += part.count(b"\n")
-    return count
 
 
 def _size_fleets(
     cases: Sequence[SimulationCase],
     numbers: Sequence[int],
+    sample: int,
     trace: Sequence[TraceRequest],
     costs: EngineCosts,
     slo: Sequence[str],
@@ -289,9 +260,9 @@ def _size_fleets(
     found = sizing.search(cases, numbers)
     if as_json:
         plain = [dataclasses.asdict(one) | {"price": one.hours * price if price is not None else None} for one in found]
-        print(json.dumps({"about": about, "fleets": plain}, indent=2))
+        print(json.dumps({"about": about, "sample": sample, "fleets": plain}, indent=2))
     else:
-        print(f"{about}\n\n{sizes_table(found, objectives, price)}")
+        print(f"{about}\n\n{sizes_table(found, objectives, price, sample)}")
     if all(one.replicas is None for one in found):
         raise typer.Exit(1)
 
@@ -364,7 +335,9 @@ def _progress(total: int) -> Iterator[Callable[[int, str], None]]:
         yield step
 
 
-def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | None, profile: Profile) -> str:
+def _about(
+    traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | None, profile: Profile, sample: int
+) -> str:
     tokens = sum(one.prompt_tokens for one in trace)
     names = ", ".join(path.name for path in traces)
     where = "default costs (about a model of 70 billion parameters on eight accelerators)"
@@ -373,6 +346,8 @@ def _about(traces: Sequence[Path], trace: Sequence[TraceRequest], costs: Path | 
             f"{key}: {value}" for key, value in profile.about.items() if isinstance(value, str | int | float)
         )
         where = f"costs from {costs.name} ({about})"
+    if sample > 1:
+        names = f"one in {sample} sessions of {names}, on as many times fewer replicas"
     return f"{names}: {len(trace)} requests, {tokens:,} prompt tokens in {trace[-1].arrival:,.0f} s; {where}"
 
 

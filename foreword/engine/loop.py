@@ -18,7 +18,6 @@ from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.salt import Salt
-from foreword.engine.best_of import BestOf, sampled_params
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.draw import Sampled
@@ -139,7 +138,6 @@ class EngineCore:
         self._history = history or MissHistory(0)
         self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
-        self._best_of = BestOf()
         self._texts: dict[SequenceState, _TextState] = {}
         self._by_id: dict[str, list[SequenceState]] = {}
 
@@ -183,7 +181,7 @@ class EngineCore:
         compiled: CompiledOutput | None = None,
         constraint: Constraint | None = None,
     ) -> None:
-        """Queue a request; it becomes `params.num_sequences` sequences.
+        """Queue a request; it becomes `params.n` sequences.
 
         Args:
             on_finish: called before the sequence's blocks go back.
@@ -196,13 +194,9 @@ class EngineCore:
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
-        one = replace(request, params=sampled_params(params))
-        sequences = [
-            self._open(replace(one, index=index), seed, compiled, on_finish) for index in range(params.num_sequences)
-        ]
+        sequences = [self._open(replace(request, index=index), seed, compiled, on_finish) for index in range(params.n)]
         if request.output:
             self._continue(sequences[0], constraint)
-        self._best_of.add(request)
         if params.prompt_logprobs is not None:
             prompt = PromptLogprobs(request, params.prompt_logprobs)
             for sequence in sequences:
@@ -246,7 +240,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request in any state; its blocks go back. Unknown ids are ignored: the request may just have ended."""
-        return self._best_of.pass_on(self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ())))
+        return [self._end(sequence, "abort") for sequence in list(self._by_id.get(request_id, ()))]
 
     def discard(self, sequence: SequenceState) -> None:
         """Forget a sequence that never ran here; its blocks go back."""
@@ -314,8 +308,7 @@ class EngineCore:
         self._note_admissions(step)
         if self.transfers is not None:
             self.transfers.before_step(step)
-        deltas = arrived + (self._compute(step, started) if step.chunks else self._idle(step, seen))
-        return self._best_of.pass_on(deltas)
+        return arrived + (self._compute(step, started) if step.chunks else self._idle(step, seen))
 
     def _idle(self, step: Step, seen: int) -> list[Delta]:
         """There is nothing to compute: wait for a store or another instance, or end what can never run."""
@@ -373,7 +366,7 @@ class EngineCore:
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error: the engine's thread has failed or is closing."""
         self.scheduler.prefetches.cancel_all(message)
-        return self._best_of.pass_on(self._end(sequence, "error", error=message) for sequence in list(self._texts))
+        return [self._end(sequence, "error", error=message) for sequence in list(self._texts)]
 
     def _fail(self, step: Step, error: BaseException) -> list[Delta]:
         self.scheduler.withdraw(step)
@@ -587,7 +580,7 @@ def _check_output(request: Request, longest: int) -> None:
     params, count = request.params, len(request.output)
     if not count:
         return
-    if params.num_sequences > 1 or params.prompt_logprobs is not None:
+    if params.n > 1 or params.prompt_logprobs is not None:
         raise BadRequest("only one sequence without prompt_logprobs can be continued", param="continuation")
     if count >= (longest if params.max_tokens is None else params.max_tokens) or len(request.tokens) + count >= longest:
         raise BadRequest(f"an output of {count} tokens has reached its limit", param="continuation")

@@ -17,7 +17,7 @@ from pathlib import Path
 from foreword.config import EngineConfig, StoreConfig, TransferConfig, check_source
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.integrity import KeyRing
-from foreword.store.types import Reach, check_folders
+from foreword.store.types import Reach, check_folder
 from foreword.store.urls import check_stores, loss_of
 
 _PACKAGES = ("torch", "transformers")
@@ -33,7 +33,7 @@ def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -
         check_model(config.model)
     check_device(config.device)
     if config.audit_reports is not None:
-        check_folders([config.audit_reports])
+        check_folder(config.audit_reports)
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
     for url in check_stores(stores.urls):

@@ -66,7 +66,6 @@ class SamplingParams:
         presence_penalty, frequency_penalty: OpenAI's, over generated tokens. repetition_penalty: over prompt and output.
         logit_bias: token id to a number that is added to its logit.
         n: sequences per prompt.
-        best_of: the number of sequences to sample. Returns the `n` with the highest mean log-probability.
         allowed_token_ids: sample only these; None allows all.
         bad_words: texts that are not generated.
         skip_special_tokens: leave special tokens out of the text.
@@ -91,7 +90,6 @@ class SamplingParams:
     n: int = 1
     min_tokens: int = 0
     prompt_logprobs: int | None = None
-    best_of: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
@@ -109,7 +107,6 @@ class SamplingParams:
         _within("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _within("n", self.n, 1, MAX_N)
-        _within("best_of", self.best_of, self.n, MAX_N)
         if self.top_p == 0.0:
             raise BadRequest("top_p must be greater than 0", param="top_p")
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
@@ -121,11 +118,6 @@ class SamplingParams:
             raise BadRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
         if any(not text for text in self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise BadRequest(f"bad_words must be at most {MAX_BAD_WORDS} texts, none of them empty", param="bad_words")
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that are sampled."""
-        return self.n if self.best_of is None else self.best_of
 
     @property
     def greedy(self) -> bool:

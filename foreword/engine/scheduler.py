@@ -5,8 +5,7 @@ A sequence is in one of these states:
 - waiting: it has no blocks;
 - waiting for KV: it holds blocks, which a store or another instance fills (`external_kv.ExternalKV`);
 - running: each step computes what is missing, a chunk of its prompt or one token;
-- paused: it keeps its blocks and takes no part in steps (the last round of its migration; in the simulator a sequence that
-  decodes without needing a block).
+- paused: it keeps its blocks and takes no part in steps (the last round of its migration).
 
 A step serves the running sequences in order of admission. Then it admits waiting ones in order of arrival, while its token
 budget and the free blocks last.
@@ -99,12 +98,9 @@ class Scheduler:
         """Sequences that hold blocks, or are about to."""
         return len(self.running) + len(self.waiting_for_kv) + len(self.paused)
 
-    def schedule(self, *, others: int = 0) -> Step:
-        """Decide the next step and take its blocks. An empty step means that there is nothing to do.
-
-        `others`: tokens of paused sequences that the caller adds to the step.
-        """
-        draft = _StepDraft(self._max_batch_tokens - others)
+    def schedule(self) -> Step:
+        """Decide the next step and take its blocks. An empty step means that there is nothing to do."""
+        draft = _StepDraft(self._max_batch_tokens)
         self._continue_running(draft)
         self.short_of_memory = None if draft.preempted else self._admit_waiting(draft)
         if self.prefetches and not draft.preempted and self.short_of_memory is None:

@@ -21,7 +21,6 @@ from foreword.api.request import DialectName
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.client_request import DIALECT_NAMES, ClientRequest, Interface, parse_request
-from foreword.router.normalising import normalise
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import clock
@@ -104,7 +103,7 @@ async def _proxy(
     translation: Translation | None = None,
 ) -> web.StreamResponse:
     pool = router.pool(request.model)
-    request, normalised = normalise(router.normalisers, tenant, router.prefixes.expanded(pool, tenant, request))
+    request = router.prefixes.expanded(pool, tenant, request)
     wanted = _wanted_seconds(http_request)
     deadline = arrived + min(wanted, router.config.request_timeout)
     try:
@@ -129,7 +128,6 @@ async def _proxy(
                 None if math.isfinite(wanted) else limit,
                 translation,
             )
-            proxied.normalised = normalised
             proxied.span = http_request.get("span")
             if proxied.span is not None and prompt.source != "unread":
                 proxied.span.part("tokenize", read, clock(), {"gen_ai.usage.prompt_tokens": len(prompt.tokens)})

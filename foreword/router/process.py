@@ -25,7 +25,7 @@ from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
-from foreword.store.types import check_folders
+from foreword.store.types import check_folder
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def run(config: Config) -> int:
     if given.tokenizer is not None:
         check_source(given.tokenizer, "a tokenizer")
     if given.audit_reports is not None:
-        check_folders([given.audit_reports])
+        check_folder(given.audit_reports)
     if given.prefix_file is not None:
-        check_folders([os.path.dirname(os.path.abspath(given.prefix_file))])
+        check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
     RouterAuth(config)  # raises configuration errors early
     listener = bind(config.server)
     _raise_open_files()

@@ -20,7 +20,6 @@ from foreword.errors import ForewordError, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, error_field, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.decision_log import as_header
-from foreword.router.normalising import NormalisedChat
 from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whole
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import MAX_STALLS
@@ -45,7 +44,6 @@ class ProxiedRequest(RoutedRequest):
 
     Attributes:
         timeout: the time limit that ends with a stream's first token; None if the whole request has one.
-        normalised: what was changed in it; None without normalisers.
         translation: to the client's dialect; None if the client gets what replicas send.
         overloaded: number of attempts that a replica refused as overloaded.
         silences: number of replicas that it silenced before their first byte.
@@ -60,7 +58,6 @@ class ProxiedRequest(RoutedRequest):
     deadline: float
     timeout: asyncio.Timeout | None = None
     translation: Translation | None = None
-    normalised: NormalisedChat | None = None
     overloaded: int = 0
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
     silences: int = 0
@@ -223,9 +220,6 @@ class ProxiedRequest(RoutedRequest):
         headers = response_headers(response.headers)
         if status == 200:
             counts = check_response(self.request.interface, data)
-            if self.normalised is not None:
-                self.normalised.whole(data)
-                headers.update(self.normalised.headers)
             if self.translation is not None:
                 data = self.translation.whole(data)
             self.used_tokens = counts.used

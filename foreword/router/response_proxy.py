@@ -400,11 +400,8 @@ class _ResponseProxy:
         self, response: aiohttp.ClientResponse | None, data: bytes, *, last: bool = False
     ) -> Coroutine[Any, Any, None]:
         """Send events of a completion to the client, in its dialect. `last`: they end the stream."""
-        proxied = self.proxied
-        if proxied.normalised is not None:
-            proxied.normalised.stream(data)
-        if proxied.translation is not None:
-            data = self._translate(proxied.translation, data)
+        if self.proxied.translation is not None:
+            data = self._translate(self.proxied.translation, data)
         return self.client.write(data, response.headers if response is not None else None, last=last)
 
     def _translate(self, translation: Translation, data: bytes) -> bytes:
@@ -425,8 +422,6 @@ class _ResponseProxy:
         headers["x-request-id"] = self.proxied.request_id
         headers["content-type"], headers["cache-control"] = "text/event-stream; charset=utf-8", "no-cache"
         headers["x-accel-buffering"] = "no"
-        if self.proxied.normalised is not None:
-            headers.update(self.proxied.normalised.headers)
         return headers
 
     async def _close(self) -> web.StreamResponse:

@@ -14,7 +14,6 @@ import aiohttp
 import zmq.asyncio
 
 from foreword.api.dialects.limits import Limits
-from foreword.api.normalisers import Normalisers
 from foreword.api.quotas import Quotas
 from foreword.api.stored_responses import StoredResponses
 from foreword.config import Config, parse_bytes
@@ -85,7 +84,6 @@ class Router:
         self.suspicious = SuspiciousRequests()
         given = config.router
         self._limits: tuple[int, Limits] = (0, Limits())
-        self.normalisers = Normalisers.make(given.drop_lines, tools=given.sort_tools, reasoning=given.keep_answers)
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.connections = ClientConnections(

@@ -159,7 +159,6 @@ def _prefix_of(query: PlacementQuery) -> bytes:
     return query.keys[min(-(-_PREFIX_TOKENS // query.block_size), len(query.keys)) - 1]
 
 
-# The names are those of the classes, which a compiled class does not tell.
 _BUILT_IN: Final[dict[str, type[Policy]]] = {
     "cost": CostPolicy,
     "random": RandomPolicy,

@@ -29,7 +29,7 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
     If the request migrates and the caller reconnects by itself, the last delta says where to (`moved`). Otherwise this server
     fetches the other deltas from there.
     """
-    sequences = sum(request.params.num_sequences for request in job.requests)
+    sequences = sum(request.params.n for request in job.requests)
     with (
         _traced(context, job),
         context.admission.admit(sequences, migrated=job.migrated_here) as engine,

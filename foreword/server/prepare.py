@@ -59,7 +59,7 @@ async def make_job(
     formats = formats_of(engine.tokenizer, context.config)
     _check_tools(request, formats)
     params = _params(engine, request, formats)
-    context.admission.check_queue(max(len(request.prompts), 1) * params.num_sequences)
+    context.admission.check_queue(max(len(request.prompts), 1) * params.n)
     if request.prefix is not None:
         await engine.prefixes.refresh(tenant.salt, request.prefix)
     prompts = await _render_all(context, engine, tenant, request, body_bytes)

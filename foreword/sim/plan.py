@@ -59,12 +59,15 @@ def simulation_cases(
     return cases
 
 
-def counts(text: str, option: str) -> list[tuple[int, str]]:
-    """`"4,8"` as numbers. Raises ConfigError."""
+def counts(text: str, option: str, sample: int = 1) -> list[tuple[int, str]]:
+    """`"4,8"` as numbers, divided by `sample`. Raises ConfigError, also if that leaves a remainder."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if not found or not all(re.fullmatch(r"\d+", part) for part in found):
         raise ConfigError(f"{option} takes whole numbers separated by commas, not {text!r}")
-    return [(int(part), part) for part in found]
+    for part in found:
+        if int(part) % sample:
+            raise ConfigError(f"--sample {sample}: {option} takes multiples of {sample}, not {part}")
+    return [(int(part) // sample, part) for part in found]
 
 
 def sizes(text: str, option: str, bytes_per_token: int | None) -> list[tuple[int, str]]:

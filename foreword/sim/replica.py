@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +12,11 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.decoding import DecodingSequences
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.stores import SimulatedStores
-from foreword.sim.tokens import NOT_RUNNING, SequenceTokens, SimulatedChain, tokens_of
+from foreword.sim.tokens import SequenceTokens, SimulatedChain, tokens_of
 
 MODEL = b"simulated"
-_MAX_REPEATS = 1 << 20
 _PARAMS = SamplingParams()
 
 
@@ -39,7 +35,7 @@ class SimulatedReplica:
 
     Attributes:
         step: the step that is being computed; None while idle.
-        ends_at: end of the step and of its repetitions. An arrival may bring it forward.
+        ends_at: end of the step.
     """
 
     def __init__(
@@ -58,11 +54,7 @@ class SimulatedReplica:
         self.totals = totals
         self.step: Step | None = None
         self.ends_at = 0.0
-        self._started = self._step_seconds = self._growth = 0.0
-        # Further steps, equal except for the number of tokens, that are computed together with `step`.
-        self._repeats = 0
-        self._to_save: tuple[Chunk, ...] = ()
-        self._admissions = itertools.count()
+        self._started = 0.0
         self._costs = costs
         self._fleet = fleet
         self._stores = stores
@@ -83,13 +75,8 @@ class SimulatedReplica:
             max_num_seqs=spec.max_num_seqs,
             offload=stores,
         )
-        self._decoding = DecodingSequences(self._scheduler)
-        # The most blocks that a sequence takes in a step.
-        self._most_blocks = spec.max_batch_tokens // spec.block_size + 2 + spec.lookahead_blocks
 
-    def add(
-        self, now: float, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill | None = None
-    ) -> None:
+    def add(self, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill | None = None) -> None:
         """A request arrives. `keys` are the keys of its full blocks. The step after the current one may admit it.
 
         `remote`: computes the prompt, if that is another replica.
@@ -105,9 +92,6 @@ class SimulatedReplica:
         sequence.remote = remote
         self._scheduler.add(sequence)
         self._move_forward(traced.priority)
-        if self.step is not None and self._repeats:
-            self._repeats = bisect_left(range(self._repeats), now - self._started, key=self._duration)
-            self.ends_at = self._started + self._duration(self._repeats)
 
     def _move_forward(self, priority: int) -> None:
         """Move the last waiting request before all that are less urgent."""
@@ -120,23 +104,16 @@ class SimulatedReplica:
 
     @property
     def is_idle(self) -> bool:
-        return self.step is None and not self._has_work() and not self._scheduler.waiting_for_kv
-
-    def _has_work(self) -> bool:
-        return bool(self._decoding.sequences) or self._scheduler.has_work()
+        return self.step is None and not self._scheduler.has_work() and not self._scheduler.waiting_for_kv
 
     def fail(self, now: float) -> list[SequenceTokens]:
         """The replica fails. Returns its requests, in order of arrival, to be placed again.
 
-        Complete repetitions of the current step count; the output of the one that is being computed is lost.
+        The output of the step that is being computed is lost, unless it ends now.
         """
-        if self.step is not None:
-            complete = bisect_right(range(self._repeats + 1), now - self._started, key=self._duration)
-            if complete:
-                self._repeats = complete - 1
-                self.end(self._started + self._duration(self._repeats))
-            self.step = None
-        self._decoding.rejoin()
+        if self.step is not None and self.ends_at <= now:
+            self.end(now)
+        self.step = None
         scheduler = self._scheduler
         found = []
         for sequence in (*scheduler.running, *scheduler.waiting_for_kv, *scheduler.waiting):
@@ -153,72 +130,39 @@ class SimulatedReplica:
         return sorted(found, key=lambda one: one.number)
 
     def begin(self, now: float) -> bool:
-        """Start the next step. False if there is nothing to compute now.
-
-        Steps that the scheduler would repeat unchanged are computed together: all running sequences decode, none ends, fills a
-        block or is admitted.
-        """
-        if not self._has_work():
+        """Start the next step. False if there is nothing to compute now."""
+        scheduler = self._scheduler
+        if not scheduler.has_work():
             return False
         if self._stores is not None:
             self._stores.now = now
-        scheduler, decoding = self._scheduler, self._decoding
         loaded = scheduler.collect() if scheduler.waiting_for_kv else []
-        # Decoding sequences are scheduled when they need a block, and all of them when one could be preempted.
-        if (len(scheduler.running) + len(decoding.short)) * self._most_blocks > self._cache.pool.num_free:
-            decoding.rejoin()
-        elif decoding.short:
-            decoding.rejoin_short()
-        step = scheduler.schedule(others=len(decoding.sequences))
+        step = scheduler.schedule()
         for sequence in (*loaded, *step.admitted):
             self._note_admission(sequence)
-        self._number_admissions(step)
-        chunks = decoding.leave(step.chunks)
-        if not chunks and not decoding.sequences:
+        if not step.chunks:
             return False
-        self.step = Step(chunks, step.copies)
-        self._to_save = step.chunks
-        self._started, self._step_seconds = now, self._seconds(chunks)
-        is_alone = not (scheduler.running or scheduler.waiting or scheduler.waiting_for_kv)
-        self._repeats = min(decoding.left - 1, _MAX_REPEATS) if is_alone else 0
-        # Each repetition finds one more token in every sequence.
-        self._growth = self._costs.decode_context * len(decoding.sequences)
-        self.ends_at = now + self._duration(self._repeats)
+        self.step, self._started = step, now
+        self.ends_at = now + self._seconds(step.chunks)
         return True
-
-    def _number_admissions(self, step: Step) -> None:
-        for sequence in step.preempted:
-            tokens_of(sequence).admission = NOT_RUNNING
-        for sequence in self._scheduler.running:
-            tokens = tokens_of(sequence)
-            if tokens.admission == NOT_RUNNING:
-                tokens.admission = next(self._admissions)
-
-    def _duration(self, repeats: int) -> float:
-        """Seconds of the current step and the first `repeats` repetitions."""
-        return self._step_seconds * (repeats + 1) + self._growth * repeats * (repeats + 1) / 2
 
     def end(self, now: float) -> None:
         """The step is over."""
         step = self.step
         assert step is not None
         self.step = None
-        self.totals.steps += 1 + self._repeats
+        self.totals.steps += 1
         self.totals.busy += now - self._started
         self._scheduler.settle(step)
-        self._save(self._to_save)
-        ended = self._decoding.advance(1 + self._repeats)
-        answering = [chunk.sequence for chunk in step.chunks if chunk.samples]
-        for sequence in answering:
-            tokens_of(sequence).length += 1
-        if ended:
-            answering = sorted([*answering, *ended], key=lambda one: tokens_of(one).admission)
-        for sequence in answering:
-            self._answer(sequence, now)
+        self._save(step.chunks)
+        for chunk in step.chunks:
+            if chunk.samples:
+                self._answer(chunk.sequence, now)
 
     def _answer(self, sequence: SequenceState, now: float) -> None:
         """A sequence has its first token, its last one, or both."""
         tokens = tokens_of(sequence)
+        tokens.length += 1
         if tokens.computed_for is None and not tokens.answered:
             tokens.answered = True
             if tokens.outcome.first_token < 0:
@@ -226,13 +170,11 @@ class SimulatedReplica:
             self._fleet.first_token(str(tokens.number), now)
         if tokens.length >= sequence.max_total:
             self._finish(sequence, tokens, now)
-        else:
-            self._decoding.add(sequence)
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
-        """Of a step with these chunks, besides one token of each decoding sequence."""
-        costs, prefilled, pairs = self._costs, 0, 0
-        decoding, context = len(self._decoding.sequences), self._decoding.context
+        """Of a step with these chunks."""
+        costs = self._costs
+        prefilled = pairs = decoding = context = 0
         for chunk in chunks:
             if chunk.count == 1:
                 decoding += 1

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 from foreword.api.quotas import Admitted, Quotas
 from foreword.blocks import BlockTable
@@ -24,15 +23,11 @@ from foreword.routing.placement import PlacementQuery, Policy
 from foreword.routing.policies import policy_named
 from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.huge_pages import collapse
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.replica import MODEL, ReplicaTotals, SimulatedReplica
 from foreword.sim.stores import SimulatedStores, SimulatedTier
 from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
-
-# Number of arrivals after which the memory that was added is put on huge pages.
-_COLLAPSE_EVERY: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +279,6 @@ class _Simulation:
             )
         if self._admit(number, request):
             self._place(SequenceTokens(number, self.outcomes[number]))
-        if number % _COLLAPSE_EVERY == _COLLAPSE_EVERY - 1:
-            collapse()
         if self.progress is not None and number % 100 == 99:
             self.progress(number + 1)
 
@@ -337,11 +330,7 @@ class _Simulation:
     def _send(
         self, name: str, request: SequenceTokens, keys: Sequence[bytes], remote: SimulatedPrefill | None = None
     ) -> None:
-        replica = self.replicas[name]
-        ends_at = replica.ends_at
-        replica.add(self.now, request, keys, remote)
-        if replica.ends_at != ends_at:
-            self._await_end(name)
+        self.replicas[name].add(request, keys, remote)
         self._begin(name)
 
     # Disaggregated prefill
@@ -384,8 +373,8 @@ class _Simulation:
         heapq.heappush(self.agenda, (replica.ends_at, next(self.order), name, replica))
 
     def _end(self, name: str, replica: SimulatedReplica) -> None:
-        """The step is over, unless an arrival has brought its end forward since this was planned, or the replica failed."""
-        if replica.step is not None and replica.ends_at == self.now:
+        """The step is over, unless the replica failed."""
+        if replica.step is not None:
             replica.end(self.now)
             self._begin(name)
 

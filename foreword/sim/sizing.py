@@ -199,13 +199,17 @@ def _executor(jobs: int, trace: Sequence[TraceRequest]) -> Iterator[Executor | N
         yield executor
 
 
-def sizes_table(found: Sequence[FleetSize], objectives: Sequence[Objective], price: float | None) -> str:
-    """The fleets as a Markdown table, the cheapest first. `price` is of one replica-hour, in any currency."""
+def sizes_table(
+    found: Sequence[FleetSize], objectives: Sequence[Objective], price: float | None, sample: int = 1
+) -> str:
+    """The fleets as a Markdown table, the cheapest first. `price` is of one replica-hour, in any currency; one in `sample`
+    replicas was simulated."""
     head = ["fleet", "replicas", *(f"{one.text} (limit {one.limit:g} s)" for one in objectives), "hit"]
     head += ["replica-h per 1M tokens", *(["price per 1M tokens"] if price is not None else [])]
     body = []
     for size in sorted(found, key=lambda one: (one.replicas is None, one.hours)):
-        number = str(size.replicas) if size.replicas is not None else f"more than {size.case.spec.replicas}"
+        simulated = sample * size.case.spec.replicas
+        number = f"more than {simulated}" if size.replicas is None else str(simulated)
         hits = sorted(one.hit_share for one in size.runs)
         row = [size.case.name, number, *(f"{_worst(one, size.runs):.3f} s" for one in objectives)]
         row += [f"{hits[0]:.1%} to {hits[-1]:.1%}", f"{size.hours:.4f}"]

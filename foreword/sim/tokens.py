@@ -16,8 +16,6 @@ from foreword.sim.trace import TraceRequest
 # Output tokens that the trace does not contain: a distinct token per request, above all tokens of a trace.
 _UNKNOWN_OUTPUT = 1 << 31
 _REQUEST_BITS = _UNKNOWN_OUTPUT - 1
-# Admission number of a sequence that is not running.
-NOT_RUNNING = 1 << 62
 
 
 @dataclass(slots=True)
@@ -65,12 +63,10 @@ class SequenceTokens:
     Attributes:
         lost: tokens whose KV the replica had that failed before.
         answered: this replica has computed a token of the output.
-        admission: numbers the admissions of its replica; the last ones are preempted first.
-        counted_at: number of the replica's step up to which `length` counts.
         computed_for: set if only the prompt is computed here, for a decode replica that waits for its KV.
     """
 
-    __slots__ = ("admission", "answered", "computed_for", "counted_at", "length", "lost", "number", "outcome")
+    __slots__ = ("answered", "computed_for", "length", "lost", "number", "outcome")
 
     def __init__(self, number: int, outcome: RequestOutcome) -> None:
         self.number = number
@@ -78,8 +74,6 @@ class SequenceTokens:
         self.length = outcome.request.prompt_tokens
         self.lost = 0
         self.answered = False
-        self.counted_at = 0
-        self.admission = NOT_RUNNING
         self.computed_for: SimulatedPrefill | None = None
 
     def __len__(self) -> int:

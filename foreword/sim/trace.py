@@ -38,6 +38,8 @@ _TEXT_BYTES: Final = 4
 # Minimum number of full blocks of a prompt to recognize its next turn: shorter ones are shared by many prompts.
 _MIN_TURN_BLOCKS: Final = 2
 _COPY_SECONDS: Final = 60.0
+# A block that more of the requests have says nothing about which of them belong together.
+_RARE: Final = 0.01
 # Larger times are a mistake of the unit.
 _MOST_SECONDS: Final = 1e11
 
@@ -130,6 +132,34 @@ def multiplied(trace: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> 
             session = None if one.session is None else f"{copy}-{one.session}"
             found.append(replace(one, arrival=start + one.arrival, ids=ids, session=session))
     found.sort(key=lambda one: one.arrival)
+    return found
+
+
+def sampled(trace: Sequence[TraceRequest], parts: int, *, seed: int = 1) -> list[TraceRequest]:
+    """One of `parts` parts of a trace, for as many times fewer replicas: whole sessions, chosen at random.
+
+    Requests without a session belong together if the first block is the same that at most one in a hundred requests has: then
+    the sample has the requests that share a document, and some of all that share a system prompt. Raises ConfigError if no
+    request is left, and for text without sessions.
+    """
+    if parts < 1:
+        raise ConfigError(f"--sample must be at least 1, not {parts}")
+    if parts == 1:
+        return list(trace)
+    if any(one.ids_tokens == 1 and one.session is None for one in trace):
+        raise ConfigError("--sample takes whole sessions: a trace with text needs session_id in each request")
+    counts = Counter(number for one in trace for number in set(one.ids) if one.session is None)
+    most, rng = max(_RARE * len(trace), 1), random.Random(seed)
+    taken: dict[object, bool] = {}
+    found = []
+    for one in trace:
+        group = one.session or next((number for number in one.ids if counts[number] <= most), one.ids[-1])
+        if group not in taken:
+            taken[group] = rng.random() * parts < 1
+        if taken[group]:
+            found.append(one)
+    if not found:
+        raise ConfigError(f"--sample {parts}: the trace is too short, no session is left of it")
     return found
 
 

@@ -14,7 +14,7 @@ from foreword.config import parse_bytes
 from foreword.errors import StoreConfigError, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.redact import split_url
-from foreword.store.types import Options, Reach, StoreType, StoreUrl, check_folders, parse_flag, read_options
+from foreword.store.types import Options, Reach, StoreType, StoreUrl, check_folder, parse_flag, read_options
 
 _MEMORY_SIZE: Final = 4 << 30
 _DISK_SIZE: Final = 64 << 30
@@ -60,7 +60,7 @@ class MemoryType(StoreType):
 
 
 class DiskType(StoreType):
-    """`disk:///var/cache/foreword?size=200GiB`: one folder, or several separated by commas."""
+    """`disk:///var/cache/foreword?size=200GiB`: a folder."""
 
     label = "disk"
     reach = Reach.HOST
@@ -70,43 +70,36 @@ class DiskType(StoreType):
     def check(self, url: StoreUrl) -> None:
         from foreword.store.disk.disk_store import DiskStore
 
-        settings, folders = self._settings(url), self._folders(url)
-        DiskStore.check_options(**settings | {"size": settings["size"] // len(folders)})
+        DiskStore.check_options(**self._settings(url))
         if url.writable:
-            check_folders(folders)
-        elif not any(map(os.path.isdir, folders)):
-            raise StoreConfigError(f"{url.shown}: there is no folder {folders[0]} to read")
+            check_folder(url.path)
+        elif not os.path.isdir(url.path):
+            raise StoreConfigError(f"{url.shown}: there is no folder {url.path} to read")
 
     def exists(self, url: StoreUrl) -> bool:
-        return any(map(holds_store, self._folders(url)))
+        return holds_store(url.path)
 
     def open(self, url: StoreUrl, layout: Layout | None) -> Store:
         from foreword.store.disk.disk_store import DiskStore
-        from foreword.store.disk.striped_store import StripedStore
 
-        settings, folders = self._settings(url), self._folders(url)
-        if len(folders) > 1:
-            return StripedStore(folders, label=url.label, **settings)
-        return DiskStore(url.path, label=url.label, **settings)
+        return DiskStore(url.path, label=url.label, **self._settings(url))
 
     def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
-        path = ",".join(f"{folder.rstrip('/')}/{name}" for folder in self._folders(url))
+        path = f"{url.path.rstrip('/')}/{name}"
         return replace(url, url=f"disk://{path}", path=path)
 
     def remove_part(self, part: StoreUrl) -> None:
-        for folder in self._folders(part):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(part.path, ignore_errors=True)
 
     def _settings(self, url: StoreUrl) -> dict[str, Any]:
         _refuse_host(url, "disk:///var/cache/foreword?size=20GiB")
-        return {"size": _DISK_SIZE, **read_options(url, self.options)}
-
-    def _folders(self, url: StoreUrl) -> list[str]:
-        from foreword.store.disk.striped_store import folders_of
-
         if not url.path:
             raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
-        return folders_of(url.path)
+        if ",/" in url.path:
+            raise StoreConfigError(
+                f"{url.shown}: a disk store has one folder; make one file system of several disks with LVM, md or btrfs"
+            )
+        return {"size": _DISK_SIZE, **read_options(url, self.options)}
 
 
 class RedisType(StoreType):
@@ -155,7 +148,7 @@ class ObjectsType(StoreType):
         elif others:
             raise StoreConfigError(f"{url.shown}: unknown option {next(iter(others))!r}: a folder has no options")
         else:
-            check_folders([url.path])
+            check_folder(url.path)
 
     def exists(self, url: StoreUrl) -> bool:
         return url.scheme != "file" or holds_store(url.path)

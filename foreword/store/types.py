@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
@@ -146,24 +146,17 @@ def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict
     return options
 
 
-def check_folders(folders: Sequence[str]) -> None:
-    """Raises StoreConfigError if none of the folders exists or can be created. Creates none of them."""
-    problems = list(map(_problem_of, folders))
-    if all(problems):
-        raise StoreConfigError(problems[0])
-
-
-def _problem_of(folder: str) -> str:
-    """Why a folder cannot be created; "" if it can. The system alone can tell, so a folder is made beside it and removed."""
+def check_folder(folder: str) -> None:
+    """Raises StoreConfigError if the folder does not exist and cannot be created. Does not create it."""
     place = os.path.abspath(folder)
     if os.path.isdir(place):
-        return ""  # one that cannot be written is only read
+        return  # one that cannot be written is only read
     while not os.path.lexists(place):
         place = os.path.dirname(place)
     try:
+        # The system alone can tell: a folder is made beside it and removed.
         os.rmdir(tempfile.mkdtemp(prefix=".foreword-", dir=place))
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return ""  # the store waits for room
-        return f"the folder {folder} cannot be created: {error.strerror}: {place}"
-    return ""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the store waits for room
+            reason = f"the folder {folder} cannot be created: {error.strerror}: {place}"
+            raise StoreConfigError(reason) from None

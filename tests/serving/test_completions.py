@@ -167,15 +167,6 @@ def test_prompt_logprobs(client: httpx.Client, server: SharedServer) -> None:
         assert all(str(token) in entry for token, entry in zip(ids[1:], rest, strict=True))
 
 
-def test_best_of_returns_the_likeliest(ai: openai.OpenAI, server: SharedServer) -> None:
-    """Of `best_of` sequences the likeliest `n` are the choices."""
-    body: dict[str, Any] = {"model": server.model, "prompt": "import ", "max_tokens": 6, "seed": 5}
-    every = ai.completions.create(n=4, logprobs=0, **body).choices
-    means = {each.text: sum(each.logprobs.token_logprobs) / len(each.logprobs.tokens) for each in every}  # type: ignore[union-attr, arg-type]
-    best = ai.completions.create(n=1, best_of=4, **body).choices
-    assert [each.text for each in best] == [max(means, key=means.__getitem__)]
-
-
 def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, server: SharedServer) -> None:
     """`max_tokens: 0` returns no text and warms the cache for later requests."""
     prompt = words("warm", 60)

@@ -49,7 +49,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": "x", "stop": ["a"] * 65}, "stop", "at most 64"),
         ({"prompt": "x", "logprobs": 21}, "logprobs", "20"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "integer"),
-        ({"prompt": "x", "best_of": 1, "n": 2}, "best_of", "at least n"),
+        ({"prompt": "x", "best_of": 4, "n": 2}, "best_of", "take the likeliest"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "integer"),
         ({"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias", "100"),

@@ -138,6 +138,19 @@ def test_the_smallest_fleet_for_a_service_level(
     assert "more than 2" in capsys.readouterr().out
 
 
+def test_a_sample_is_of_the_whole_fleet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
+) -> None:
+    """With `--sample 2` the numbers of replicas, also those that `--slo` finds, are those of the whole fleet."""
+    assert run(monkeypatch, str(trace), "--sample", "2", "--replicas", "4,8", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert [one["spec"]["replicas"] for one in answer["simulations"]] == [2, 4]
+    assert [one["name"] for one in answer["simulations"]] == ["replicas 4", "replicas 8"]
+    assert "one in 2 sessions" in answer["about"]
+    assert run(monkeypatch, str(trace), "--sample", "2", "--slo", "p90 ttft < 900 s", "--replicas", "6,8") == 0
+    assert "| 6 |" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_limit_may_be_inclusive() -> None:
     """A value equal to the limit meets `<=` and not `<`."""
     exact = summarize(simulate([TraceRequest(0.0, array("I", [1]), 64, 64, 1)], FleetSpec(replicas=1, block_size=64)))
@@ -156,6 +169,9 @@ def test_a_limit_may_be_inclusive() -> None:
         (["--slo", "p90 ttft < 1 s", "--change", "1s fail r0"], "no --group and --change"),
         (["--price", "3"], "needs --slo"),
         (["--change", "1s fail r8"], "no such replica"),
+        (["--sample", "2", "--change", "1s fail r0"], "--sample divides a fleet of equal replicas"),
+        (["--sample", "3", "--replicas", "3,8"], "--replicas takes multiples of 3, not 8"),
+        (["--sample", "0"], "--sample must be at least 1"),
         (["--group", "fast speed=2"], "speed is not a key"),
         (["--policy", "least-load"], "least-loaded"),
         (["--replicas", "many"], "--replicas takes whole numbers"),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost
 from foreword.routing.policies import POLICIES
-from foreword.sim import replica
 from foreword.sim.changes import parse_change
 from foreword.sim.costs import EngineCosts, FleetSpec, ReplicaGroup
 from foreword.sim.plan import parse_group
@@ -141,25 +140,17 @@ def test_no_request_is_lost(seed: int, policy: str, stores: bool) -> None:
         changes += [f"{at:.7f}s {rng.choice(['fail', 'remove'])} {name}", f"{at + 3:.7f}s start {name}"]
         changes.append(f"{19 + rng.random():.7f}s fail {name}")
 
-    def simulated() -> SimulationResult:
+    def numbers() -> list[object]:
         result = run(trace, *changes, spec=spec, policy=policy)
         for one in result.outcomes:
             assert one.request.arrival < one.first_token <= one.finished
             assert 0 <= one.cached_tokens < one.request.prompt_tokens and one.recomputed >= 0
-        return result
+        return [
+            (one.replica, one.first_token, one.finished, one.cached_tokens, one.loaded, one.failovers, one.recomputed)
+            for one in result.outcomes
+        ]
 
-    def numbers(result: SimulationResult) -> list[object]:
-        return [(one.replica, one.cached_tokens, one.loaded, one.failovers, one.recomputed) for one in result.outcomes]
-
-    together = simulated()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "_MAX_REPEATS", 0)
-        single = simulated()
-    assert numbers(together) == numbers(single)
-    times = [
-        [time for one in result.outcomes for time in (one.first_token, one.finished)] for result in (together, single)
-    ]
-    assert times[0] == pytest.approx(times[1])
+    assert numbers() == numbers()
 
 
 def test_the_report_has_phases() -> None:

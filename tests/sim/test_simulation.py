@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost
 from foreword.routing.policies import POLICIES
-from foreword.sim import replica
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.report import page, quantile, summarize, table
 from foreword.sim.run import SimulationResult, simulate
-from foreword.sim.trace import TraceRequest, block_size_of, multiplied, read_trace
+from foreword.sim.trace import TraceRequest, block_size_of, multiplied, read_trace, sampled
 
 # Computing a token takes 1 ms, a step has no other cost; loading a token takes 0.1, 0.2 or 0.4 ms.
 COSTS = EngineCosts(
@@ -172,30 +171,6 @@ def test_every_request_ends_and_runs_are_repeatable(seed: int, policy: str, repl
     assert run() == run()
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**32), st.booleans())
-def test_combined_steps_change_nothing(seed: int, stores: bool) -> None:
-    """Combining decoding steps that the scheduler would repeat gives the same result as single steps."""
-    costs = replace(COSTS, base=1e-2, decode_context=1e-5)
-    spec = FleetSpec(
-        replicas=2, device_tokens=64 * 60, host_tokens=64 * 100 if stores else 0, block_size=64, max_num_seqs=6
-    )
-    trace = [replace(one, output_tokens=one.output_tokens * 7) for one in random_trace(seed, 40)]
-
-    def run() -> tuple[list[float], list[object]]:
-        result = simulate(trace, spec, costs=costs)
-        steps = [totals.steps for totals in result.replicas.values()]
-        found = [(one.replica, one.cached_tokens, one.loaded) for one in result.outcomes]
-        return [time for one in result.outcomes for time in (one.first_token, one.finished)], [*steps, *found]
-
-    together = run()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica, "_MAX_REPEATS", 0)
-        one_by_one = run()
-    assert together[0] == pytest.approx(one_by_one[0])
-    assert together[1] == one_by_one[1]
-
-
 def test_steps_that_decode_grow_with_their_context() -> None:
     """Four tokens after a prompt of 64 take 10 ms each, and 0.01 ms for each token before them."""
     costs = replace(COSTS, decode_context=1e-5)
@@ -321,6 +296,42 @@ def test_copies_of_a_trace_share_only_common_blocks() -> None:
     assert all(one.ids[0] == 0 for one in copies)
     with pytest.raises(ConfigError, match="only traces of blocks"):
         multiplied([TraceRequest(0.0, array("I", [1, 2]), 1, 2, 1)], 2)
+
+
+def test_a_sample_has_whole_sessions() -> None:
+    """About a third of the conversations with all their requests: those with a name, and those that share a document."""
+    rng = random.Random(4)
+    trace = [request(float(i), [0, 1 + i % 300, 1000 + i]) for i in range(900)]
+    trace += [replace(one, session=f"s{rng.randrange(300)}") for one in trace[:600]]
+    taken = sampled(trace, 3, seed=2)
+    assert taken == [one for one in trace if one in taken]
+    for name in (lambda one: one.session, lambda one: None if one.session else one.ids[1]):
+        chosen = {name(one) for one in taken} - {None}
+        assert 70 < len(chosen) < 130
+        assert [one for one in taken if name(one) in chosen] == [one for one in trace if name(one) in chosen]
+    assert sampled(trace, 1) == trace and sampled(trace, 3, seed=3) != taken
+    with pytest.raises(ConfigError, match="no session is left"):
+        sampled(trace[:1], 100, seed=1)
+    with pytest.raises(ConfigError, match="session_id"):
+        sampled([TraceRequest(0.0, array("I", [1, 2]), 1, 2, 1)], 2)
+
+
+def test_a_part_of_a_fleet_answers_for_the_whole() -> None:
+    """A quarter of the sessions on a quarter of the replicas: hit rate and TTFT of the whole fleet."""
+    rng, trace = random.Random(9), []
+    for number in range(400):
+        start, talk = rng.uniform(0, 300), [0, 10 * number + 1]
+        for turn in range(rng.randrange(2, 8)):
+            trace.append(request(start + 12 * turn * rng.random(), list(talk), rng.randrange(1, 40)))
+            talk += [10 * number + 2 + turn, 5000 + 10 * number + turn]
+    trace.sort(key=lambda one: one.arrival)
+    spec = replace(ONE, device_tokens=64 * 400, replicas=8)
+    whole = summarize(simulate(trace, spec, costs=COSTS))
+    parts = [
+        summarize(simulate(sampled(trace, 4, seed=seed), replace(spec, replicas=2), costs=COSTS)) for seed in range(5)
+    ]
+    assert sum(one.hit_share for one in parts) / 5 == pytest.approx(whole.hit_share, abs=0.04)
+    assert sum(one.mean for one in parts) / 5 == pytest.approx(whole.mean, rel=0.15)
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,6 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
 def _sampling(body: ChatBody, limits: Limits) -> dict[str, Any]:
     if body.top_logprobs is not None and not body.logprobs:
         raise refuse("top_logprobs", "needs logprobs to be true")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise refuse("best_of", "not supported for chat; use n")
     if body.echo:
         raise refuse("echo", "not supported for chat; use continue_final_message")
     sampling = sampling_of(body, limits)

@@ -44,12 +44,6 @@ def _sampling(body: CompletionBody, limits: Limits) -> dict[str, Any]:
     sampling = {"max_tokens": DEFAULT_TOKENS, **sampling_of(body, limits)}
     if body.logprobs is not None:
         sampling["logprobs"] = body.logprobs
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        if body.best_of < (body.n or 1):
-            raise refuse("best_of", "must be at least n")
-        if body.stream:
-            raise refuse("best_of", "cannot be streamed; use n")
-        sampling["best_of"] = body.best_of
     return sampling
 
 

@@ -202,6 +202,8 @@ def sampling_of(body: SamplingBody, limits: Limits) -> dict[str, Any]:
     }
     check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
     check_length(body.logit_bias or (), limits.biases, "logit_bias")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise refuse("best_of", "not supported; ask for n answers with logprobs, and take the likeliest")
     if body.prompt_logprobs is not None and body.stream:
         raise refuse("prompt_logprobs", "cannot be streamed")
     return {name: value for name, value in given.items() if value is not None}

@@ -80,16 +80,12 @@ class Accounting:
             attempt.begun, attempt.first_token_at = True, clock()
             routed.pool.first_token(attempt)
             self._router.metrics.first_token(attempt.upstream.url, attempt.first_token_at - self._began)
-        if self._answer.normalised is not None and self._response.streams:
-            self._answer.normalised.stream(piece)
 
     def complete(self) -> None:
         """The response came to its end."""
         if self._placed is not None and self._answer is not None and self._response is not None:
             routed, attempt = self._placed
             counts = self._response.counts()
-            if self._answer.normalised is not None and not self._response.streams:
-                self._answer.normalised.whole(bytes(self._response.kept))
             if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
                 self._router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
             used = counts.used or len(routed.prompt.tokens) + self._response.events

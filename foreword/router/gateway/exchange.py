@@ -254,10 +254,7 @@ class _Exchange:
         answer = envoy.ProcessingResponse()
         if message.HasField("response_headers"):
             assert self._answer is not None
-            changes = {ROUTE: self._answer.headers.get(ROUTE)}
-            if self._answer.normalised is not None:
-                changes |= self._answer.normalised.headers
-            envoy.mutate(answer.response_headers.response.header_mutation, changes)
+            envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: self._answer.headers.get(ROUTE)})
         elif message.HasField("response_body"):
             answer.response_body.SetInParent()
             if self._duplex_response:

@@ -21,7 +21,6 @@ from foreword.router.attempt import Attempt
 from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
 from foreword.router.decision_log import as_header
 from foreword.router.gateway.addresses import Addresses
-from foreword.router.normalising import NormalisedChat, normalise
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
 from foreword.router.routed_request import RoutedRequest
@@ -99,7 +98,6 @@ class Answer:
     body: bytes | None = None
     endpoints: str = ""
     placed: tuple[RoutedRequest, Attempt] | None = None
-    normalised: NormalisedChat | None = None
 
 
 @dataclass(eq=False)
@@ -150,7 +148,7 @@ class Picker:
         (`picker_open`), the answer for the last two has no endpoint.
         """
         router, arrived = self.router, clock()
-        request, normalised = await self._parsed(head, tenant, raw)
+        request = await self._parsed(head, raw)
         try:
             async with asyncio.timeout(router.config.picker_timeout):
                 routed = await self._routed(head, tenant, request, arrived, among)
@@ -166,20 +164,15 @@ class Picker:
                 raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
             raise
         try:
-            return await self._answer(head, routed, attempt, raw, among, normalised)
+            return await self._answer(head, routed, attempt, raw, among)
         except BaseException:
             routed.pool.failed(attempt)
             raise
 
-    async def _parsed(
-        self, head: RequestHead, tenant: Tenant, raw: bytes
-    ) -> tuple[ClientRequest, NormalisedChat | None]:
+    async def _parsed(self, head: RequestHead, raw: bytes) -> ClientRequest:
         """The request as it is placed and, with its own body, sent. Raises BadRequest."""
         parse = partial(self._parse, head, raw)
-        request = parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
-        if head.path in _TRANSLATED:
-            return request, None
-        return normalise(self.router.normalisers, tenant, request)
+        return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
 
     def _parse(self, head: RequestHead, raw: bytes) -> ClientRequest:
         limits = self.router.limits()
@@ -209,7 +202,6 @@ class Picker:
         attempt: Attempt,
         raw: bytes,
         among: Collection[str] | None,
-        normalised: NormalisedChat | None,
     ) -> Answer:
         upstream = attempt.upstream
         address = await self.addresses.of(upstream.url)
@@ -225,7 +217,7 @@ class Picker:
         headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
         body = _body(head, routed.request, raw, own)
-        return Answer(attempt.id, headers, body, endpoints, (routed, attempt), normalised)
+        return Answer(attempt.id, headers, body, endpoints, (routed, attempt))
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
         """The next best replicas, to which the same headers and body can be sent: with a prefill replica, those with its

@@ -1,4 +1,4 @@
-"""`best_of`, allowed tokens and bad words."""
+"""Allowed tokens and bad words."""
 
 from __future__ import annotations
 
@@ -15,30 +15,6 @@ from foreword.errors import BadRequest
 @pytest.fixture(scope="module")
 def llama(engine: Callable[..., LLM]) -> LLM:
     return engine("llama")
-
-
-def test_the_likeliest_sequences_are_returned(llama: LLM) -> None:
-    """Of `best_of` sequences the `n` with the highest mean log-probability come back, the best first."""
-    sampling = {"max_tokens": 12, "seed": 3, "ignore_eos": True}
-    [every] = llama.generate([prompt(9, 1)], SamplingParams(n=6, logprobs=0, **sampling))
-    ranked = sorted(every.outputs, key=lambda one: -sum(each.logprob for each in one.logprobs) / len(one.tokens))
-    [best] = llama.generate([prompt(9, 1)], SamplingParams(n=2, best_of=6, **sampling))
-    assert [(one.tokens, one.text) for one in best.outputs] == [(one.tokens, one.text) for one in ranked[:2]]
-    assert [one.index for one in best.outputs] == [0, 1]
-    assert all(one.logprobs == () for one in best.outputs)
-    with_logprobs = SamplingParams(n=2, best_of=6, logprobs=1, **sampling)
-    assert all(len(one.logprobs) == 12 for one in llama.generate([prompt(9, 1)], with_logprobs)[0].outputs)
-
-
-def test_best_of_beside_other_requests(llama: LLM) -> None:
-    """Other requests of a batch are delivered as without it; a request that is ended leaves nothing behind."""
-    plain = SamplingParams(max_tokens=10, seed=1, ignore_eos=True)
-    best = SamplingParams(max_tokens=14, seed=2, best_of=4, ignore_eos=True)
-    first, second = llama.generate([prompt(8, 2), prompt(8, 3)], [plain, best])
-    assert first.outputs[0].tokens == llama.generate([prompt(8, 2)], plain)[0].outputs[0].tokens
-    assert len(second.outputs) == 1
-    with pytest.raises(BadRequest):
-        SamplingParams(n=3, best_of=2)
 
 
 def test_only_allowed_tokens_come(llama: LLM) -> None:
