@@ -35,7 +35,7 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.frame import Frame
-from foreword.store.types import Reach, StoreType, StoreUrl, check_folders, read_options
+from foreword.store.types import Reach, StoreType, StoreUrl, check_folder, read_options
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS block (
@@ -299,7 +299,7 @@ class SqliteType(StoreType):
 
     def check(self, url: StoreUrl) -> None:
         check_options(**self._settings(url))
-        check_folders([os.path.dirname(url.path)])
+        check_folder(os.path.dirname(url.path))
 
     def exists(self, url: StoreUrl) -> bool:
         return os.path.isfile(url.path)

@@ -190,8 +190,7 @@ def simulate(
     from foreword.sim.changes import parse_change
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.profile import Profile, read_profile
-    from foreword.sim.tenants import parse_tenant, with_tenants
-    from foreword.sim.trace import block_size_of, multiplied, read_trace, sampled
+    from foreword.sim.trace import block_size_of, multiplied, parse_tenant, read_trace, sampled, with_tenants
 
     trace = sampled(multiplied(read_trace(traces, speed=speed), copies)[:limit], sample)
     trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))

@@ -5,7 +5,7 @@ computation bit for bit. The compiled kernels give this where they compute every
 its inputs for any number of rows (kernels/product.h), attention takes keys from fixed positions on (kernels/attention.h)
 and does not cut them, and all else is computed row by row. vLLM has the same property as `VLLM_BATCH_INVARIANT`.
 
-Whether it holds for a model is tried at load (check_bits.py).
+Whether it holds for a model is tried at load (`check_bits` in self_check.py).
 """
 
 from __future__ import annotations

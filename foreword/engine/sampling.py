@@ -7,9 +7,9 @@ any batch, after a preemption, and on another machine (docs/decisions/0007-rando
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,10 +18,51 @@ from torch import Tensor
 
 from foreword.engine.choice import block_maxima, candidates, choose, largest
 from foreword.engine.draw import Draw, Sampled
-from foreword.engine.kernels.native import TYPES, Kernels
-from foreword.engine.penalties import shape
+from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
+from foreword.engine.penalties import counts_of, excluded_tokens, penalizes, reshapes, shape
 from foreword.engine.request import TokenLogprob
-from foreword.engine.sampled_rows import sampled_row
+
+
+def sampled_row(draw: Draw, number: int, mask: NDArray[np.uint8] | None, vocab: int) -> SampledRow:
+    """`number`: the row's random bits. `mask`: of the tokens that a grammar allows. `vocab`: logits per row."""
+    params = draw.params
+    row = SampledRow(
+        number=number, top_k=params.top_k, temperature=params.temperature, top_p=params.top_p, min_p=params.min_p
+    )
+    arrays: list[NDArray[Any]] = []
+
+    def refer(array: NDArray[Any]) -> int:
+        arrays.append(array)
+        return int(array.ctypes.data)
+
+    row.memory = arrays
+    if mask is not None:
+        row.mask = refer(mask)
+    if not reshapes(draw):
+        return row
+    if penalizes(params):
+        counts = counts_of(draw, vocab)
+        if params.repetition_penalty != 1.0:
+            arrays.append(counts.seen)
+            row.seen, row.repetition_penalty = counts.seen_address, params.repetition_penalty
+        if params.presence_penalty or params.frequency_penalty:
+            generated, times = counts.generated
+            row.generated, row.times, row.num_generated = refer(generated), refer(times), len(generated)
+            row.presence_penalty, row.frequency_penalty = params.presence_penalty, params.frequency_penalty
+    if params.logit_bias:
+        row.biased, row.num_biased = refer(_tokens(params.logit_bias)), len(params.logit_bias)
+        row.biases = refer(np.array(tuple(params.logit_bias.values()), np.float64).astype(np.float32))
+    excluded = excluded_tokens(draw)
+    if excluded:
+        row.excluded, row.num_excluded = refer(_tokens(excluded)), len(excluded)
+    if params.allowed_token_ids is not None:
+        row.allowed, row.num_allowed = refer(_tokens(params.allowed_token_ids)), len(params.allowed_token_ids)
+    return row
+
+
+def _tokens(tokens: Iterable[int]) -> NDArray[np.int64]:
+    return np.fromiter(tokens, np.int64)
+
 
 # Logits that PyTorch's operators sample together on a CPU: temporary tensors of this size stay in the cache.
 _LOGITS_AT_ONCE: Final = 1 << 20

@@ -22,14 +22,13 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine import preflight
-from foreword.engine.check_bits import check_bits
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, Limits
 from foreword.engine.pool_size import kv_blocks
 from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.self_check import self_check
+from foreword.engine.self_check import check_bits, self_check
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner

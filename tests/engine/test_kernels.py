@@ -33,8 +33,7 @@ from foreword.engine.kernels.choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.penalties import shape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampled_rows import sampled_row
-from foreword.engine.sampling import random_bits
+from foreword.engine.sampling import random_bits, sampled_row
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -23,7 +23,7 @@ from foreword.engine.request import (
     SamplingParams,
     StructuredOutput,
 )
-from foreword.engine.structured.grammar import check_schema
+from foreword.engine.structured.compiler import check_schema
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, GrammarTooComplex

@@ -16,8 +16,7 @@ from foreword.errors import ConfigError
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.report import page, table, tenants
 from foreword.sim.run import simulate
-from foreword.sim.tenants import TenantRule, parse_tenant, with_tenants
-from foreword.sim.trace import TraceRequest, read_trace
+from foreword.sim.trace import TenantRule, TraceRequest, parse_tenant, read_trace, with_tenants
 
 # Computing a token of a prompt takes 1 ms, a step that decodes 10 ms. A step has 512 tokens.
 COSTS = EngineCosts(0.0, 1e-3, 0.0, 1e-2, 0.0)

@@ -17,8 +17,7 @@ from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link
 from foreword.transfer.messages import Heartbeat, KVPart, encode
-from foreword.transfer.ring import ReleaseOrder, RingAllocator
-from foreword.transfer.shm import FOLDER, OwnSegment, open_peers, remove_stale
+from foreword.transfer.shm import FOLDER, OwnSegment, ReleaseOrder, RingAllocator, open_peers, remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, tune
 from foreword.transfer.tcp import ReceiveBuffers, TcpLink
 

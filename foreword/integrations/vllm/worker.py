@@ -29,7 +29,7 @@ from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.namespace import Observations, Sampled, choose
-from foreword.integrations.vllm.portable import unit_group
+from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener

@@ -1,13 +1,16 @@
-"""The answers to a gateway: where to send a request, and what to change in it."""
+"""The answers to a gateway: where to send a request (`IP:PORT`), and what to change in it."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ipaddress
+import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from foreword.api.callers import credentials
 from foreword.api.dialects.registry import DIALECTS
@@ -20,12 +23,55 @@ from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
 from foreword.router.decision_log import as_header
-from foreword.router.gateway.addresses import Addresses
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router
 from foreword.router.translation import chat_request
+
+_FRESH_SECONDS: Final = 5.0
+_RESOLVE_SECONDS: Final = 2.0
+
+
+class Addresses:
+    """The addresses of replicas. Host names are resolved every few seconds, when they are used."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[str, float]] = {}
+
+    async def of(self, url: str) -> str:
+        """`IP:PORT`, with an IPv6 address in brackets. Raises ReplicaFailed if the name cannot be resolved."""
+        found, until = self._found.get(url, ("", 0.0))
+        if found and clock() < until:
+            return found
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        address = host if _is_ip(host) else await _resolved(host, port)
+        found = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self._found[url] = found, clock() + _FRESH_SECONDS
+        return found
+
+    def forget(self, urls: set[str]) -> None:
+        """Forget all replicas but these."""
+        self._found = {url: found for url, found in self._found.items() if url in urls}
+
+
+async def _resolved(host: str, port: int) -> str:
+    try:
+        async with asyncio.timeout(_RESOLVE_SECONDS):
+            entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, TimeoutError) as error:
+        raise ReplicaFailed(f"cannot resolve {host}: {error}") from None
+    return str(sorted(entry[4][0] for entry in entries)[0])
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
 
 # Set by the picker only. A client's own header of such a name is removed.
 DESTINATION: Final = "x-gateway-destination-endpoint"
