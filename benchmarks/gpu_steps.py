@@ -65,7 +65,7 @@ class Bench:
     ) -> None:
         from foreword.blocks import PrefixCache
         from foreword.config import EngineConfig
-        from foreword.engine.loop import EngineCore, Limits
+        from foreword.engine.loop import EngineCore, EngineLimits
         from foreword.engine.model import prepare_model
         from foreword.engine.pool_size import kv_blocks
         from foreword.engine.scheduler import Scheduler
@@ -84,7 +84,7 @@ class Bench:
         scheduler = Scheduler(
             cache, max_batch_tokens=config.max_batch_tokens, max_num_seqs=config.max_num_seqs, offload=self.offload
         )
-        limits = Limits(loaded.max_model_len, loaded.vocab_size, (), seed=0)
+        limits = EngineLimits(loaded.max_model_len, loaded.vocab_size, (), seed=0)
         tokenizer = Tokenizer.load(str(TOKENIZER))
         self.core = EngineCore(self.runner, cache, scheduler, tokenizer, limits, offload=self.offload)
         self._requests = 0

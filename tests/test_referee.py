@@ -29,7 +29,7 @@ from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, env
 from foreword.referee.models import KINDS
 from foreword.referee.reuse import common
 from foreword.referee.run import Plan, Result, conform
-from foreword.referee.session import Draw, Evidence, Session, Target
+from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 from foreword.referee.settings import PAIRS, pair_claim
 
 VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
@@ -157,14 +157,14 @@ def test_every_broken_connector_has_a_claim() -> None:
 def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure is tried again with its one prompt and leaves a script; an interrupted run continues with the next claim;
     a report on another seed is refused."""
-    drawn: list[Draw] = []
+    drawn: list[RandomPrompts] = []
 
-    def fails(session: Session, draw: Draw) -> Evidence:
+    def fails(session: Session, draw: RandomPrompts) -> Evidence:
         """It fails."""
         drawn.append(draw)
         return Evidence(answers=4, wrong=1, failing=[2] if len(draw.lengths) > 1 else [0])
 
-    def passes(session: Session, draw: Draw) -> Evidence:
+    def passes(session: Session, draw: RandomPrompts) -> Evidence:
         """It passes."""
         return Evidence(answers=1)
 
@@ -201,7 +201,7 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     files. The page gets a column for each, between its marks and nowhere else."""
     ran: list[tuple[str, Path | None]] = []
 
-    def works(session: Session, draw: Draw) -> Evidence:
+    def works(session: Session, draw: RandomPrompts) -> Evidence:
         """It works."""
         ran.append((session.target.python, session.target.files))
         return Evidence(answers=4, wrong=1 if session.target.python.endswith("new") else 0)

@@ -65,7 +65,7 @@ class CacheRequest:
         return len(self.prompt or ()) + sum(len(message.content) for message in self.messages)
 
 
-class PromptTokenizer(Protocol):
+class RenderingTokenizer(Protocol):
     """What is needed of `engine.tokenizer.Tokenizer`."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -104,7 +104,7 @@ def seconds(ttl: str | float | None, param: str = "ttl") -> float | None:
     return float(ttl)
 
 
-def tokens_of(tokenizer: PromptTokenizer, request: CacheRequest) -> Sequence[int]:
+def tokens_of(tokenizer: RenderingTokenizer, request: CacheRequest) -> Sequence[int]:
     """The prefix as tokens. A conversation ends with its last message. Raises BadRequest."""
     if request.prompt is not None:
         return tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt

@@ -63,7 +63,7 @@ _PEER_WAIT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EngineLimits:
     """What the loop must know of model and configuration."""
 
     max_model_len: int
@@ -115,7 +115,7 @@ class EngineCore:
         cache: PrefixCache,
         scheduler: Scheduler,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: EngineLimits,
         *,
         history: MissHistory | None = None,
         observers: Iterable[Observer] = (),

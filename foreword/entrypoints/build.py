@@ -24,7 +24,7 @@ from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
-from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.pool_size import kv_blocks
 from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
@@ -265,7 +265,7 @@ def _engine_core(
         reclaim=kept.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
-    limits = Limits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
+    limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
     history = MissHistory(config.history_tokens)
     return EngineCore(
         runner,

@@ -12,7 +12,7 @@ from foreword.entrypoints.build import build_engine
 from foreword.referee.worker import serve
 
 
-class Engine:
+class EmbeddedEngine:
     """The engine with a store, or without, and what the driver asks of it. `llm` of the first line has vLLM's names."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -75,4 +75,4 @@ def _result(deltas: list[Delta]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    serve(Engine)
+    serve(EmbeddedEngine)

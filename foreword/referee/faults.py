@@ -7,17 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foreword.referee.damage import cut_files, empty_files, flip_bytes, swap_files
-from foreword.referee.session import Draw, Evidence, Session
+from foreword.referee.session import Evidence, RandomPrompts, Session
 
 _SMALL_DISK = 1 << 20
 _WITHIN = 60.0
 _POOL_SECONDS = 0.5
 
 
-def damaged(damage: Callable[[Path], int], what: str) -> Callable[[Session, Draw], Evidence]:
+def damaged(damage: Callable[[Path], int], what: str) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that what `damage` does to the files gives no wrong answer, while vLLM runs and after a restart."""
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence, asked = Evidence(), draw.prompts()
         if session.target.files is None:
             evidence.missing.append("its files are not known (--folder)")
@@ -48,7 +48,7 @@ emptied = damaged(empty_files, "files emptied")
 swapped = damaged(swap_files, "files exchanged with another valid one")
 
 
-def killed(session: Session, draw: Draw) -> Evidence:
+def killed(session: Session, draw: RandomPrompts) -> Evidence:
     """kill -9 while blocks are written, twice, each time with new prompts; then a restart."""
     evidence = Evidence()
     if session.target.files is None:
@@ -74,7 +74,7 @@ def killed(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def full_disk(session: Session, draw: Draw) -> Evidence:
+def full_disk(session: Session, draw: RandomPrompts) -> Evidence:
     """A full disk: requests end with right answers."""
     evidence, asked = Evidence(), draw.prompts()
     asked += draw.prompts("more")

@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from foreword.referee.damage import swap_layers, swap_layers_in_place
 from foreword.referee.models import IMAGES, Kind
-from foreword.referee.session import Draw, Evidence, Session, arguments
+from foreword.referee.session import Evidence, RandomPrompts, Session, arguments
 
 _LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-def salt(session: Session, draw: Draw) -> Evidence:
+def salt(session: Session, draw: RandomPrompts) -> Evidence:
     """`cache_salt`: a prompt stored under one salt is not found under another, nor without one."""
     evidence, asked = Evidence(), draw.prompts()
     worker, reference = session.connected(), session.reference(asked)
@@ -32,10 +32,10 @@ def salt(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def adapter_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
+def adapter_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that a prompt stored under one adapter of a kind of model is not found under another, nor without one."""
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence, asked, given = Evidence(), draw.prompts(), arguments(kind, **_LORA)
         model = session.model(kind.name)
         one, other = (["one", 1, str(session.adapter(1, model))], ["other", 2, str(session.adapter(2, model))])
@@ -57,7 +57,7 @@ def adapter_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
     return check
 
 
-def adapter_version(session: Session, draw: Draw) -> Evidence:
+def adapter_version(session: Session, draw: RandomPrompts) -> Evidence:
     """A LoRA adapter whose files are replaced under the same name and path, after a restart."""
     evidence, asked = Evidence(), draw.prompts()
     used = session.folder / "adapter-used"
@@ -75,7 +75,7 @@ def adapter_version(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def mixed(session: Session, draw: Draw) -> Evidence:
+def mixed(session: Session, draw: RandomPrompts) -> Evidence:
     """Requests without an adapter and with two in one step: what is loaded of it later is right."""
     evidence, asked = Evidence(), draw.prompts()
     adapters: tuple[list[Any] | None, ...] = (
@@ -103,7 +103,7 @@ def mixed(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def weights(session: Session, draw: Draw) -> Evidence:
+def weights(session: Session, draw: RandomPrompts) -> Evidence:
     """Other weights under the same model path, after a restart."""
     home = session.folder / "replaced"
     shutil.rmtree(home, ignore_errors=True)
@@ -111,7 +111,7 @@ def weights(session: Session, draw: Draw) -> Evidence:
     return _replaced(session, draw, home, swap_layers)
 
 
-def weights_in_place(session: Session, draw: Draw) -> Evidence:
+def weights_in_place(session: Session, draw: RandomPrompts) -> Evidence:
     """Other weights written into the model's file, whose size, inode and time of modification stay."""
     home = session.folder / "replaced"
     if not home.exists():
@@ -119,7 +119,7 @@ def weights_in_place(session: Session, draw: Draw) -> Evidence:
     return _replaced(session, draw, home, swap_layers_in_place)
 
 
-def _replaced(session: Session, draw: Draw, home: Path, change: Callable[[Path], None]) -> Evidence:
+def _replaced(session: Session, draw: RandomPrompts, home: Path, change: Callable[[Path], None]) -> Evidence:
     evidence, asked = Evidence(), draw.prompts()
     worker = session.connected(home)
     before = session.store(worker, asked)
@@ -136,7 +136,7 @@ def _replaced(session: Session, draw: Draw, home: Path, change: Callable[[Path],
     return evidence
 
 
-def updated(session: Session, draw: Draw) -> Evidence:
+def updated(session: Session, draw: RandomPrompts) -> Evidence:
     """Weights that are changed in memory, then a reset of vLLM's cache and the connector's: nothing from before is found."""
     evidence, asked = Evidence(), draw.prompts()
     worker = session.connected()
@@ -156,7 +156,7 @@ def updated(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def dtype(session: Session, draw: Draw) -> Evidence:
+def dtype(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts stored by a server that computes in float32, asked by one in bfloat16, then by one in float16."""
     evidence, asked = Evidence(), draw.prompts()
     session.store(session.connected(), asked)
@@ -169,7 +169,7 @@ def dtype(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def images(session: Session, draw: Draw) -> Evidence:
+def images(session: Session, draw: RandomPrompts) -> Evidence:
     """Images: prompts that differ in pixels, or in the place of an image, miss, also if a client names both alike."""
     evidence, model, given = Evidence(), session.model(IMAGES.name), arguments(IMAGES)
     one, two, three, four, five, six = random.Random(draw.seed).sample(range(1 << 30), 6)
@@ -204,7 +204,7 @@ def _pictured(*parts: int | None, uuid: str = "") -> dict[str, Any]:
     return {"text": f"t1 t2 {text} {words}", "images": images, "uuids": [uuid] * len(images) if uuid else None}
 
 
-def block_size(session: Session, draw: Draw) -> Evidence:
+def block_size(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts stored with blocks of 32 tokens, asked by a server with blocks of 64."""
     evidence, asked = Evidence(), draw.prompts()
     reference = session.reference(asked)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from foreword.referee.models import EMBEDDINGS, LARGE_BLOCKS, Kind, mixed_prompts
-from foreword.referee.session import BLOCK, Draw, Evidence, Session, arguments
+from foreword.referee.session import BLOCK, Evidence, RandomPrompts, Session, arguments
 
 _ANSWER: Final = 40
 _LONG: Final = (1_900, 1_230, 700, 1_600)
@@ -25,7 +25,7 @@ def _shared(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def cold(session: Session, draw: Draw) -> Evidence:
+def cold(session: Session, draw: RandomPrompts) -> Evidence:
     """New prompts: attaching the connector changes nothing."""
     evidence, asked = Evidence(), draw.prompts()
     found = session.connected().ask_all(asked)
@@ -34,7 +34,7 @@ def cold(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def own(session: Session, draw: Draw) -> Evidence:
+def own(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts asked twice: vLLM's own cache still works."""
     evidence, asked = Evidence(), draw.prompts()
     worker = session.connected()
@@ -46,7 +46,7 @@ def own(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def reset(session: Session, draw: Draw) -> Evidence:
+def reset(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts asked again after vLLM reset its own cache."""
     evidence, asked = Evidence(), draw.prompts()
     worker = session.connected()
@@ -58,7 +58,7 @@ def reset(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def restart(session: Session, draw: Draw) -> Evidence:
+def restart(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts asked again by a new process."""
     evidence, asked = Evidence(), draw.prompts()
     session.store(session.connected(), asked)
@@ -69,7 +69,7 @@ def restart(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def boundaries(session: Session, draw: Draw) -> Evidence:
+def boundaries(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts that diverge around block boundaries: a hit is never longer than the common prefix."""
     evidence, worker = Evidence(), session.connected()
     document = draw.tokens("document", 6 * BLOCK + 5)
@@ -88,7 +88,7 @@ def boundaries(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def position(session: Session, draw: Draw) -> Evidence:
+def position(session: Session, draw: RandomPrompts) -> Evidence:
     """Stored blocks at other positions, and after another prefix: no hit."""
     evidence, worker = Evidence(), session.connected()
     document = draw.tokens("document", 6 * BLOCK + 5)
@@ -106,7 +106,7 @@ def position(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def turns(session: Session, draw: Draw) -> Evidence:
+def turns(session: Session, draw: RandomPrompts) -> Evidence:
     """Conversations: the next turn contains the answer, whose tokens were computed one by one."""
     evidence, worker = Evidence(), session.connected()
     asked = draw.prompts()
@@ -129,7 +129,7 @@ def turns(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def long(session: Session, draw: Draw) -> Evidence:
+def long(session: Session, draw: RandomPrompts) -> Evidence:
     """Prompts of up to 1,900 tokens with blocks of 512 KiB, in a KV cache for hardly more than one.
 
     A load has several batches, and memory soon belongs to another request.
@@ -148,10 +148,10 @@ def long(session: Session, draw: Draw) -> Evidence:
     return evidence
 
 
-def pooling_claim(kind: str) -> Callable[[Session, Draw], Evidence]:
+def pooling_claim(kind: str) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that a server of embeddings lives, and that its vectors are those of vLLM alone."""
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence, asked = Evidence(), draw.prompts()
         model = session.model(EMBEDDINGS.name)
         given = arguments(EMBEDDINGS, pooler_config={"seq_pooling_type": kind})
@@ -171,10 +171,10 @@ def pooling_claim(kind: str) -> Callable[[Session, Draw], Evidence]:
     return check
 
 
-def kind_claim(kind: Kind) -> Callable[[Session, Draw], Evidence]:
+def kind_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that a kind of model gives right answers cold, from vLLM's own cache, after a reset and after a restart."""
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence, model = Evidence(), session.model(kind.name)
         asked = mixed_prompts(draw.seed, 8)
         given = arguments(kind)

@@ -16,10 +16,10 @@ from foreword.errors import ConfigError, did_you_mean
 from foreword.referee import faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
 from foreword.referee.process import Failed, Refused
-from foreword.referee.session import Draw, Evidence, Session, Target, environment_note
+from foreword.referee.session import Evidence, RandomPrompts, Session, Target, environment_note
 from foreword.referee.settings import PAIRS, pair_claim
 
-Check = Callable[[Session, Draw], Evidence]
+Check = Callable[[Session, RandomPrompts], Evidence]
 
 STANDARD_MODELS: Final = ("Gemma 3", "gpt-oss", "Granite 4")
 _CLAIMS: Final[dict[str, Check]] = {
@@ -171,12 +171,12 @@ def _check_folder(plan: Plan, found: dict[str, Result]) -> None:
 
 def _check(session: Session, plan: Plan, name: str, check: Check, versions: str) -> Result:
     began, cpu = time.monotonic(), session.cpu_seconds
-    draw = Draw(f"{plan.seed}/{name}")
+    draw = RandomPrompts(f"{plan.seed}/{name}")
     evidence, transcript = attempt(session, check, draw)
     path = ""
     if evidence.result == "FAIL":
         if evidence.failing and evidence.failing[0] < len(draw.lengths):
-            small = Draw(f"{draw.seed}/small", (draw.lengths[evidence.failing[0]],))
+            small = RandomPrompts(f"{draw.seed}/small", (draw.lengths[evidence.failing[0]],))
             less, shorter = attempt(session, check, small)
             if less.result == "FAIL":
                 draw, transcript = small, shorter
@@ -186,7 +186,7 @@ def _check(session: Session, plan: Plan, name: str, check: Check, versions: str)
     return Result(name, _first_line(check), evidence.result, evidence.figure, seconds, path, used)
 
 
-def attempt(session: Session, check: Check, draw: Draw) -> tuple[Evidence, list[str]]:
+def attempt(session: Session, check: Check, draw: RandomPrompts) -> tuple[Evidence, list[str]]:
     """Check a claim; returns the evidence and what was said to the processes with the connector. A process that fails is a
     failure of the claim; the next claim gets a new process. Settings that the target refuses show nothing."""
     session.begin()
@@ -205,7 +205,7 @@ def _first_line(check: Check) -> str:
 
 
 def _write_reproducer(
-    plan: Plan, name: str, draw: Draw, evidence: Evidence, transcript: Sequence[str], versions: str
+    plan: Plan, name: str, draw: RandomPrompts, evidence: Evidence, transcript: Sequence[str], versions: str
 ) -> Path:
     """A script with the seed, the prompts and all that was said to vLLM."""
     plan.failures.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ def reproduce(target: dict[str, Any], name: str, *, seed: str, lengths: tuple[in
     kinds = (name.removeprefix("model."),) if name.startswith("model.") else ()
     check = Plan(given, 0, models=kinds).claims()[name]
     with _session(given) as session:
-        evidence, transcript = attempt(session, check, Draw(seed, lengths))
+        evidence, transcript = attempt(session, check, RandomPrompts(seed, lengths))
     print("\n".join(transcript))
     print(f"\n{name}: {evidence.result}: {evidence.figure}")
     raise SystemExit(evidence.result == "FAIL")

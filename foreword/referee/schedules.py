@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from foreword.referee.models import fresh_prompts
-from foreword.referee.session import Draw, Evidence, Session
+from foreword.referee.session import Evidence, RandomPrompts, Session
 
 _NEW = 24
 _FEW = 3
@@ -29,13 +29,13 @@ _DRAFTS: Final[dict[str, Any]] = {
 
 def scheduled(
     how: str, text: str, *, chunks: bool = True, copies: int = 1, counted: str = ""
-) -> Callable[[Session, Draw], Evidence]:
+) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that prompts asked like this get the right answers, and that what they stored gives right answers too.
 
     `counted`: what must have happened at least once: "preempted" or "drafted".
     """
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence = Evidence()
         asked = fresh_prompts(draw.seed, len(draw.lengths), 400) * copies
         reference = session.reference(asked, _NEW)
@@ -70,7 +70,7 @@ preempted = scheduled("preempt", "All requests preempted and resumed.", counted=
 drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")
 
 
-def many(session: Session, draw: Draw) -> Evidence:
+def many(session: Session, draw: RandomPrompts) -> Evidence:
     """A hundred different prompts at the same time, in a KV cache for a fifth of them; then asked again twice."""
     evidence = Evidence()
     asked = [draw.tokens(f"many/{number}", 33 + 2 * number) for number in range(25 * len(draw.lengths))]

@@ -68,7 +68,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Draw:
+class RandomPrompts:
     """Random prompts of a claim: equal seeds and lengths give equal prompts."""
 
     seed: str

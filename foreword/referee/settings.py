@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.referee.models import KINDS
-from foreword.referee.session import Draw, Evidence, Session, arguments
+from foreword.referee.session import Evidence, RandomPrompts, Session, arguments
 
 # Of the tokens that an equal server finds.
 _SHARE: Final = 0.95
@@ -163,12 +163,12 @@ PAIRS: Final = (
 )
 
 
-def pair_claim(pair: Pair) -> Callable[[Session, Draw], Evidence]:
+def pair_claim(pair: Pair) -> Callable[[Session, RandomPrompts], Evidence]:
     """The claim that the second server of a pair finds nothing of the first, or as much as an equal one."""
 
-    def check(session: Session, draw: Draw) -> Evidence:
+    def check(session: Session, draw: RandomPrompts) -> Evidence:
         evidence, name = Evidence(), f"{pair.kind} {pair.a} {pair.config}"
-        asked = Draw(draw.seed.replace(pair.name, name), draw.lengths).prompts()
+        asked = RandomPrompts(draw.seed.replace(pair.name, name), draw.lengths).prompts()
         model, first = _settings(session, pair, pair.a)
         other_model, second = _settings(session, pair, pair.b)
         before, equal = session.written(asked, model, **first)

@@ -27,7 +27,7 @@ HOW = ("turn", "together", "abort", "preempt", "steps")
 _BEFORE = 12  # steps before requests are aborted or preempted
 
 
-class Engine:
+class VllmEngine:
     """vLLM's `LLM`, and what the driver asks of it."""
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -272,4 +272,4 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     _answer_plainly()
-    serve(Engine)
+    serve(VllmEngine)

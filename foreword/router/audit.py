@@ -33,7 +33,7 @@ from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
 from foreword.router.client_request import ClientRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
-from foreword.router.whole_response import TokenCounts
+from foreword.router.whole_response import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class RouterAudit:
         self._pending: deque[_Hit] = deque()
 
     def finished(
-        self, request: ClientRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: TokenCounts
+        self, request: ClientRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: UsageCounts
     ) -> None:
         """A request has ended; it had this `cache_salt`. Some of those that hit are taken for an audit."""
         if not self._every:

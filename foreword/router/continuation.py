@@ -89,7 +89,7 @@ class StreamPosition:
     repeated: int
 
 
-class Continuation:
+class ContinuedResponse:
     """Converts the next replica's chunks."""
 
     def __init__(self, request: ClientRequest, position: StreamPosition) -> None:

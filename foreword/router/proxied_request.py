@@ -24,7 +24,7 @@ from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whol
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import MAX_STALLS
 from foreword.router.translation import Translation
-from foreword.router.whole_response import TokenCounts, check_response
+from foreword.router.whole_response import UsageCounts, check_response
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class ProxiedRequest(RoutedRequest):
         logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
         self.pool.failed(attempt)
 
-    def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
+    def finished(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A replica served the request to its end."""
         super().finished(attempt, counts)
         self.router.audit.finished(self.request, self.tenant, self.cache_salt, attempt.upstream, counts)

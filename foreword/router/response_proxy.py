@@ -29,7 +29,7 @@ from foreword.router.attempt import Attempt, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.client_request import PATHS, resuming_body
 from foreword.router.client_stream import ClientDisconnected, ClientStream
-from foreword.router.continuation import Continuation, StreamPosition, continuation_body, why_not_continuable
+from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
 from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
@@ -37,7 +37,7 @@ from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.translation import Translation
-from foreword.router.whole_response import TokenCounts
+from foreword.router.whole_response import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class _ResponseProxy:
         cached, output = (stream.cached_tokens, stream.output_tokens) if exact else (None, None)
         if output is not None and output > 1 and attempt.first_token_at is not None:
             proxied.router.metrics.token_time((clock() - attempt.first_token_at) / (output - 1))
-        proxied.finished(attempt, TokenCounts(cached, output, stream.prompt_tokens))
+        proxied.finished(attempt, UsageCounts(cached, output, stream.prompt_tokens))
 
     # Failover
 
@@ -344,7 +344,7 @@ class _ResponseProxy:
         if reason is not None:
             raise ReplicaFailed(reason)
         position = await self._position()
-        continuation = Continuation(request, position)
+        continuation = ContinuedResponse(request, position)
         end = stream.continue_from(continuation, position)
         if end is None:
             lengths = [one.info.max_model_len or 0 for one in same if one.info]

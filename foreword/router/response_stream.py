@@ -16,7 +16,7 @@ from foreword.api.misses.causes import Miss
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import ReplicaFailed
 from foreword.router.client_request import ClientRequest
-from foreword.router.continuation import Continuation, StreamPosition
+from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -73,7 +73,7 @@ class ResponseStream:
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.output_tokens: int | None = None
-        self.continuation: Continuation | None = None
+        self.continuation: ContinuedResponse | None = None
         self.resumed = False
         self.stamp: str | None = None
         self.last_stamp: str | None = None
@@ -118,7 +118,7 @@ class ResponseStream:
         """Another replica writes the rest of the response."""
         self.resumed = self._restarted = True
 
-    def continue_from(self, continuation: Continuation, position: StreamPosition) -> bytes | None:
+    def continue_from(self, continuation: ContinuedResponse, position: StreamPosition) -> bytes | None:
         """Another replica continues from `position`. Returns the end of the stream if the response is complete."""
         self.continuation = continuation
         self._entries = max(self.entries, len(position.tokens) + position.repeated)
@@ -314,7 +314,7 @@ class ResponseStream:
         del chunk["usage"]
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    def _continued(self, continuation: Continuation, choice: dict[str, Any]) -> bytes | None:
+    def _continued(self, continuation: ContinuedResponse, choice: dict[str, Any]) -> bytes | None:
         """A choice of the replica that continues the response."""
         if self.finish_reason is not None:
             return None

@@ -18,7 +18,7 @@ from foreword.router.pool import PlacementRequest, ReplicaPool
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import clock
 from foreword.router.service import Router
-from foreword.router.whole_response import TokenCounts
+from foreword.router.whole_response import UsageCounts
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128
@@ -115,13 +115,13 @@ class RoutedRequest:
         attempt.span = span.call("replica", {**attributes, "foreword.expected_cached_tokens": expected})
         self.trace_headers = attempt.span.headers()
 
-    def finished(self, attempt: Attempt, counts: TokenCounts) -> None:
+    def finished(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A replica served the request to its end."""
         self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
         self.miss = self.router.misses.finished(self._served(attempt, counts))
         self.router.succeeded(attempt.upstream)
 
-    def _served(self, attempt: Attempt, counts: TokenCounts) -> ServedRequest:
+    def _served(self, attempt: Attempt, counts: UsageCounts) -> ServedRequest:
         model = self.request.model or self.pool.model
         where = (model, self.session, attempt.upstream.url)
         times = (self.arrived, attempt.first_token_at or clock())

@@ -61,7 +61,7 @@ _DECODERS: Final[Mapping[Interface, msgspec.json.Decoder[Any]]] = {
 }
 
 
-class TokenCounts(NamedTuple):
+class UsageCounts(NamedTuple):
     """What a response says of its tokens; None where it does not."""
 
     cached: int | None = None
@@ -73,7 +73,7 @@ class TokenCounts(NamedTuple):
         return (self.prompt or 0) + (self.output or 0)
 
 
-def check_response(interface: Interface, data: bytes) -> TokenCounts:
+def check_response(interface: Interface, data: bytes) -> UsageCounts:
     """The counts of a response. Raises ReplicaFailed if it is not one."""
     try:
         found = _DECODERS[interface].decode(data)
@@ -83,9 +83,9 @@ def check_response(interface: Interface, data: bytes) -> TokenCounts:
         raise ReplicaFailed("it sent a response without content")
     usage = found.usage
     if usage is None:
-        return TokenCounts()
+        return UsageCounts()
     details = usage.prompt_tokens_details
-    return TokenCounts(
+    return UsageCounts(
         _count(details.cached_tokens if details else None), _count(usage.completion_tokens), _count(usage.prompt_tokens)
     )
 

@@ -55,7 +55,7 @@ _KNOWN_BLOCKS: Final = 1 << 14
 _MAX_CHANGES: Final = 1 << 17
 
 
-class Place(NamedTuple):
+class PublisherPlace(NamedTuple):
     """Where blocks are, in the terms of vLLM's events."""
 
     medium: str
@@ -63,7 +63,7 @@ class Place(NamedTuple):
     ownership: str | None = None
 
 
-DEVICE: Final = Place(DEVICE_MEDIUM)
+DEVICE: Final = PublisherPlace(DEVICE_MEDIUM)
 
 
 class _KnownBlock(NamedTuple):
@@ -75,7 +75,7 @@ class _KnownBlock(NamedTuple):
 
 
 class _Change(NamedTuple):
-    place: Place
+    place: PublisherPlace
     stored: bool
     key: bytes
 
@@ -174,7 +174,7 @@ class KvEvents:
             while len(self._known) > _KNOWN_BLOCKS:
                 self._known.popitem(last=False)
 
-    def _described(self, event: BlocksStored, place: Place = DEVICE) -> BlockStored:
+    def _described(self, event: BlocksStored, place: PublisherPlace = DEVICE) -> BlockStored:
         begins = event.salt is not None
         extras: list[list[str] | None] | None = None
         if event.salt:
@@ -292,10 +292,10 @@ class KvEvents:
         self._context.term()
 
 
-def _place(url: str) -> Place:
+def _place(url: str) -> PublisherPlace:
     parsed = parse(url)
     medium = HOST_MEDIUM if parsed.reach is Reach.PROCESS else STORAGE_MEDIUM
-    return Place(medium, LOCAL if parsed.reach in (Reach.PROCESS, Reach.HOST) else REMOTE, parsed.label)
+    return PublisherPlace(medium, LOCAL if parsed.reach in (Reach.PROCESS, Reach.HOST) else REMOTE, parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

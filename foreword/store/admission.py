@@ -61,7 +61,7 @@ class BlockUse:
     promotion: bool = False
 
 
-class Admission:
+class TierAdmission:
     """Decides for one tier, and remembers what it decided for recent blocks. Thread-safe.
 
     Attributes:

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from foreword.errors import IntegrityError
 from foreword.store.base import Name
-from foreword.store.fair_share import Usage, choose, compared, share
+from foreword.store.fair_share import TenantUse, choose, compared, share
 
 _SLOT_BITS = 40
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -38,8 +38,8 @@ class _Tenant:
         self.slots = 0
         self.used_at = time.monotonic()
 
-    def usage(self) -> Usage:
-        return Usage(self.slots, self.used_at)
+    def usage(self) -> TenantUse:
+        return TenantUse(self.slots, self.used_at)
 
 
 def _same_tenant(name: Name) -> bytes:

@@ -24,14 +24,14 @@ COMPARED: Final = 16  # with more tenants, as many are drawn at random for each 
 _IDLE_SECONDS: Final = 3600.0
 
 
-class Usage(NamedTuple):
+class TenantUse(NamedTuple):
     """What a tenant has in a store: bytes or slots, and the time of its last use."""
 
     amount: int
     used_at: float
 
-    def plus(self, amount: int) -> Usage:
-        return Usage(self.amount + amount, self.used_at)
+    def plus(self, amount: int) -> TenantUse:
+        return TenantUse(self.amount + amount, self.used_at)
 
 
 def tenant_of(name: Name) -> bytes:
@@ -58,13 +58,13 @@ def compared(tenants: Collection[Tenant]) -> list[Tenant]:
     return listed if len(listed) <= COMPARED else random.sample(listed, COMPARED)
 
 
-def share(usage: Collection[Usage], budget: int, now: float) -> float:
+def share(usage: Collection[TenantUse], budget: int, now: float) -> float:
     """The share of each tenant that uses the store."""
     active = sum(now - one.used_at < _IDLE_SECONDS for one in usage)
     return budget / max(active, 1)
 
 
-def choose(oldest: Mapping[Tenant, int], usage: Mapping[Tenant, Usage], share_: float, now: float) -> Tenant:
+def choose(oldest: Mapping[Tenant, int], usage: Mapping[Tenant, TenantUse], share_: float, now: float) -> Tenant:
     """The tenant to evict from.
 
     Args:

@@ -22,7 +22,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.admission import Admission, AdmissionRule, BlockUse
+from foreword.store.admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -100,7 +100,7 @@ class StoreTier:
         self.counters = TierCounters()
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
-        self.admission = None if rule is None else Admission(rule, clock)
+        self.admission = None if rule is None else TierAdmission(rule, clock)
         self._threads = TierThreads(f"foreword-{store.label}")
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None

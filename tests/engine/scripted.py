@@ -9,7 +9,7 @@ import tiny
 from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
 from foreword.engine.draw import Draw, Sampled
-from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
@@ -37,7 +37,7 @@ class ScriptedRunner:
 
 def make_core(runner: ScriptedRunner, **options: int) -> EngineCore:
     cache = PrefixCache(runner.num_blocks, BLOCK)
-    limits = Limits(runner.num_blocks * BLOCK, tiny.VOCAB, (tiny.EOS,))
+    limits = EngineLimits(runner.num_blocks * BLOCK, tiny.VOCAB, (tiny.EOS,))
     return EngineCore(runner, cache, Scheduler(cache, **options), TOKENIZER, limits, history=MissHistory(1 << 16))
 
 

@@ -10,7 +10,7 @@ from scripted import TOKENIZER
 
 from foreword.blocks import PrefixCache
 from foreword.blocks.salt import NO_SALT
-from foreword.engine.loop import EngineCore, Limits
+from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.errors import BadRequest
@@ -47,7 +47,7 @@ class Core(EngineCore):
         cache = PrefixCache(num_blocks, 4)
         scheduler = Scheduler(cache, **({"reserve": 0.0} | options))
         super().__init__(
-            self.memory, cache, scheduler, TOKENIZER, Limits(num_blocks * 4, VOCAB, ()), observers=[self.notes]
+            self.memory, cache, scheduler, TOKENIZER, EngineLimits(num_blocks * 4, VOCAB, ()), observers=[self.notes]
         )
 
     def ask(self, name: str, tokens: range | tuple[int, ...], count: int, **options: Any) -> None:

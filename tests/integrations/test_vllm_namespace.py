@@ -17,7 +17,14 @@ from vllm_process import PYTHON, disk, run
 
 import foreword
 from foreword.errors import StoreError
-from foreword.integrations.vllm.namespace import NamespaceRecord, Observations, Sampled, base_digest, choose, recorded
+from foreword.integrations.vllm.namespace import (
+    NamespaceRecord,
+    Observations,
+    ProbeSample,
+    base_digest,
+    choose,
+    recorded,
+)
 from foreword.integrations.vllm.weights import weights_digest
 from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
@@ -36,7 +43,7 @@ def evidence(
     values = draw.standard_normal((4, 64)).astype(np.float32)
     values += noise * np.random.default_rng(seed + 1_000).standard_normal(values.shape).astype(np.float32)
     far = np.outer(np.arange(1, 7), np.ones(8)).astype(np.float32)[:rows]
-    measured = {LAYOUT: Sampled(values, 0.01), "rotary 0": Sampled(far, 0.01, open=True)}
+    measured = {LAYOUT: ProbeSample(values, 0.01), "rotary 0": ProbeSample(far, 0.01, open=True)}
     return Observations(version, (settings * 32)[:64], {"RMSNorm.eps": "1e-06", **resolved}, measured)
 
 

@@ -28,7 +28,7 @@ from mutants import MUTANTS, Mutant
 
 from foreword.referee.models import KINDS
 from foreword.referee.run import Plan, attempt
-from foreword.referee.session import Draw, Evidence, Session, Target
+from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
@@ -107,7 +107,7 @@ class Connectors:
     def check(self, name: str, claim: str) -> Evidence:
         """What a claim shows with a connector."""
         self._session.use(self._target(name))
-        evidence, _ = attempt(self._session, self._claims[claim], Draw(f"1/{claim}"))
+        evidence, _ = attempt(self._session, self._claims[claim], RandomPrompts(f"1/{claim}"))
         self._session.end(connected=True, kill=True)
         shutil.rmtree(self._folder / "kv" / name, ignore_errors=True)
         return evidence

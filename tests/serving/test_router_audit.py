@@ -28,7 +28,7 @@ from foreword.router.changed_salts import ChangedSalts
 from foreword.router.client_request import ClientRequest
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
-from foreword.router.whole_response import TokenCounts
+from foreword.router.whole_response import UsageCounts
 from foreword.server.app import create_app
 
 KEYS = [
@@ -155,7 +155,7 @@ def test_an_audit_that_fails() -> None:
             pass
         work = asyncio.create_task(audit.run(closed))
         for failed in (1, 2):
-            audit.finished(request, Tenant("alice", b"s"), None, upstream, TokenCounts(cached=8, prompt=9))
+            audit.finished(request, Tenant("alice", b"s"), None, upstream, UsageCounts(cached=8, prompt=9))
             while audit.results["failed"] < failed:
                 assert not work.done()
                 await asyncio.sleep(0.05)

@@ -34,7 +34,7 @@ class ContentBlock(Struct):
     cache_control: CacheMark | None = None
 
 
-class MessageBody(Struct):
+class TurnBody(Struct):
     role: str
     content: str | list[ContentBlock]
 
@@ -81,7 +81,7 @@ class OutputConfig(Struct):
 
 
 class MessagesBody(OwnFields, kw_only=True):
-    messages: list[MessageBody]
+    messages: list[TurnBody]
     model: str | None = None
     max_tokens: Whole | None = None
     system: str | list[ContentBlock] | None = None
@@ -242,7 +242,7 @@ def _system(system: str | list[ContentBlock] | None) -> Iterator[Message]:
         yield Message("system", text, breakpoint=_breakpoint(blocks, "system"))
 
 
-def _converted(body: MessageBody, path: str) -> Iterator[Message]:
+def _converted(body: TurnBody, path: str) -> Iterator[Message]:
     role = one_of(body.role, _ROLES, f"{path}.role")
     blocks = _blocks(body.content)
     path = f"{path}.content"

@@ -59,7 +59,7 @@ def tolerance(dtype: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class ProbeSample:
     """Something measured.
 
     Attributes:
@@ -72,7 +72,7 @@ class Sampled:
     tolerance: float
     open: bool = False
 
-    def difference(self, other: Sampled) -> str:
+    def difference(self, other: ProbeSample) -> str:
         """Why the two are not equal, "" if they are."""
         mine, theirs = self.values, other.values
         if mine.shape[1:] != theirs.shape[1:] or (len(mine) != len(theirs) and not self.open):
@@ -93,7 +93,7 @@ class Sampled:
         return {"shape": list(self.values.shape), "tolerance": self.tolerance, "open": self.open, "values": data}
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> Sampled:
+    def read(cls, plain: Mapping[str, Any]) -> ProbeSample:
         """Raises ValueError, TypeError, KeyError for something else."""
         rows, count = map(int, plain["shape"])
         values = np.frombuffer(base64.b64decode(plain["values"], validate=True), "<f4").reshape(rows, count)
@@ -114,7 +114,7 @@ class Observations:
     version: str
     settings: str
     resolved: Mapping[str, str] = field(default_factory=dict)
-    measured: Mapping[str, Sampled] = field(default_factory=dict)
+    measured: Mapping[str, ProbeSample] = field(default_factory=dict)
 
     def difference(self, other: Observations) -> str:
         """Why KV of `other` is not this server's, "" if it is."""
@@ -172,7 +172,7 @@ class NamespaceRecord:
             plain = json.loads(data)
             if plain["format"] != _FORMAT:
                 return None
-            measured = {str(name): Sampled.read(one) for name, one in plain["measured"].items()}
+            measured = {str(name): ProbeSample.read(one) for name, one in plain["measured"].items()}
             resolved = {str(name): str(value) for name, value in plain["resolved"].items()}
             evidence = Observations(str(plain["vllm"]), str(plain["settings"]), resolved, measured)
             return cls(bytes.fromhex(plain["namespace"]), evidence, float(plain["started"]))

@@ -26,7 +26,7 @@ from foreword.blocks.portable import BlockUnits
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
-from foreword.integrations.vllm.namespace import Sampled, log, resolved_config, short, tolerance
+from foreword.integrations.vllm.namespace import ProbeSample, log, resolved_config, short, tolerance
 from foreword.offload.staging import StagingArena
 
 _NAME = "foreword-probe"
@@ -88,7 +88,9 @@ def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
     return found
 
 
-def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> dict[str, Sampled]:
+def measure(
+    worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]
+) -> dict[str, ProbeSample]:
     """Compute the probe on this rank, and sample its blocks; all ranks together. Empty if there is no room for it, or if this
     vLLM's runner takes no such request."""
     tokens = probe_tokens(info)
@@ -103,7 +105,7 @@ def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequen
             "share it", type(error).__name__, error,
         )  # fmt: skip
         return {}
-    found: dict[str, Sampled] = {}
+    found: dict[str, ProbeSample] = {}
     for number, (one, divided, table) in enumerate(zip(info.groups, units, tables, strict=True)):
         for name, values in _samples(one, divided, table, tokens, staging, number):
             found[name] = values
@@ -173,7 +175,7 @@ def _without_connector(worker: Any) -> Iterator[None]:
 
 def _samples(
     one: ConnectorGroup, divided: BlockUnits, table: Sequence[int], tokens: int, staging: StagingArena, number: int
-) -> Iterator[tuple[str, Sampled]]:
+) -> Iterator[tuple[str, ProbeSample]]:
     """A sample of one group's blocks, for each of its layouts."""
     size, width = one.block_size, divided.tokens
     if not one.positional:
@@ -191,7 +193,7 @@ def _samples(
         for part, (kind, rows) in enumerate(_typed(one, payloads)):
             yield (
                 f"layout {layout.fingerprint.hex()} {part}",
-                Sampled(_chosen(rows), tolerance(kind), open=True),
+                ProbeSample(_chosen(rows), tolerance(kind), open=True),
             )
 
 
@@ -225,9 +227,9 @@ def _chosen(rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.asarray(rows[:, torch.from_numpy(places)].float().numpy(), np.float32)
 
 
-def rotary_embeddings(model: torch.nn.Module, longest: int, dtype: torch.dtype) -> dict[str, Sampled]:
+def rotary_embeddings(model: torch.nn.Module, longest: int, dtype: torch.dtype) -> dict[str, ProbeSample]:
     """Fixed vectors rotated to near and far positions below `longest`, by each rotary embedding of the model."""
-    found: dict[str, Sampled] = {}
+    found: dict[str, ProbeSample] = {}
     modules = {id(one): one for one in model.modules() if ".rotary_embedding" in type(one).__module__}
     for number, module in enumerate(one for one in modules.values() if hasattr(one, "head_size")):
         found[f"rotary {number}"] = _rotated(module, longest, dtype)
@@ -235,7 +237,7 @@ def rotary_embeddings(model: torch.nn.Module, longest: int, dtype: torch.dtype) 
 
 
 @torch.inference_mode()
-def _rotated(module: Any, longest: int, dtype: torch.dtype) -> Sampled:
+def _rotated(module: Any, longest: int, dtype: torch.dtype) -> ProbeSample:
     tables = [one for one in module.buffers() if one.dim() >= 2]
     longest = min(longest, *(len(one) for one in tables)) if tables else longest
     positions = [position for position in _POSITIONS if position < longest]
@@ -248,7 +250,7 @@ def _rotated(module: Any, longest: int, dtype: torch.dtype) -> Sampled:
     except _REFUSED:  # another signature; the tables say at least what it multiplies with
         rows = [one[positions].reshape(len(positions), -1).float().cpu() for one in tables]
         values = torch.cat(rows, 1).numpy() if rows else np.zeros((len(positions), 1), np.float32)
-    return Sampled(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
+    return ProbeSample(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
 
 
 def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, str]:

@@ -28,7 +28,7 @@ from foreword.integrations.vllm.events import TierWatch
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
-from foreword.integrations.vllm.namespace import Observations, Sampled, choose
+from foreword.integrations.vllm.namespace import Observations, ProbeSample, choose
 from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.producers import LeaseReader
@@ -166,13 +166,13 @@ class ForewordConnectorWorker:
             return b""
         measured = measure(vllm_worker, info, staging, info.units(self._rank))
         if info.ranks > 1:
-            every: list[dict[str, Sampled]] = [{} for _ in range(info.ranks)]
+            every: list[dict[str, ProbeSample]] = [{} for _ in range(info.ranks)]
             torch.distributed.all_gather_object(every, measured, group=get_tp_group().cpu_group)
             measured = {name: one for rank in every for name, one in rank.items()} if all(every) else {}
         namespace = self._chosen(vllm_worker, measured) if self._rank == 0 and measured else b""
         return bytes(get_tp_group().broadcast_object(namespace, src=0)) if info.ranks > 1 else namespace
 
-    def _chosen(self, vllm_worker: Any, measured: Mapping[str, Sampled]) -> bytes:
+    def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample]) -> bytes:
         """The namespace that the records in the stores give to what was measured."""
         info = self._info
         config, model = info.config.model_config, vllm_worker.model_runner.get_model()

@@ -19,7 +19,7 @@ from foreword.router.gateway.picker import Answer, RequestHead
 from foreword.router.replicas import clock
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router
-from foreword.router.whole_response import TokenCounts
+from foreword.router.whole_response import UsageCounts
 
 # The usage stands at the end of a stream.
 _TAIL_BYTES: Final = 32 << 10
@@ -43,7 +43,7 @@ class _Usage(msgspec.Struct):
     cache_read_input_tokens: int | None = None
     cache_creation_input_tokens: int | None = None
 
-    def counts(self) -> TokenCounts:
+    def counts(self) -> UsageCounts:
         details = self.prompt_tokens_details or self.input_tokens_details
         cached, prompt = details.cached_tokens if details is not None else None, self.prompt_tokens
         if prompt is None and self.input_tokens is not None:
@@ -52,7 +52,7 @@ class _Usage(msgspec.Struct):
             cached = read if read is not None else cached
             prompt = self.input_tokens + (read or 0) + written
         output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
-        return TokenCounts(*(_valid(found) for found in (cached, output, prompt)))
+        return UsageCounts(*(_valid(found) for found in (cached, output, prompt)))
 
 
 class _Delta(msgspec.Struct):
@@ -131,7 +131,7 @@ class ObservedResponse:
         elif len(self.kept) > _MAX_WHOLE_BYTES:
             self.kept.clear()
 
-    def counts(self) -> TokenCounts:
+    def counts(self) -> UsageCounts:
         """The counts in the usage, once the response is complete; None where there are none."""
         data = bytes(self.kept)
         if not self.streams:
@@ -140,10 +140,10 @@ class ObservedResponse:
         while found >= 0:
             start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
             line = data[start : end if end >= 0 else len(data)]
-            if line.startswith(b"data:") and (counts := _counts(_decoded(line[5:].strip()))) != TokenCounts():
+            if line.startswith(b"data:") and (counts := _counts(_decoded(line[5:].strip()))) != UsageCounts():
                 return counts
             found = data.rfind(b'"usage"', 0, start)
-        return TokenCounts()
+        return UsageCounts()
 
 
 def _decoded(data: bytes) -> _Message:
@@ -153,9 +153,9 @@ def _decoded(data: bytes) -> _Message:
         return _Message()
 
 
-def _counts(message: _Message) -> TokenCounts:
+def _counts(message: _Message) -> UsageCounts:
     usage = message.usage or (message.response.usage if message.response is not None else None)
-    return usage.counts() if usage is not None else TokenCounts()
+    return usage.counts() if usage is not None else UsageCounts()
 
 
 def _valid(found: int | None) -> int | None:

@@ -28,7 +28,7 @@ import xxhash
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
-from foreword.store.fair_share import Usage, choose, compared, share, tenant_of
+from foreword.store.fair_share import TenantUse, choose, compared, share, tenant_of
 from foreword.store.frame import Frame, Header
 
 VERSION: Final = 4
@@ -148,7 +148,7 @@ class IndexTransaction:
         self.blocks, self.bytes, self.pinned_bytes, self.clock = read_totals(connection)
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
-        self._usage: dict[int, Usage] | None = None  # of the tenants before this transaction
+        self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""
@@ -300,7 +300,7 @@ class IndexTransaction:
         """
         usage = self._tenants()
         for tenant, size in to_write.items():
-            usage[tenant] = usage.get(tenant, Usage(0, clock)).plus(size)
+            usage[tenant] = usage.get(tenant, TenantUse(0, clock)).plus(size)
         for group in [tenants] if tenants else [compared(usage), usage]:
             rows = {one: row for one in group if (row := self._oldest_leaf(one, before)) is not None}
             if len(rows) == 1:
@@ -312,17 +312,17 @@ class IndexTransaction:
 
     def tenant_bytes(self, tenant: int) -> int:
         """Bytes of the blocks of a tenant."""
-        return self._tenants().get(tenant, Usage(0, 0.0)).amount
+        return self._tenants().get(tenant, TenantUse(0, 0.0)).amount
 
-    def _tenants(self) -> dict[int, Usage]:
+    def _tenants(self) -> dict[int, TenantUse]:
         """What each tenant uses now."""
         if self._usage is None:
             found = self._execute("SELECT id, bytes, used_at FROM tenants")
-            self._usage = {tenant: Usage(size, used_at) for tenant, size, used_at in found}
+            self._usage = {tenant: TenantUse(size, used_at) for tenant, size, used_at in found}
         usage = dict(self._usage)
         for tenant in self._more.keys() | self._uses.keys():
             size, used_at = usage.get(tenant, (0, 0.0))
-            usage[tenant] = Usage(size + self._more.get(tenant, 0), max(used_at, self._uses.get(tenant, 0.0)))
+            usage[tenant] = TenantUse(size + self._more.get(tenant, 0), max(used_at, self._uses.get(tenant, 0.0)))
         return usage
 
     def _oldest_leaf(self, tenant: int, before: int) -> BlockRow | None:

@@ -14,8 +14,8 @@ from foreword.errors import StoreConfigError
 from foreword.store.base import BAD
 from foreword.store.frame import Frame
 from foreword.store.object.chunks import (
-    Chunk,
     IndexEntry,
+    ObjectChunk,
     chunk_path,
     entry_of,
     pack,
@@ -35,12 +35,12 @@ _TOO_SHORT = re.compile("status code: 416|Invalid range")
 class ChunkRead:
     """Consecutive slots of a chunk, and the indexes of the blocks in the call."""
 
-    chunk: Chunk
+    chunk: ObjectChunk
     first: int
     indexes: list[int]
 
 
-class Bucket:
+class ObjectBucket:
     """The objects below a prefix.
 
     Attributes:
@@ -56,7 +56,7 @@ class Bucket:
     def relative(self, path: str) -> str:
         return path.removeprefix(self.prefix)
 
-    async def list_section(self, path: str) -> tuple[list[Chunk], bool]:
+    async def list_section(self, path: str) -> tuple[list[ObjectChunk], bool]:
         """The chunks below a path, and whether these are all."""
         try:
             metas = await anext(obstore.list(self._client, self.prefix + path, chunk_size=_PAGE), None) or []
@@ -67,7 +67,7 @@ class Bucket:
         chunks = [chunk for meta in metas if (chunk := self.read_meta(meta)) is not None]
         return chunks, len(metas) < _PAGE
 
-    def read_meta(self, meta: Any) -> Chunk | None:
+    def read_meta(self, meta: Any) -> ObjectChunk | None:
         return read_path(self.relative(meta["path"]), int(meta["size"]), meta["last_modified"].timestamp())
 
     async def read(self, read: ChunkRead) -> memoryview | int | None:
@@ -84,7 +84,7 @@ class Bucket:
             return BAD
         return data if len(data) == length else BAD
 
-    async def index(self, chunk: Chunk) -> bytes:
+    async def index(self, chunk: ObjectChunk) -> bytes:
         length = min(chunk.index_bytes, chunk.size)
         try:
             path = self.prefix + chunk.path
@@ -118,7 +118,7 @@ class Bucket:
                 return
         await self.put(path, data, "overwrite")
 
-    async def remove_from(self, chunk: Chunk, tags: set[tuple[bytes, bytes]]) -> None:
+    async def remove_from(self, chunk: ObjectChunk, tags: set[tuple[bytes, bytes]]) -> None:
         """Remove blocks from a chunk: write the others into new chunks, then remove it."""
         path = self.prefix + chunk.path
         kept = [place for place, tag in enumerate(chunk.tags) if (chunk.prefix, tag) not in tags]
@@ -144,7 +144,7 @@ class Bucket:
         return True
 
 
-def _blocks_of(chunk: Chunk, data: memoryview, places: Sequence[int]) -> list[tuple[IndexEntry, memoryview]]:
+def _blocks_of(chunk: ObjectChunk, data: memoryview, places: Sequence[int]) -> list[tuple[IndexEntry, memoryview]]:
     """The index entries and frames of some blocks of a chunk. Damaged ones are left out."""
     entries = dict(read_index(chunk, bytes(data[: chunk.index_bytes])))
     blocks = []

@@ -63,7 +63,7 @@ def chunk_path(prefix: bytes, head: bytes, keys: Sequence[bytes]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ObjectChunk:
     """A chunk as a listing shows it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Chunk:
         return self.index_bytes + first * self.slot, count * self.slot
 
 
-def read_path(path: str, size: int, written: float = 0.0) -> Chunk | None:
+def read_path(path: str, size: int, written: float = 0.0) -> ObjectChunk | None:
     """The chunk with this path, None if it is not the path of one."""
     match = _PATH.fullmatch(path)
     if match is None:
@@ -113,7 +113,7 @@ def read_path(path: str, size: int, written: float = 0.0) -> Chunk | None:
     tags = tuple(data[at : at + _TAG_BYTES] for at in range(0, len(data), _TAG_BYTES))
     if not tags or len(tags[-1]) != _TAG_BYTES or len(tags) > MAX_BLOCKS:
         return None
-    return Chunk(path, bytes.fromhex(match[1].replace("/", "")), bytes.fromhex(match[2]), tags, size, written)
+    return ObjectChunk(path, bytes.fromhex(match[1].replace("/", "")), bytes.fromhex(match[2]), tags, size, written)
 
 
 def read_slot(data: memoryview) -> memoryview | None:
@@ -132,7 +132,7 @@ class IndexEntry:
     length: int
 
 
-def read_index(chunk: Chunk, data: bytes) -> Iterator[tuple[int, IndexEntry]]:
+def read_index(chunk: ObjectChunk, data: bytes) -> Iterator[tuple[int, IndexEntry]]:
     """The entries of an index that agree with the chunk's tags, with their places."""
     for place, tag in enumerate(chunk.tags[: len(data) // _ENTRY.size]):
         entry = IndexEntry(*_ENTRY.unpack_from(data, place * _ENTRY.size))

@@ -45,7 +45,7 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.frame import Frame
-from foreword.store.object.bucket import Bucket, ChunkRead
+from foreword.store.object.bucket import ChunkRead, ObjectBucket
 from foreword.store.object.chunks import (
     MAX_BLOCKS,
     IndexEntry,
@@ -99,7 +99,7 @@ class ObjectStore(Store):
         self.label = label
         self._store = open_client(url, options)
         self._prefix = prefix + "/" if prefix else ""
-        self._bucket = Bucket(self._store, self._prefix)
+        self._bucket = ObjectBucket(self._store, self._prefix)
         self._chunk = chunk
         self._heads = Heads()
         self._locations: RecentlyUsed[Location] = RecentlyUsed()

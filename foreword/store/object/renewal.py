@@ -12,7 +12,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from foreword.errors import StoreError
-from foreword.store.object.chunks import Chunk
+from foreword.store.object.chunks import ObjectChunk
 from foreword.store.object.client import ClientLoop
 from foreword.store.object.sections import RecentlyUsed
 
@@ -41,11 +41,11 @@ class Renewals:
         self._loop = loop
         self._after = after
         self._lock = threading.Lock()
-        self._waiting: dict[str, Chunk] = {}
+        self._waiting: dict[str, ObjectChunk] = {}
         self._working = False
         self._renewed: RecentlyUsed[float] = RecentlyUsed()
 
-    def used(self, chunks: Iterable[Chunk]) -> None:
+    def used(self, chunks: Iterable[ObjectChunk]) -> None:
         """Note that these chunks were read."""
         if not self._after:
             return
@@ -57,7 +57,7 @@ class Renewals:
         if start:
             self._start(self._work())
 
-    def _last(self, chunk: Chunk) -> float:
+    def _last(self, chunk: ObjectChunk) -> float:
         return self._renewed.get(chunk.path.encode()) or 0.0
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -79,7 +79,7 @@ class Renewals:
             with contextlib.suppress(BaseError, OSError, NotImplementedError):
                 self.count += await self._renew(chunk)
 
-    async def _renew(self, chunk: Chunk) -> bool:
+    async def _renew(self, chunk: ObjectChunk) -> bool:
         path = self._prefix + chunk.path
         found = await obstore.get_async(self._client, path)
         data, tag = bytes(await found.bytes_async()), found.meta["e_tag"]

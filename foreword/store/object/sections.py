@@ -10,10 +10,10 @@ from typing import Final, Generic, TypeVar
 from foreword.blocks.layout import key_of
 from foreword.store.base import Name
 from foreword.store.frame import Frame
-from foreword.store.object.chunks import Chunk, ends_section, prefix_of, tag_of
+from foreword.store.object.chunks import ObjectChunk, ends_section, prefix_of, tag_of
 
 Section = tuple[bytes, bytes]  # the bytes before the key in the names of its blocks, and its head
-Location = tuple[Chunk, int]  # a chunk and the place of a block in it
+Location = tuple[ObjectChunk, int]  # a chunk and the place of a block in it
 
 _KNOWN: Final = 100_000  # blocks that are remembered
 _HEADS: Final = 4  # heads remembered per block: writers that do not know a block's section begin a new one
@@ -111,12 +111,12 @@ class Search:
     def __init__(self, names: Sequence[Name]) -> None:
         self.names = names
         self.found: dict[Name, Location] = {}
-        self.chunks: dict[str, Chunk] = {}
+        self.chunks: dict[str, ObjectChunk] = {}
         self.listed: set[Section] = set()
         self.incomplete: set[Section] = set()
         self._by_tag: dict[tuple[bytes, bytes], Name] = {(prefix_of(name), tag_of(name)): name for name in names}
 
-    def add(self, chunk: Chunk) -> list[Name]:
+    def add(self, chunk: ObjectChunk) -> list[Name]:
         """Note a chunk of a listing. Returns those of the blocks that it has."""
         present = []
         for place, tag in enumerate(chunk.tags):
