@@ -247,7 +247,7 @@ def attention_error(case: AttentionCase, step: list[tuple[int, int]], shared: in
     import torch
 
     from foreword.blocks.layout import LayerLayout
-    from foreword.engine.attention.base import StepAttention
+    from foreword.engine.attention.backend import StepAttention
     from foreword.engine.attention.kv_tensors import PagedLayer
     from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
     from foreword.engine.attention.triton_backend import StepTensors, TritonAttention
@@ -289,7 +289,7 @@ def step_tokens(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     triton_backend._SAVED_BYTES = 1
     torch.backends.cuda.matmul.allow_tf32 = False
     small = Shapes(2, 64, 4, 2, 16, 96, 2048, (), 0, 0, 0, ())
-    from foreword.engine.attention.base import NAME
+    from foreword.engine.attention.backend import NAME
 
     model, settings = random_model(small, device, torch.float32, NAME)
     # Sharp logits: rounding then changes no choice.
@@ -322,7 +322,7 @@ def step_decode(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     """Decode and prefill of the large model, as shares of what the device can do."""
     import torch
 
-    from foreword.engine.attention.base import NAME
+    from foreword.engine.attention.backend import NAME
 
     bandwidth, product = limits_of(device, tiny)
     begin = time.perf_counter()
@@ -495,7 +495,7 @@ def step_saving(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     """Decode with a memory store that takes every block, against decode without a store."""
     import torch
 
-    from foreword.engine.attention.base import NAME
+    from foreword.engine.attention.backend import NAME
 
     batch = shapes.batches[1]
     model, rates = None, {}

@@ -32,7 +32,7 @@ from foreword.blocks.portable import BlockUnits, portable_units, whole_blocks
 from foreword.engine.kernels.units import copy_compiled
 from foreword.integrations.vllm.packing import cpu_planes
 from foreword.offload.manager import OffloadManager
-from foreword.offload.portable import UnitGroup
+from foreword.offload.portable_copies import UnitGroup
 from foreword.offload.staging import StagedGroup, StagingArena
 from foreword.store.urls import open_store
 

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from timing import table
 
@@ -84,7 +85,7 @@ def main() -> None:
     config = Config(server=ServerConfig(port=0))
     listener = bind(config.server)
     application = create_app(engine, observer, config)
-    protocol = limited_connections(config.server).protocol
+    protocol: Any = limited_connections(config.server).protocol
     server = uvicorn.Server(uvicorn.Config(application, http=protocol, log_config=None, lifespan="off"))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -30,7 +30,7 @@ from foreword.blocks.salt import NO_SALT
 from foreword.engine.draw import Draw
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
-from foreword.engine.sampling import sample
+from foreword.engine.sampler import sample
 from foreword.engine.token_counts import TokenCounts
 
 TURNS, CALLS, CONTEXT = 4, 6, 32_768

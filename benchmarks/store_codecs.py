@@ -36,7 +36,7 @@ from timing import machine, median, set_up, table, version_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.store.codecs.base import NAMES, Codec, codec_named
+from foreword.store.codecs.codec import NAMES, Codec, codec_named
 
 MODEL = Path(__file__).resolve().parent.parent / "foreword" / "models" / "stdlib-nano"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -21,7 +21,7 @@ from vllm_stub import stubbed_vllm
 from foreword.engine.hit_audit import AuditCounts
 from foreword.observability.metrics import PrometheusObserver
 from foreword.offload.manager import OffloadStatus
-from foreword.router.metrics import RouterMetrics
+from foreword.router.router_metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
 from foreword.store.tier_counters import TierCounters, TierState
@@ -120,7 +120,7 @@ def vllm_stub() -> Iterator[None]:
 @pytest.mark.usefixtures("vllm_stub")
 def test_vllm() -> None:
     """The connector's table lists every metric with its type and labels."""
-    module = importlib.import_module("foreword.integrations.vllm.metrics")
+    module = importlib.import_module("foreword.integrations.vllm.connector_metrics")
     found: Metrics = set()
 
     def recorder(kind: str) -> Any:

@@ -25,11 +25,11 @@ from foreword.engine.kernels.units import copy_compiled
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.vllm.packing import cpu_planes, plain_planes
 from foreword.offload.manager import OffloadManager
-from foreword.offload.portable import UnitCopyMaker, UnitGroup, copy_with_views
+from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Store
-from foreword.store.codecs.base import codec_named
+from foreword.store.codecs.codec import codec_named
 from foreword.store.codecs.coded_store import CodedStore
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.memory.memory_store import MemoryStore

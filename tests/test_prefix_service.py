@@ -9,8 +9,8 @@ import pytest
 
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
 from foreword.prefixes.book import Content, NamedPrefix, PrefixBook
+from foreword.prefixes.prefix_service import PinnedKV, PrefixService
 from foreword.prefixes.records import PrefixRecord
-from foreword.prefixes.service import PinnedKV, PrefixService
 from foreword.prefixes.stored import common_length
 
 BLOCK = 4

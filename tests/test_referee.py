@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load
 
 from foreword.errors import ConfigError
-from foreword.referee import run
+from foreword.referee import check_claims
+from foreword.referee.check_claims import Plan, Result, conform
 from foreword.referee.damage import (
     cut_files,
     data_files,
@@ -28,7 +29,6 @@ from foreword.referee.damage import (
 from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, environments, write_page
 from foreword.referee.models import KINDS
 from foreword.referee.reuse import common
-from foreword.referee.run import Plan, Result, conform
 from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 from foreword.referee.settings import PAIRS, pair_claim
 
@@ -168,7 +168,7 @@ def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.Mo
         """It passes."""
         return Evidence(answers=1)
 
-    monkeypatch.setattr(run, "_CLAIMS", {"one.fails": fails, "two.passes": passes})
+    monkeypatch.setattr(check_claims, "_CLAIMS", {"one.fails": fails, "two.passes": passes})
     report, said = tmp_path / "report.json", list[str]()
     target = Target({"kv_connector": "X"}, sys.executable, None)
     plan = Plan(target, 1, ("one",), (), tmp_path / "failures", report)
@@ -206,7 +206,7 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ran.append((session.target.python, session.target.files))
         return Evidence(answers=4, wrong=1 if session.target.python.endswith("new") else 0)
 
-    monkeypatch.setattr(run, "_CLAIMS", {"one.works": works})
+    monkeypatch.setattr(check_claims, "_CLAIMS", {"one.works": works})
     old = interpreter(tmp_path, "old", "vllm 0.50.0+cpu, torch 3.0")
     new = interpreter(tmp_path, "new", "vllm 0.51.0, torch 3.0")
     given = environments([str(old), f"nightly={new}"])

@@ -15,7 +15,7 @@ from foreword.cli.help import described
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.referee.run import Plan, Result
+    from foreword.referee.check_claims import Plan, Result
 
 
 def register(app: typer.Typer) -> None:
@@ -87,8 +87,8 @@ def conform(
         raise ConfigError("--page is for the table of --matrix")
     if store is not None:
         raise typer.Exit(_check_store(store))
+    from foreword.referee.check_claims import STANDARD_MODELS, Plan, conform, table
     from foreword.referee.models import KINDS
-    from foreword.referee.run import STANDARD_MODELS, Plan, conform, table
     from foreword.referee.session import Target
 
     with tempfile.TemporaryDirectory(prefix="foreword-conform-kv-") as made:
@@ -160,6 +160,6 @@ def _transfer(text: str | None, folder: Path | None, engine: bool) -> dict[str, 
 
 def _check_store(url: str) -> int:
     """Run the contract's tests on the backend of a URL."""
-    from foreword.referee.store import check_store
+    from foreword.referee.store_claims import check_store
 
     return check_store(url)

@@ -181,7 +181,7 @@ def _model(config: Config, verbose: bool) -> Iterator[Finding]:
     began = time.monotonic()
     try:
         preflight.check(config.engine, StoreConfig(), config.transfer)
-        from foreword.entrypoints.build import build_engine
+        from foreword.entrypoints.build_engine import build_engine
 
         info = build_engine(config.engine, prefixes=config.prefixes).info
     except ForewordError as error:

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from foreword.cli.client import call_server, plural
 from foreword.cli.help import described
+from foreword.cli.server_client import call_server, plural
 from foreword.errors import ConfigError
 
 prefix_app = typer.Typer(help="Named prefixes of a running server.", no_args_is_help=True, rich_markup_mode=None)

@@ -16,8 +16,8 @@ import typer
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
-from foreword.cli.client import plural
 from foreword.cli.help import described
+from foreword.cli.server_client import plural
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ def forget(
     if cache_salt is not None and (not cache_salt or prefix is not None or model is not None):
         raise ConfigError("--cache-salt is not empty, and is for --tenant, --no-tenant and --server")
     if server is not None:
-        from foreword.cli.client import call_server
+        from foreword.cli.server_client import call_server
 
         query = "" if cache_salt is None else "?" + urlencode({"cache_salt": cache_salt})
         _print_receipt(call_server(server, api_key, "DELETE", f"/v1/cache{query}"))

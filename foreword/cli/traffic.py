@@ -12,7 +12,7 @@ import typer
 from foreword.cli.help import described
 
 if TYPE_CHECKING:
-    from foreword.sim.traffic import CauseSummary, TrafficReport
+    from foreword.sim.miss_report import CauseSummary, TrafficReport
 
 traffic_app = typer.Typer(help="Look at recorded traffic.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -35,7 +35,7 @@ def _group() -> None:
 @traffic_app.command("report", **described("traffic report recording.jsonl"))
 def report(recordings: Recordings, *, as_json: AsJson = False) -> None:
     """Rank the causes of cache misses by recomputed tokens, and estimate what it saves to remove each of them."""
-    from foreword.sim.traffic import traffic_report
+    from foreword.sim.miss_report import traffic_report
 
     found = traffic_report(recordings)
     if as_json:

@@ -17,7 +17,7 @@ from foreword.errors import StoreError
 from foreword.offload.slots import StagingSlots
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
-from foreword.transfer.messages import Buffer
+from foreword.transfer.wire_format import Buffer
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena

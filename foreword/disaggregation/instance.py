@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from foreword.config import TransferConfig
 from foreword.disaggregation.context import EngineContext, EngineThread
 from foreword.disaggregation.kv_send import KVSend, KVSender
-from foreword.disaggregation.messages import MigrationOffer, PrefillTask, decode, pack
-from foreword.disaggregation.migration import Migrations, OutgoingMigration
+from foreword.disaggregation.live_migration import Migrations, OutgoingMigration
 from foreword.disaggregation.prefill_service import PrefillService
 from foreword.disaggregation.remote_prefill import RemotePrefill
+from foreword.disaggregation.request_messages import MigrationOffer, PrefillTask, decode, pack
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest, ForewordError
-from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, KVPart, Reason
-from foreword.transfer.service import TransferService
+from foreword.transfer.peer_service import TransferService
+from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
+from foreword.transfer.wire_format import Buffer, KVPart, Reason
 
 if TYPE_CHECKING:
     from foreword.disaggregation.block_server import BlockServer

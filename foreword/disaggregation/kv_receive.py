@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import KVPart, Reason
 from foreword.transfer.transfers import KVDestination
+from foreword.transfer.wire_format import KVPart, Reason
 
 if TYPE_CHECKING:
     from foreword.disaggregation.kv_view import KVView

@@ -18,9 +18,9 @@ from foreword.engine.sequence import SequenceState
 from foreword.errors import TransferError
 from foreword.events import TransferEnded
 from foreword.transfer.channel import Channel
-from foreword.transfer.messages import Buffer, KVPart, Reason
 from foreword.transfer.parts import split
 from foreword.transfer.transfers import KVSource
+from foreword.transfer.wire_format import Buffer, KVPart, Reason
 
 if TYPE_CHECKING:
     from foreword.disaggregation.kv_view import KVView

@@ -19,7 +19,7 @@ from torch import Tensor
 from foreword.blocks.layout import Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload.staging import PagedTensors, tensors_of
-from foreword.transfer.messages import Buffer, KVPart
+from foreword.transfer.wire_format import Buffer, KVPart
 
 
 class KVView:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_send import KVRange, KVSend, KVSender
-from foreword.disaggregation.messages import PrefillResult, PrefillTask, encode, unpack
+from foreword.disaggregation.request_messages import PrefillResult, PrefillTask, encode, unpack
 from foreword.engine.request import Request, TokenLogprob
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import ForewordError
-from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
+from foreword.transfer.wire_format import Reason
 
 if TYPE_CHECKING:
     from foreword.engine.structured.compiler import CompiledOutput

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_receive import KVReceive
-from foreword.disaggregation.messages import PrefillResult, PrefillTask, decode, encode
+from foreword.disaggregation.request_messages import PrefillResult, PrefillTask, decode, encode
 from foreword.engine.external_kv import KVArrival
 from foreword.errors import ForewordError, TransferError
 from foreword.events import TransferEnded
-from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVDestination
+from foreword.transfer.wire_format import Reason
 
 
 class RemotePrefill(KVReceive):

@@ -15,7 +15,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from foreword.engine.kernels.choice import COMPILED
+from foreword.engine.kernels.kernel_choice import COMPILED
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.linear import PackedForward, Patch
 from foreword.errors import ConfigError, ModelUnsupported

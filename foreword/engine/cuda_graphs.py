@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata
 from foreword.engine.attention.triton_backend import StepTensors, TritonAttention, pack_step, sharing_pays

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.engine.attention.base import (
+from foreword.engine.attention.backend import (
     AttentionBackend,
     LayerRecorder,
     StepAttention,
@@ -31,7 +31,7 @@ from foreword.engine.attention.base import (
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.kernels.choice import COMPILED, row_bucket
+from foreword.engine.kernels.kernel_choice import COMPILED, row_bucket
 from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, PackedWeight
 from foreword.engine.linear import PackedForward, Patch
 from foreword.engine.products import ChosenProduct

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from foreword.engine.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
-    from foreword.engine.structured.constraint import Constraint
+    from foreword.engine.structured.sequence_constraint import Constraint
     from foreword.engine.token_counts import TokenCounts
 
 

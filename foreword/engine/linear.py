@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.engine.kernels.choice import PLAIN, ROWS, Times, choose
+from foreword.engine.kernels.kernel_choice import PLAIN, ROWS, Times, choose
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.products import ChosenProduct, Product, kinds, make_product, size_of
 

@@ -55,7 +55,7 @@ from foreword.offload.manager import OffloadManager
 if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit
     from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
-    from foreword.engine.structured.constraint import Constraint
+    from foreword.engine.structured.sequence_constraint import Constraint
 
 # Seconds that a step without work waits for a store, or for another instance.
 _STORE_WAIT = 0.005

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from foreword.blocks.layout import LayerLayout
 from foreword.engine import linear
-from foreword.engine.attention.base import AttentionBackend, LayerRecorder
+from foreword.engine.attention.backend import AttentionBackend, LayerRecorder
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.attention.torch_backend import TorchAttention
 from foreword.engine.kernels import build
-from foreword.engine.kernels.choice import (
+from foreword.engine.kernels.kernel_choice import (
     ATTENTION_SHAPES,
     COMPILED,
     ROWS,

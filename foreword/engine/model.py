@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import batch_invariance, decoder, linear
-from foreword.engine.attention import base as attention
-from foreword.engine.attention.base import LayerRecorder
+from foreword.engine.attention import backend as attention
+from foreword.engine.attention.backend import LayerRecorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild, is_compiled
-from foreword.engine.kernels.choice import AttentionChoice
+from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.measure import Measured, describe, measure

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.engine.kernels.choice import COMPILED, ONEDNN, PLAIN, WIDE, row_bucket
+from foreword.engine.kernels.kernel_choice import COMPILED, ONEDNN, PLAIN, WIDE, row_bucket
 from foreword.engine.kernels.native import TYPES, Kernels
 from foreword.engine.quantize import scale_of
 

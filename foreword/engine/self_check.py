@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foreword.blocks import BlockTable, PrefixCache
-from foreword.engine.attention import base as attention
+from foreword.engine.attention import backend as attention
 from foreword.engine.model import FORWARD_ERRORS, LoadedModel, first_line, has_window
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler

@@ -13,7 +13,7 @@ from foreword.engine.request import CacheReport, Request
 
 if TYPE_CHECKING:
     from foreword.engine.prompt_logprobs import PromptLogprobs
-    from foreword.engine.structured.constraint import Constraint
+    from foreword.engine.structured.sequence_constraint import Constraint
     from foreword.engine.token_counts import TokenCounts
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from foreword.blocks import Copy
-from foreword.engine.attention.base import AttentionBackend, LayerRecorder, StepAttention, forward_context
+from foreword.engine.attention.backend import AttentionBackend, LayerRecorder, StepAttention, forward_context
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.engine.draw import Draw, Sampled
-from foreword.engine.kernels.choice import AttentionChoice
+from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
-from foreword.engine.sampling import sample
+from foreword.engine.sampler import sample
 from foreword.engine.sequence import SequenceState, Step
 
 if TYPE_CHECKING:

@@ -24,23 +24,23 @@ from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferCon
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
-from foreword.disaggregation.migration import MigrationResult
+from foreword.disaggregation.live_migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.sequence import SequenceState
 from foreword.engine.structured.compiler import CompiledOutput
-from foreword.engine.structured.constraint import Constraint
+from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.tokenizer import Tokenizer
-from foreword.entrypoints import cache_control
-from foreword.entrypoints.build import EngineParts, ModelInfo, build_engine
-from foreword.entrypoints.cache_control import RetentionInfo
+from foreword.entrypoints import cache_requests
+from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engine
+from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import Receipt, described, forget_tenant
 from foreword.prefixes.pin import PrefixPin
-from foreword.prefixes.service import PinnedKV, Registration
+from foreword.prefixes.prefix_service import PinnedKV, Registration
 
 Result = TypeVar("Result")
 
@@ -259,7 +259,7 @@ class AsyncEngine:
     ) -> RetentionAnswer:
         """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary. Raises
         BadRequest, PromptTooLong, EngineFailed."""
-        request = cache_control.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt)
+        request = cache_requests.retaining(f"retain-{next(self._prefix_ids)}", tokens, ttl, priority, salt)
         answers: tuple[RetentionAnswer, ...] = ()
         async for delta in self.generate(request):
             answers = delta.retained
@@ -274,7 +274,7 @@ class AsyncEngine:
         tokens: Sequence[int],
         *,
         salt: Salt = NO_SALT,
-        seconds: float = cache_control.PREFETCH_SECONDS,
+        seconds: float = cache_requests.PREFETCH_SECONDS,
     ) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed. Raises
         BadRequest, PromptTooLong, QueueFull."""
@@ -289,17 +289,17 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
                 loop.call_soon_threadsafe(resolve, answer)
 
-        await self._call(lambda: cache_control.prefetch(self._core, tokens, salt, seconds, done))
+        await self._call(lambda: cache_requests.prefetch(self._core, tokens, salt, seconds, done))
         return await future
 
     def release(self, tokens: Sequence[int] | None = None, *, salt: Salt = NO_SALT) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. Returns them."""
-        released = cache_control.release(self._core, tokens, salt)
-        return [cache_control.describe(one) for one in released]
+        released = cache_requests.release(self._core, tokens, salt)
+        return [cache_requests.describe(one) for one in released]
 
     def retentions(self, tenant: bytes = b"") -> list[RetentionInfo]:
         """What a tenant, given its salt, keeps."""
-        return [cache_control.describe(one) for one in self._core.kept.book.of(tenant_digest(tenant))]
+        return [cache_requests.describe(one) for one in self._core.kept.book.of(tenant_digest(tenant))]
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:
         """Unclaimed requests, once the engine's thread has done everything posted before."""

@@ -16,13 +16,13 @@ from foreword.blocks.salt import NO_SALT
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
-from foreword.entrypoints import cache_control
-from foreword.entrypoints.cache_control import RetentionInfo
+from foreword.entrypoints import cache_requests
+from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.pin import PrefixPin
-from foreword.prefixes.service import PinnedKV
+from foreword.prefixes.prefix_service import PinnedKV
 from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 
 Prompt = str | Sequence[int]
@@ -51,7 +51,7 @@ class LLM:
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
         preflight.check(config, store, TransferConfig())
-        from foreword.entrypoints.build import build_engine  # imports torch, which takes seconds
+        from foreword.entrypoints.build_engine import build_engine  # imports torch, which takes seconds
 
         self._parts = build_engine(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
         self.config = config
@@ -143,25 +143,25 @@ class LLM:
 
     def retain(self, tokens: Sequence[int], ttl: float | None, priority: int = 0) -> RetentionAnswer:
         """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary."""
-        [output] = self._run_requests([cache_control.retaining(f"llm-{next(self._ids)}", tokens, ttl, priority)])
+        [output] = self._run_requests([cache_requests.retaining(f"llm-{next(self._ids)}", tokens, ttl, priority)])
         return output.retained[0]
 
     def pin(self, tokens: Sequence[int]) -> RetentionAnswer:
         """Keep the KV of `tokens` until it is released."""
         return self.retain(tokens, None, MAX_PRIORITY)
 
-    def prefetch(self, tokens: Sequence[int], *, seconds: float = cache_control.PREFETCH_SECONDS) -> RetentionAnswer:
+    def prefetch(self, tokens: Sequence[int], *, seconds: float = cache_requests.PREFETCH_SECONDS) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed."""
         answers: list[RetentionAnswer] = []
-        cache_control.prefetch(self._core, tokens, NO_SALT, seconds, answers.append)
+        cache_requests.prefetch(self._core, tokens, NO_SALT, seconds, answers.append)
         self._drain([])
         return answers[0]
 
     def release(self, tokens: Sequence[int] | None = None) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all. Returns them."""
-        released = cache_control.release(self._core, tokens, NO_SALT)
+        released = cache_requests.release(self._core, tokens, NO_SALT)
         self._core.kept.settle()
-        return [cache_control.describe(one) for one in released]
+        return [cache_requests.describe(one) for one in released]
 
     def list_prefixes(self) -> list[NamedPrefix]:
         return self._prefixes.book.list()

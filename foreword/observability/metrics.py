@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from foreword.disaggregation.frame_server import ServedStatus
     from foreword.engine.hit_audit import HitAudit
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.entrypoints.build import ModelInfo
+    from foreword.entrypoints.build_engine import ModelInfo
     from foreword.offload.manager import OffloadManager
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
     from foreword.store.tier_counters import TierCounters
-    from foreword.transfer.endpoint import EndpointStatus
+    from foreword.transfer.transfer_endpoint import EndpointStatus
 
 # vLLM's buckets, so that quantiles compare; those of tokens begin earlier, for small models.
 _LONG = (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)

@@ -34,10 +34,10 @@ from foreword.offload.policy import PATIENCE, blocks_worth_loading
 from foreword.offload.search import StoredGroup
 from foreword.offload.slots import StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
-from foreword.store.admission import BlockUse
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
+from foreword.store.tier_admission import BlockUse
 from foreword.store.tier_counters import LookupOutcome, Rate
 from foreword.store.tiered import FetchedBlock, TieredStore, Tiers, TierSearch
 
@@ -394,7 +394,7 @@ class OffloadManager:
         and positions are those of their units of tokens.
 
         `prompt` is the length of the request's prompt. With `again`, the request has not computed the blocks but found them:
-        they are written to tiers that have refused them before (`store/admission.py`).
+        they are written to tiers that have refused them before (`store/tier_admission.py`).
         """
         if not self.store.writable or (
             again and not self.store.takes_again(self.units[group].names(root, keys[-1:])[-1])

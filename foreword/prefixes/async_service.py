@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from foreword.errors import ForewordError, ShuttingDown
 from foreword.prefixes.book import Kind, Message, NamedPrefix
-from foreword.prefixes.service import PinnedKV, PrefixService, Registration
+from foreword.prefixes.prefix_service import PinnedKV, PrefixService, Registration
 
 logger = logging.getLogger(__name__)
 

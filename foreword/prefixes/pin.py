@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from foreword.blocks import PrefixCache, Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import SequenceState
-from foreword.prefixes.service import PinnedKV
+from foreword.prefixes.prefix_service import PinnedKV
 
 
 class PrefixPin:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreword.prefixes.book import Content, Message
-from foreword.prefixes.service import PrefixService
+from foreword.prefixes.prefix_service import PrefixService
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, StoreConfig
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.entrypoints.build import build_engine
+from foreword.entrypoints.build_engine import build_engine
 from foreword.referee.worker import serve
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from foreword import __version__
 from foreword.errors import ConfigError
-from foreword.referee.run import Plan, Result, conform, processor
+from foreword.referee.check_claims import Plan, Result, conform, processor
 from foreword.referee.session import environment_note
 
 BEGIN = "<!-- Written by foreword conform --matrix: begin -->"

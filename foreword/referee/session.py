@@ -41,7 +41,7 @@ _HALF: Final = 0.5
 # Random prompts may begin with the same token or two, which an engine that reuses parts of blocks finds.
 _CHANCE: Final = 4
 _ENGINE_WORKER: Final = HERE / "engine_worker.py"
-_ENGINE_MODULES: Final = ("foreword.entrypoints.build",)
+_ENGINE_MODULES: Final = ("foreword.entrypoints.build_engine",)
 
 Prompts = Sequence[Prompt]
 

@@ -121,7 +121,7 @@ class VllmEngine:
         return {"seconds": time.perf_counter() - began}
 
     def _foreword(self) -> Any:
-        module = sys.modules.get("foreword.integrations.vllm.worker")
+        module = sys.modules.get("foreword.integrations.vllm.worker_side")
         if module is None:
             return None
         worker = module.worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))

@@ -10,7 +10,7 @@ from aiohttp import web
 from foreword.errors import BadRequest, ConfigError
 from foreword.router.body import check_media_type
 from foreword.router.client_request import decode_object
-from foreword.router.pool import ReplicaPool
+from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
 from foreword.router.service import Router
 

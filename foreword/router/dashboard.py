@@ -9,7 +9,7 @@ from aiohttp import web
 
 from foreword import __version__
 from foreword.dashboard import pages
-from foreword.dashboard.history import MetricsHistory
+from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router

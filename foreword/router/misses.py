@@ -19,7 +19,7 @@ from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord
 from foreword.router.client_request import ClientRequest
 from foreword.router.decision_log import DecisionLog
-from foreword.router.metrics import RouterMetrics
+from foreword.router.router_metrics import RouterMetrics
 
 # Shorter prompts cost too little to ask why.
 _MIN_TOKENS: Final = 256

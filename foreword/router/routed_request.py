@@ -14,8 +14,8 @@ from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt
 from foreword.router.client_request import DIALECT_NAMES, ClientRequest
 from foreword.router.misses import ServedRequest
-from foreword.router.pool import PlacementRequest, ReplicaPool
 from foreword.router.prompts import TokenizedPrompt
+from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import clock
 from foreword.router.service import Router
 from foreword.router.whole_response import UsageCounts

@@ -20,21 +20,18 @@ from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
-from foreword.router.audit import RouterAudit
 from foreword.router.auth import RouterAuth
 from foreword.router.body import RequestBodies
 from foreword.router.canary import is_alive
 from foreword.router.connections import ClientConnections
 from foreword.router.decision_log import DecisionLog
-from foreword.router.events import KvEventSubscription
-from foreword.router.metrics import RouterMetrics
+from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.misses import RouterMisses
-from foreword.router.pool import ReplicaPool, key_model, short
-from foreword.router.prefixes import RouterPrefixes
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.recording import record_finished
+from foreword.router.replica_audit import RouterAudit
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
+from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
     CONNECTION_ERRORS,
     ProbeResult,
@@ -45,7 +42,10 @@ from foreword.router.replicas import (
     clock,
     stamp_of,
 )
+from foreword.router.router_metrics import RouterMetrics
+from foreword.router.router_prefixes import RouterPrefixes
 from foreword.router.suspicious import SuspiciousRequests
+from foreword.router.trace_recording import record_finished
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 

@@ -23,8 +23,8 @@ from foreword.blocks.common_prefixes import common_prefix_length, common_prefixe
 from foreword.blocks.salt import Salt
 from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
-from foreword.router.metrics import RouterMetrics
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, clock, read_whole
+from foreword.router.router_metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from foreword.api.tenants import Tenants
 from foreword.api.tools.detection import formats_named
 from foreword.api.work_queue import WorkQueue
 from foreword.config import Config, parse_bytes
-from foreword.dashboard.history import MetricsHistory
+from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.tracing import EngineTraces

@@ -15,7 +15,7 @@ from foreword import __version__
 from foreword.api.prefixes import describe
 from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard import pages
-from foreword.dashboard.history import MetricsHistory
+from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError, Unauthorized
 from foreword.server.endpoint import ServerContext
 from foreword.server.routes import Routes

@@ -13,8 +13,8 @@ from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.routing.fleet import Fleet
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.prefill import SimulatedPrefill
+from foreword.sim.sequence_tokens import SequenceTokens, SimulatedChain, tokens_of
 from foreword.sim.stores import SimulatedStores
-from foreword.sim.tokens import SequenceTokens, SimulatedChain, tokens_of
 
 MODEL = b"simulated"
 _PARAMS = SamplingParams()

@@ -12,7 +12,7 @@ from typing import Final
 
 from foreword.sim.plan import AXES
 from foreword.sim.run import SimulationResult
-from foreword.sim.tokens import RequestOutcome
+from foreword.sim.sequence_tokens import RequestOutcome
 
 _WIDTH: Final = 860
 _HEIGHT: Final = 300

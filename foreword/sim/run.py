@@ -25,8 +25,8 @@ from foreword.sim.changes import ReplicaChange
 from foreword.sim.costs import EngineCosts, FleetSpec
 from foreword.sim.prefill import SimulatedPrefill
 from foreword.sim.replica import MODEL, ReplicaTotals, SimulatedReplica
+from foreword.sim.sequence_tokens import RequestOutcome, SequenceTokens
 from foreword.sim.stores import SimulatedStores, SimulatedTier
-from foreword.sim.tokens import RequestOutcome, SequenceTokens
 from foreword.sim.trace import TraceRequest
 
 

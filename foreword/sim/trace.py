@@ -101,7 +101,7 @@ _FORMATS: Final = (
     "the formats are Mooncake's blocks (hash_ids, also written by --record) and agent sessions (input, output, session_id), "
     "see docs/reference/formats.md"
 )
-# Larger numbers stand for unknown output tokens (`sim/tokens.py`).
+# Larger numbers stand for unknown output tokens (`sim/sequence_tokens.py`).
 _LARGEST_ID: Final = (1 << 31) - 1
 _TEXT_BYTES: Final = 4
 # Minimum number of full blocks of a prompt to recognize its next turn: shorter ones are shared by many prompts.

@@ -22,7 +22,6 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
-from foreword.store.admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -38,6 +37,7 @@ from foreword.store.base import (
 from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
 from foreword.store.parallel import divide
+from foreword.store.tier_admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_threads import TierCall, TierThreads
 

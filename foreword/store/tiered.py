@@ -22,10 +22,10 @@ from typing import Any, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreError
-from foreword.store.admission import AdmissionRule, BlockUse
 from foreword.store.base import MISSING, Name, PartialListing, Store, StoredBlock, StoreStatus
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
+from foreword.store.tier_admission import AdmissionRule, BlockUse
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tier_threads import TierCall
 

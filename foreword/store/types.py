@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Final
 from foreword.blocks.layout import Layout
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean
-from foreword.store.admission import AdmissionRule
 from foreword.store.base import Store
+from foreword.store.tier_admission import AdmissionRule
 
 Options = Mapping[str, Callable[[str], Any]]
 

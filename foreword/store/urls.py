@@ -16,12 +16,12 @@ from urllib.parse import parse_qsl, unquote, urlunsplit
 from foreword.blocks.layout import Layout
 from foreword.errors import StoreConfigError, StoreUnavailable
 from foreword.plugins import Plugins
-from foreword.store.admission import AdmissionRule
 from foreword.store.base import Store
 from foreword.store.builtin import BUILTIN
-from foreword.store.codecs.base import codec_named
+from foreword.store.codecs.codec import codec_named
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
+from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
 

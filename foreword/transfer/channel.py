@@ -15,7 +15,7 @@ from foreword.blocks.layout import Layout
 from foreword.errors import TransferError, TransferUnavailable
 from foreword.transfer.handshake import Peer
 from foreword.transfer.link import BATCH_BYTES, Link
-from foreword.transfer.messages import NO_TRANSFER, Buffer, Frames, Heartbeat, KVPart, Reason, TransferMessage
+from foreword.transfer.wire_format import NO_TRANSFER, Buffer, Frames, Heartbeat, KVPart, Reason, TransferMessage
 
 _BATCH_MESSAGES: Final = 32
 

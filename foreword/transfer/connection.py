@@ -17,7 +17,11 @@ from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, T
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
-from foreword.transfer.messages import (
+from foreword.transfer.peer_service import TransferService
+from foreword.transfer.protocol import Role, TransferEvent
+from foreword.transfer.transfer_registry import TransferRegistry
+from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
+from foreword.transfer.wire_format import (
     ID_BYTES,
     NO_TRANSFER,
     Frames,
@@ -38,10 +42,6 @@ from foreword.transfer.messages import (
     TransferMessage,
     join_keys,
 )
-from foreword.transfer.protocol import Role, TransferEvent
-from foreword.transfer.registry import TransferRegistry
-from foreword.transfer.service import TransferService
-from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
 
 MISSED_HEARTBEATS: Final = 5
 _MOST_UNSENT: Final = 8192

@@ -15,7 +15,8 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Received
-from foreword.transfer.messages import (
+from foreword.transfer.peer_service import TransferService
+from foreword.transfer.wire_format import (
     ID_BYTES,
     Buffer,
     Frames,
@@ -27,7 +28,6 @@ from foreword.transfer.messages import (
     join_keys,
     split_keys,
 )
-from foreword.transfer.service import TransferService
 
 log = logging.getLogger("foreword.transfer")
 _GROUP: Final = 64

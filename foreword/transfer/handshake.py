@@ -32,7 +32,10 @@ from foreword.blocks.layout import Layout
 from foreword.config import ALL_RIGHTS, SharedSecret
 from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
 from foreword.transfer.link import Link
-from foreword.transfer.messages import (
+from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
+from foreword.transfer.sockets import SocketStream
+from foreword.transfer.tcp import TcpLink
+from foreword.transfer.wire_format import (
     HEAD_BYTES,
     VERSION,
     Goodbye,
@@ -44,9 +47,6 @@ from foreword.transfer.messages import (
     encode,
     read_head,
 )
-from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
-from foreword.transfer.sockets import SocketStream
-from foreword.transfer.tcp import TcpLink
 
 _MAGIC: Final = b"FWTH"
 _OPENING: Final = struct.Struct("<4sHBB4x32s")

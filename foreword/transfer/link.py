@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
-from foreword.transfer.messages import (
+from foreword.transfer.sockets import SocketStream
+from foreword.transfer.wire_format import (
     HEAD_BYTES,
     NO_TRANSFER,
     Buffer,
@@ -26,7 +27,6 @@ from foreword.transfer.messages import (
     payload_checksum,
     read_head,
 )
-from foreword.transfer.sockets import SocketStream
 
 # Messages whose payloads have up to about this many bytes together are sent as one batch.
 BATCH_BYTES: Final = 2 << 20

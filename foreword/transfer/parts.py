@@ -13,7 +13,7 @@ from typing import Final
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import TransferError
-from foreword.transfer.messages import KVPart, join_keys, split_keys
+from foreword.transfer.wire_format import KVPart, join_keys, split_keys
 
 TARGET_BYTES: Final = 1 << 20
 _TOKENS: Final = "tokens"

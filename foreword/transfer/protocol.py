@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Final
 
 from foreword.errors import ProtocolViolation, TransferError
-from foreword.transfer.messages import Reason
+from foreword.transfer.wire_format import Reason
 
 
 class Role(StrEnum):

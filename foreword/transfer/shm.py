@@ -34,8 +34,8 @@ import xxhash
 
 from foreword.errors import BadMessage, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import BATCH_BYTES, Link, Payload
-from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head
 from foreword.transfer.sockets import SocketStream
+from foreword.transfer.wire_format import MAX_PAYLOAD, Buffer, Head
 
 _ALIGNMENT: Final = 64
 _WARM: Final = 2 << 20

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.errors import ConfigError, PeerGone, TransferTimeout, TransferUnavailable
-from foreword.transfer.messages import Buffer
+from foreword.transfer.wire_format import Buffer
 
 POLL_SECONDS: Final = 0.25
 _TIMEVAL: Final = struct.pack("ll", 0, int(POLL_SECONDS * 1e6))

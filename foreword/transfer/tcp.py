@@ -9,8 +9,8 @@ from typing import Final
 
 from foreword.errors import BadMessage
 from foreword.transfer.link import Link, Payload, reserve
-from foreword.transfer.messages import MAX_PAYLOAD, Buffer, Head, payload_checksum
 from foreword.transfer.sockets import POLL_SECONDS, SocketStream
+from foreword.transfer.wire_format import MAX_PAYLOAD, Buffer, Head, payload_checksum
 
 _GRANULE: Final = 64 << 10
 

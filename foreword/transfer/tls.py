@@ -17,8 +17,8 @@ from typing import Final, cast
 
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
-from foreword.transfer.messages import Buffer
 from foreword.transfer.sockets import SocketStream
+from foreword.transfer.wire_format import Buffer
 
 _PIECE: Final = 256 << 10
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"

@@ -16,7 +16,9 @@ from typing import Any
 from foreword.errors import TransferError
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Payload, Received
-from foreword.transfer.messages import (
+from foreword.transfer.parts import ReceivedParts, payload_bytes
+from foreword.transfer.protocol import Action, Role, State, Timings, Transfer, TransferEvent, TransferOutcome
+from foreword.transfer.wire_format import (
     Accept,
     Buffer,
     Cancel,
@@ -32,8 +34,6 @@ from foreword.transfer.messages import (
     Taken,
     TransferMessage,
 )
-from foreword.transfer.parts import ReceivedParts, payload_bytes
-from foreword.transfer.protocol import Action, Role, State, Timings, Transfer, TransferEvent, TransferOutcome
 
 log = logging.getLogger("foreword.transfer")
 

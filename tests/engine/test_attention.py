@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention import metadata
-from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import (

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from foreword.config import EngineConfig
 from foreword.engine import measure
-from foreword.engine.kernels import choice
-from foreword.engine.kernels.choice import (
+from foreword.engine.kernels import kernel_choice
+from foreword.engine.kernels.kernel_choice import (
     ATTENTION_SHAPES,
     COMPILED,
     ONEDNN,
@@ -154,7 +154,7 @@ def test_the_file_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_measured_once(dtype: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is measured at its first load, and every kind that this machine computes has a time; later loads read the file.
     Every mixture of kernels passes the self-check."""
-    monkeypatch.setattr(choice, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_choice, "cache_folder", lambda: tmp_path)
     config = EngineConfig(model=str(llama), dtype=dtype)
     first = load_model(config)
     (path,) = tmp_path.glob("times-*.json")

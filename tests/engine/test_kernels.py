@@ -22,18 +22,18 @@ from torch.nn import functional
 
 from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention import cpu_backend
-from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.choice import block_maxima, choose, largest
 from foreword.engine.draw import Draw
 from foreword.engine.kernels import build, native
-from foreword.engine.kernels.choice import AttentionChoice
+from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.penalties import shape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampling import random_bits, sampled_row
+from foreword.engine.sampler import random_bits, sampled_row
+from foreword.engine.token_choice import block_maxima, choose, largest
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]

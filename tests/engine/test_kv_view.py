@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foreword.disaggregation.kv_view import DeviceRows, KVView
 from foreword.offload.staging import layout_of
-from foreword.transfer.messages import KVPart
 from foreword.transfer.parts import payload_bytes
+from foreword.transfer.wire_format import KVPart
 
 BLOCKS, SIZE, LAYERS = 12, 4, 3
 DEVICES = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from foreword.config import EngineConfig
 from foreword.engine import linear
-from foreword.engine.kernels.choice import ONEDNN, PLAIN, WIDE
+from foreword.engine.kernels.kernel_choice import ONEDNN, PLAIN, WIDE
 from foreword.engine.model import load_model
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError

@@ -32,7 +32,7 @@ from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
 from foreword.observability.metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
-from foreword.transfer.endpoint import TransferEndpoint
+from foreword.transfer.transfer_endpoint import TransferEndpoint
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from foreword.config import EngineConfig
 from foreword.engine import torch_runner
-from foreword.engine.attention import base as attention
+from foreword.engine.attention import backend as attention
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
 from foreword.entrypoints.llm import LLM

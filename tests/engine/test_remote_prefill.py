@@ -16,12 +16,12 @@ from tiny import prompt
 
 from foreword.blocks.salt import Salt
 from foreword.config import EngineConfig, TransferConfig
-from foreword.disaggregation import messages as wire
+from foreword.disaggregation import request_messages as wire
 from foreword.engine.request import SamplingParams, StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.transfer.endpoint import TransferEndpoint
-from foreword.transfer.messages import Reason
-from foreword.transfer.service import TransferService
+from foreword.transfer.peer_service import TransferService
+from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer.wire_format import Reason
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)

@@ -17,13 +17,13 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
-from foreword.engine.choice import next_number
 from foreword.engine.draw import Draw
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.penalties import reshape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampling import random_bits, sample
+from foreword.engine.sampler import random_bits, sample
+from foreword.engine.token_choice import next_number
 from foreword.engine.token_counts import TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest

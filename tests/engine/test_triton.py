@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_attention import CPU, EXACT, Case, chunk
 from torch import Tensor
 
-from foreword.engine.attention.base import StepAttention
+from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
 from foreword.entrypoints.llm import LLM

@@ -20,7 +20,7 @@ from vllm_process import PYTHON, answers, disk, make_model, prompts, run
 
 from foreword.blocks.keys import Scope, TokenChain
 from foreword.blocks.salt import Salt
-from foreword.integrations.vllm.identity import RequestIdentities, RequestIdentity, salt_of
+from foreword.integrations.vllm.request_identity import RequestIdentities, RequestIdentity, salt_of
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles, LoadedAdapters, WeightsVersion
 from foreword.referee.models import make_adapter
 

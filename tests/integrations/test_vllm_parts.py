@@ -365,11 +365,11 @@ def test_log_lines_go_through_vllms_logger(vllm_log: list[logging.LogRecord]) ->
     module.log_through_vllm()
     module.log_through_vllm()
     logging.getLogger("foreword.store").warning("tier %s is full", "disk")
-    logging.getLogger("foreword.integrations.vllm.worker").info("Foreword %s: ready", "0.2")
+    logging.getLogger("foreword.integrations.vllm.worker_side").info("Foreword %s: ready", "0.2")
     logging.getLogger("foreword.store").debug("not shown")
     assert [(one.name, one.levelname, one.getMessage()) for one in vllm_log] == [
         ("vllm.foreword.store", "WARNING", "Foreword: tier disk is full"),
-        ("vllm.foreword.integrations.vllm.worker", "INFO", "Foreword 0.2: ready"),
+        ("vllm.foreword.integrations.vllm.worker_side", "INFO", "Foreword 0.2: ready"),
     ]
     assert vllm_log[0].filename == "test_vllm_parts.py"
     logger, own = logging.getLogger("foreword"), logging.NullHandler()

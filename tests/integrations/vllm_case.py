@@ -64,7 +64,7 @@ def scheduler_of(llm: Any) -> Any:
 
 def worker_of(llm: Any) -> Any:
     """The connector's worker side; None if it is in another process."""
-    from foreword.integrations.vllm.worker import worker_of
+    from foreword.integrations.vllm.worker_side import worker_of
 
     return worker_of(str(llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
 

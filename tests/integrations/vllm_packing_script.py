@@ -19,7 +19,7 @@ import torch
 
 from foreword.engine.kernels.units import copy_compiled
 from foreword.integrations.vllm.packing import check_packing, cpu_planes
-from foreword.offload.portable import UnitGroup, copy_with_views
+from foreword.offload.portable_copies import UnitGroup, copy_with_views
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
 

@@ -316,7 +316,7 @@ def refused(engine: Engine, prompts: Prompts) -> dict[str, Any]:
     import dataclasses
 
     from foreword.errors import ModelUnsupported
-    from foreword.integrations.vllm.config import KVCacheInfo
+    from foreword.integrations.vllm.connector_config import KVCacheInfo
 
     scheduler = scheduler_of(engine.llm)
     known, settings = scheduler.kv_cache_config, worker_of(engine.llm)._settings

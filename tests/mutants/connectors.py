@@ -18,10 +18,10 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks import keys as block_keys
 from foreword.blocks.layout import Layout
 from foreword.blocks.resume import GroupKind
-from foreword.integrations.vllm import config, identity, scheduler
+from foreword.integrations.vllm import connector_config, request_identity, scheduler_side
 from foreword.integrations.vllm.connector import ForewordConnector
-from foreword.integrations.vllm.identity import AdapterFiles, MediaDigests, RequestIdentity
 from foreword.integrations.vllm.kv_views import block_views
+from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDigests, RequestIdentity
 from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata, GroupBlocks
 from foreword.integrations.vllm.weights import LoadedAdapters, weights_digest
 from foreword.store import tier
@@ -532,7 +532,7 @@ class AdaptersBeside(Mutant):
 
     @classmethod
     def plant(cls) -> None:
-        scheduler.adapters_spoil_base = lambda: False
+        scheduler_side.adapters_spoil_base = lambda: False
 
 
 class ImagesIgnored(Mutant):
@@ -542,7 +542,7 @@ class ImagesIgnored(Mutant):
 
     @classmethod
     def plant(cls) -> None:
-        identity.media_extras = lambda items, block_size: []
+        request_identity.media_extras = lambda items, block_size: []
 
 
 class ImageOrderIgnored(Mutant):
@@ -555,7 +555,7 @@ class ImageOrderIgnored(Mutant):
         def media_extras(items: Any, block_size: int) -> list[bytes]:
             return [sha256(b"".join(sorted(item.content for item in items))).digest()] if items else []
 
-        identity.media_extras = media_extras
+        request_identity.media_extras = media_extras
 
 
 class ImageNames(Mutant):
@@ -579,7 +579,7 @@ class Namespace(Mutant):
         def settle(info: Any, namespace: bytes = b"") -> None:
             info.model = sha256(repr(cls.names(info.config)).encode()).digest()
 
-        config.KVCacheInfo.settle = settle
+        connector_config.KVCacheInfo.settle = settle
 
     @classmethod
     def names(cls, given: Any) -> object:
@@ -719,7 +719,7 @@ class PoolingLoads(Mutant):
 
     @classmethod
     def plant(cls) -> None:
-        config._continues_prompts = lambda given: True
+        connector_config._continues_prompts = lambda given: True
 
 
 class ChecksumIgnored(Mutant):

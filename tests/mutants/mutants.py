@@ -69,14 +69,14 @@ MUTANTS = (
     # Keys: what KV depends on
     Mutant(
         "keys: salt of a request ignored",
-        "foreword/integrations/vllm/identity.py",
+        "foreword/integrations/vllm/request_identity.py",
         "return Salt.parse(request.cache_salt)",
         "return Salt.parse(None)",
         IDENTITY,
     ),
     Mutant(
         "keys: adapter ignored",
-        "foreword/integrations/vllm/identity.py",
+        "foreword/integrations/vllm/request_identity.py",
         "return RequestIdentity(adapter, salt) if adapter else _PLAIN",
         "return _PLAIN",
         IDENTITY,
@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys: place of an image ignored",
-        "foreword/integrations/vllm/identity.py",
+        "foreword/integrations/vllm/request_identity.py",
         "item.offset - block * block_size)",
         "0)",
         IDENTITY,

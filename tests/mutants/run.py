@@ -26,8 +26,8 @@ from typing import Any
 
 from mutants import MUTANTS, Mutant
 
+from foreword.referee.check_claims import Plan, attempt
 from foreword.referee.models import KINDS
-from foreword.referee.run import Plan, attempt
 from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from foreword.referee.process import Forked, Forks
 
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 _ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-_MODULES = ("foreword.cli.serve", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build")
+_MODULES = ("foreword.cli.serve", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build_engine")
 _forks = Forks(sys.executable, _ENVIRONMENT, _MODULES)
 atexit.register(_forks.close)
 

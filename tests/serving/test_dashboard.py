@@ -16,7 +16,7 @@ from dashboard_server import HOSTILE, MODEL, DashboardServer, open_dashboard_ser
 from prometheus_client import CollectorRegistry, Gauge
 from shared_server import until, words
 
-from foreword.dashboard.history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
+from foreword.dashboard.metric_history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
 from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.records import PrefixRecords, tenant_digest
 

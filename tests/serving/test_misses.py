@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import foreword
-from foreword.sim.traffic import traffic_report
+from foreword.sim.miss_report import traffic_report
 
 EMBEDDED = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 # Everything that a client can change is in the prompt: options, tools, reasoning and calls.

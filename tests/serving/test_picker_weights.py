@@ -9,8 +9,8 @@ from typing import Any
 from router_parts import _config
 
 from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
-from foreword.router.pool import ReplicaPool, key_model
 from foreword.router.replica_breaker import ReplicaBreaker
+from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.service import Router
 from foreword.routing.event_feed import KvEventFeed

@@ -22,10 +22,10 @@ from foreword.blocks.salt import Salt
 from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.audit import RouterAudit, difference, read_output
 from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
 from foreword.router.client_request import ClientRequest
+from foreword.router.replica_audit import RouterAudit, difference, read_output
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.whole_response import UsageCounts

@@ -13,7 +13,7 @@ from foreword.cli.main import app
 from foreword.errors import ConfigError
 from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord, TraceRecorder
-from foreword.sim.traffic import TrafficReport, traffic_report
+from foreword.sim.miss_report import TrafficReport, traffic_report
 
 ROOT = Scope(b"model", 16).root()
 RULES = "".join(f"Rule {name}: cite what you read, and do not guess.\n" for name in "abcdefghijklmnop")

@@ -366,7 +366,7 @@ class PeerPlace(Base):
     def __init__(self, frames: Sequence[Frame]) -> None:
         from actors import LAYOUT, FrameService, config
 
-        from foreword.transfer.endpoint import TransferEndpoint
+        from foreword.transfer.transfer_endpoint import TransferEndpoint
 
         class Service(FrameService):
             """Sends no frame that is longer than the reader's buffer."""

@@ -9,9 +9,9 @@ import pytest
 
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, soon
 from foreword.errors import StoreConfigError
-from foreword.store.admission import AdmissionRule, BlockUse
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tier_admission import AdmissionRule, BlockUse
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 
@@ -96,7 +96,7 @@ def test_write_rate() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier remembers the most recent blocks and forgets older ones."""
-    monkeypatch.setattr("foreword.store.admission._REMEMBERED", 16)
+    monkeypatch.setattr("foreword.store.tier_admission._REMEMBERED", 16)
     store = opened(AdmissionRule("second"))
     first, last = make_frames(1, 4, SMALL_PAYLOAD), make_frames(2, 4, SMALL_PAYLOAD)
     for chain in (first, *(make_frames(seed, 8, SMALL_PAYLOAD) for seed in range(3, 8)), last):

@@ -11,10 +11,10 @@ from foreword.blocks.pool import BlockPool
 from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, KVPart, Reason, split_keys
 from foreword.transfer.parts import payload_bytes, split
-from foreword.transfer.service import TransferService
+from foreword.transfer.peer_service import TransferService
 from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
+from foreword.transfer.wire_format import Buffer, KVPart, Reason, split_keys
 
 PATIENCE = 60.0
 LAYOUT = Layout(b"model", 16, (LayerLayout(2, 16, 16),) * 3, "bfloat16")

@@ -24,7 +24,7 @@ import pytest
 
 from foreword.errors import TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.link import Link, Received
-from foreword.transfer.messages import Finished, Frames, Heartbeat, KVPart, Taken
+from foreword.transfer.wire_format import Finished, Frames, Heartbeat, KVPart, Taken
 
 ID = bytes(range(16))
 PATIENCE = 60.0

@@ -23,8 +23,8 @@ from link_contract import child
 from test_faults import Line
 
 from foreword.errors import PeerGone
-from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.protocol import TransferOutcome
+from foreword.transfer.transfer_endpoint import TransferEndpoint
 
 SECRET = "a shared secret of the tests"
 CLONE_NEWNET = 0x40000000

@@ -8,8 +8,8 @@ from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import BadMessage, TransferError
-from foreword.transfer import messages
-from foreword.transfer.messages import (
+from foreword.transfer import wire_format
+from foreword.transfer.wire_format import (
     HEAD_BYTES,
     MAX_METADATA,
     MAX_PAYLOAD,
@@ -77,7 +77,7 @@ _OF_CONNECTION = (
 OF_TRANSFER, OF_CONNECTION = st.one_of(*_OF_TRANSFER), st.one_of(*_OF_CONNECTION)
 
 
-def read(data: bytes) -> tuple[messages.Head, TransferMessage]:
+def read(data: bytes) -> tuple[wire_format.Head, TransferMessage]:
     return decode(data[:HEAD_BYTES], data[HEAD_BYTES:])
 
 
@@ -101,7 +101,7 @@ def test_every_kind_is_tried() -> None:
     """The strategies above produce every kind of message, and every kind is frozen."""
     once = settings(max_examples=1, phases=[Phase.generate], database=None)
     tried = {type(find(strategy, lambda _: True, settings=once)) for strategy in (*_OF_TRANSFER, *_OF_CONNECTION)}
-    assert tried == set(messages._NUMBERS)
+    assert tried == set(wire_format._NUMBERS)
     assert all(dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in tried)
 
 
@@ -148,15 +148,15 @@ def test_noise_is_refused(data: bytes) -> None:
         read(data)
 
 
-@given(st.sampled_from(sorted(messages._KINDS)), st.binary(max_size=100), st.booleans())
+@given(st.sampled_from(sorted(wire_format._KINDS)), st.binary(max_size=100), st.booleans())
 @settings(max_examples=300)
 def test_arbitrary_metadata_is_refused(kind: int, metadata: bytes, summed: bool) -> None:
     """Arbitrary metadata under a valid head and checksum is a message or raises TransferError."""
-    transfer = bytes(16) if messages._KINDS[kind] in messages._OF_CONNECTION else ID
-    head = messages._HEAD.pack(b"FWTX", 1, kind, int(summed), transfer, len(metadata), 0, 0, 0, 0)
-    whole = head + struct.pack("<Q", messages.payload_checksum([head + metadata])) + metadata
+    transfer = bytes(16) if wire_format._KINDS[kind] in wire_format._OF_CONNECTION else ID
+    head = wire_format._HEAD.pack(b"FWTX", 1, kind, int(summed), transfer, len(metadata), 0, 0, 0, 0)
+    whole = head + struct.pack("<Q", wire_format.payload_checksum([head + metadata])) + metadata
     with contextlib.suppress(TransferError):
-        assert isinstance(read(whole)[1], messages._KINDS[kind])
+        assert isinstance(read(whole)[1], wire_format._KINDS[kind])
 
 
 PART = {"first_layer": 0, "layers": 1, "first_block": 0, "blocks": 1, "tokens": 1}
@@ -182,7 +182,7 @@ PART = {"first_layer": 0, "layers": 1, "first_block": 0, "blocks": 1, "tokens": 
 def test_values_out_of_bounds_are_refused(kind: int, values: dict[str, object]) -> None:
     """Numbers, texts and names that the protocol does not allow are refused when they are read."""
     metadata = msgspec.msgpack.encode(values)
-    head = messages._HEAD.pack(b"FWTX", 1, kind, 1, ID, len(metadata), 0, 0, 0, 0)
+    head = wire_format._HEAD.pack(b"FWTX", 1, kind, 1, ID, len(metadata), 0, 0, 0, 0)
     with pytest.raises(BadMessage):
         read(head + struct.pack("<Q", payload_checksum([head + metadata])) + metadata)
 
@@ -193,12 +193,12 @@ def test_lengths_are_bounded() -> None:
         encode(KVPart(0, 1, 0, 1, 1), ID, payload=MAX_PAYLOAD + 1)
     with pytest.raises(BadMessage):
         encode(PullRequest(bytes(MAX_METADATA)), ID)
-    head = messages._HEAD.pack(b"FWTX", 1, 5, 1, ID, MAX_METADATA + 1, 0, 0, 0, 0) + bytes(8)
+    head = wire_format._HEAD.pack(b"FWTX", 1, 5, 1, ID, MAX_METADATA + 1, 0, 0, 0, 0) + bytes(8)
     with pytest.raises(BadMessage):
-        messages.read_head(head)
-    head = messages._HEAD.pack(b"FWTX", 1, 5, 1, ID, 0, 0, MAX_PAYLOAD + 1, 0, 0) + bytes(8)
+        wire_format.read_head(head)
+    head = wire_format._HEAD.pack(b"FWTX", 1, 5, 1, ID, 0, 0, MAX_PAYLOAD + 1, 0, 0) + bytes(8)
     with pytest.raises(BadMessage):
-        messages.read_head(head)
+        wire_format.read_head(head)
 
 
 @pytest.mark.parametrize(
@@ -232,5 +232,5 @@ def test_keys_round_trip(some: list[bytes]) -> None:
 
 def _encoded(message: TransferMessage) -> bytes:
     size = 10 if isinstance(message, KVPart | Frames) else 0
-    transfer = bytes(16) if isinstance(message, messages._OF_CONNECTION) else ID
+    transfer = bytes(16) if isinstance(message, wire_format._OF_CONNECTION) else ID
     return encode(message, transfer, payload=size, payload_sum=1)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import TransferError
-from foreword.transfer.messages import KVPart, join_keys, split_keys
 from foreword.transfer.parts import ReceivedParts, payload_bytes, split
+from foreword.transfer.wire_format import KVPart, join_keys, split_keys
 
 LAYERS = (LayerLayout(2, 8, 4), LayerLayout(1, 16, 16), LayerLayout(4, 2, 2))
 layouts = st.builds(

@@ -24,9 +24,9 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach
 from foreword.store.urls import open_store, parse
-from foreword.transfer.endpoint import TransferEndpoint
-from foreword.transfer.messages import Buffer
 from foreword.transfer.peer import PeerStore, opener
+from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer.wire_format import Buffer
 
 SECRET = "a shared secret of the tests"
 

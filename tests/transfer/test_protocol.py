@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from foreword.errors import ProtocolViolation, TransferError
-from foreword.transfer.messages import Reason
 from foreword.transfer.protocol import (
     COMMANDS,
     EXTERNAL,
@@ -24,6 +23,7 @@ from foreword.transfer.protocol import (
     TransferEvent,
     TransferOutcome,
 )
+from foreword.transfer.wire_format import Reason
 
 DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "transfer.md"
 TIMES = Timings(answer=10, progress=30, lease=60)

@@ -19,12 +19,12 @@ from foreword.errors import (
     TransferUnavailable,
 )
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import TransferEndpoint
 from foreword.transfer.link import Payload
-from foreword.transfer.messages import Buffer, KVPart, Reason, Taken
+from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import Role, State, TransferOutcome
-from foreword.transfer.service import TransferService
+from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, KVSource
+from foreword.transfer.wire_format import Buffer, KVPart, Reason, Taken
 
 
 @contextmanager

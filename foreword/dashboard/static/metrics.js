@@ -9,7 +9,7 @@ const BY_REPLICA = /^foreword:router_(decisions|failures|expected_cached_tokens|
 const KEEP = 1800;
 
 // A server has one model; a router may have several. Few metrics are shown by replica, so that the work stays small in a large
-// fleet; the others are sums over the replicas. `history.py` keeps the same.
+// fleet; the others are sums over the replicas. `metric_history.py` keeps the same.
 const isKept = (name, label) => (label === "model_name" ? ROUTER.test(name) : label === "replica" ? BY_REPLICA.test(name) : label !== "reason" || !ROUTER.test(name));
 
 export const keyOf = (name, labels = {}) => name + Object.keys(labels).filter((label) => isKept(name, label)).sort().map((label) => `|${label}=${labels[label]}`).join("");

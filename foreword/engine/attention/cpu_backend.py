@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.kernels.choice import AttentionChoice, attention_bucket
+from foreword.engine.kernels.kernel_choice import AttentionChoice, attention_bucket
 from foreword.engine.kernels.native import (
     TYPES,
     AttentionLayer,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
-from foreword.offload.portable import UnitBox, UnitCopy, UnitPlane, copy_with_views
+from foreword.offload.portable_copies import UnitBox, UnitCopy, UnitPlane, copy_with_views
 
 _AXES = 6
 

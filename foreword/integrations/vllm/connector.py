@@ -32,16 +32,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
-from foreword.integrations.vllm.metrics import ForewordPromMetrics, ForewordStats
-from foreword.integrations.vllm.probe import calling_worker
-from foreword.integrations.vllm.scheduler import ForewordConnectorScheduler
+from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
+from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
+from foreword.integrations.vllm.kv_probe import calling_worker
+from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.worker import ForewordConnectorWorker, worker_of
+from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource

@@ -40,9 +40,9 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
-from foreword.integrations.vllm.config import ConnectorSettings
-from foreword.integrations.vllm.identity import MediaDigests, framed, salt_of
+from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, log, settings_digest, tolerance, unmeasured
+from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.integrity import KeyRing

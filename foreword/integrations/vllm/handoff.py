@@ -27,7 +27,7 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.keys import TokenChain
 from foreword.config import ALL_RIGHTS
 from foreword.errors import TransferRefused
-from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.step_messages import (
     BlockLease,

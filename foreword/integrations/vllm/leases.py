@@ -23,8 +23,8 @@ from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.transfer.messages import Reason
 from foreword.transfer.transfers import KVSource
+from foreword.transfer.wire_format import Reason
 
 # Memory for copies of windows and recurrent states: at least this many bytes and this many blocks.
 _COPIED_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
-from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.rank_stores import RankStores, lookup_peer_opener, open_tiers, worker_memory
 from foreword.offload.lookups import StoreLoad, StoreLookups
 from foreword.offload.search import StoredGroup

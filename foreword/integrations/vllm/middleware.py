@@ -36,7 +36,7 @@ from foreword.api.prefixes import PrefixEndpoints
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
-from foreword.integrations.vllm.prefixes import InnerServer, VllmPrefixes
+from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
 
 

@@ -4,7 +4,7 @@ Servers share KV exactly if their namespaces are equal. A namespace follows from
 
 - the *base*: the digest of the weights, and what the user configured (config.json with the overrides, dtype, quantization);
 - what vLLM *resolved*: the attributes of the model's layers as they are in memory, and the configuration that they read;
-- what a probe *measured*: the KV of fixed tokens, as packed bytes, and the rotary embeddings of far positions (`probe.py`).
+- what a probe *measured*: the KV of fixed tokens, as packed bytes, and the rotary embeddings of far positions (`kv_probe.py`).
 
 No name, folder, flag or version counts. Each server keeps what it resolved and measured in the stores, as a record
 `namespaces/<base>/<settings>-<layouts>-<namespace>-<values>`. A server that starts compares itself with the records of its

@@ -23,7 +23,7 @@ from foreword.blocks.portable import BlockUnits
 from foreword.engine.kernels.units import copy_compiled
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.groups import ConnectorGroup
-from foreword.offload.portable import UnitGroup
+from foreword.offload.portable_copies import UnitGroup
 
 # Backends that keep K and V of a token side by side, unpacked.
 _PLAIN = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")

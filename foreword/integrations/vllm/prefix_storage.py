@@ -17,9 +17,9 @@ from foreword.blocks.layout import ITEM_BYTES, chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
 from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
-from foreword.integrations.vllm.config import ConnectorSettings
-from foreword.integrations.vllm.identity import RequestIdentity
+from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
+from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length

@@ -20,9 +20,9 @@ from foreword.store.base import Name
 from foreword.store.tier import StoreTier
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
-from foreword.transfer.endpoint import TransferEndpoint
-from foreword.transfer.messages import Reason
+from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination
+from foreword.transfer.wire_format import Reason
 
 logger = logging.getLogger(__name__)
 

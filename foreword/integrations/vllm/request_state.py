@@ -9,8 +9,8 @@ from typing import Any
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.runs import consecutive_runs
-from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
-from foreword.integrations.vllm.identity import RequestIdentity
+from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
+from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
 from foreword.offload.lookups import StoreLoad

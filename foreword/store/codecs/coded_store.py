@@ -10,7 +10,7 @@ from dataclasses import replace
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, time_left
-from foreword.store.codecs.base import Codec, check_tokens
+from foreword.store.codecs.codec import Codec, check_tokens
 from foreword.store.frame import FOREIGN_REASONS, HEADER_BYTES, RAW, Frame, check, read_header, seal
 from foreword.store.wrappers import FormChanger
 

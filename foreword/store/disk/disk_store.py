@@ -48,7 +48,7 @@ from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
 from foreword.store.disk.locks import is_alive
 from foreword.store.disk.opener import IndexOpener
-from foreword.store.disk.records import RecordFiles
+from foreword.store.disk.record_files import RecordFiles
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockWriter
 from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame

@@ -3,7 +3,7 @@
     <folder>/index.sqlite                                  the index (index.py)
     <folder>/<layout, 32 hex>/<root, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
     <folder>/<...>/<key>.<writer>                          the same while it is being written
-    <folder>/records/a=/b~                                 the record a/b (records.py)
+    <folder>/records/a=/b~                                 the record a/b (record_files.py)
     <folder>/writers/<writer>                              locked while that process lives (locks.py)
     <folder>/lock                                          locked while a process opens the folder (locks.py)
     <folder>/scan                                          locked while a process compares index and files (locks.py)

@@ -4,8 +4,8 @@ accuracy.
     name      number  lossy
     raw            0  no     unchanged
     lossless       1  no     planes of exponents and mantissas, compressed with zstd where that helps (lossless.py)
-    int8           2  yes    8-bit quantization, keys per channel, values per token (quantize.py)
-    int4           3  yes    the same with 4 bits (quantize.py)
+    int8           2  yes    8-bit quantization, keys per channel, values per token (lossy.py)
+    int4           3  yes    the same with 4 bits (lossy.py)
 
 The number is stored in the frame header and keeps its meaning forever. Number 4 belonged to a codec that was removed.
 Blocks encoded with a lossy codec have another layout (`Layout.loss`), so they never share a name with exact blocks.

@@ -80,7 +80,7 @@ def request_identities(vllm_config: Any, block_size: int) -> RequestIdentities:
     names = ("lora_dtype", "target_modules", "enable_tower_connector_lora", "enable_moe_shared_loras")
     settings = [repr(getattr(lora, name, None)) for name in names]
     settings.append(repr(getattr(media, "video_pruning_rate", None)))
-    # The probe (`probe.py`) has no adapter and no media, so it shows nothing about what another version makes of them.
+    # The probe (`kv_probe.py`) has no adapter and no media, so it shows nothing about what another version makes of them.
     settings.append(vllm.__version__)
     extra_keys = getattr(kv_cache_utils, "generate_block_hash_extra_keys", None)
     return RequestIdentities(block_size, extra_keys, framed(*(one.encode() for one in settings)))

@@ -215,7 +215,7 @@ def _write_reproducer(
     path.write_text(
         f'"""{name}: {evidence.figure}.\n\nFound with {versions}. Run it with an interpreter that has `foreword[conform]`;'
         f' empty the connector\'s store before.\n"""\n\n'
-        f"from foreword.referee.run import reproduce\n\n"
+        f"from foreword.referee.check_claims import reproduce\n\n"
         f"TARGET = {target!r}\n\n"
         f'if __name__ == "__main__":\n'
         f"    reproduce(TARGET, {name!r}, seed={draw.seed!r}, lengths={draw.lengths!r})\n\n"

@@ -8,8 +8,8 @@ from collections import Counter, OrderedDict
 from typing import Final
 
 from foreword.transfer.channel import Channel
+from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import Action, Timings, TransferOutcome
-from foreword.transfer.service import TransferService
 from foreword.transfer.transfers import EndpointHooks, TransferSide
 
 _QUERY_INTERVAL: Final = 0.5

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from foreword.blocks.portable import BlockUnits
 from foreword.blocks.resume import GroupKind
-from foreword.integrations.vllm.config import NULL_BLOCK, KVCacheInfo
+from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
 from foreword.integrations.vllm.namespace import ProbeSample, log, resolved_config, short, tolerance
 from foreword.offload.staging import StagingArena

@@ -16,12 +16,11 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
-from foreword.integrations.vllm.config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.events import TierEvents
+from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.handoff import HandoffScheduler
-from foreword.integrations.vllm.identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.lookup import StoreLookup
-from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.retentions import PARAMS_KEY, ConnectorRetentions, actions_of
 from foreword.integrations.vllm.step_messages import (
@@ -32,8 +31,9 @@ from foreword.integrations.vllm.step_messages import (
     GroupBlocks,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.tier_events import TierEvents
 from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
-from foreword.integrations.vllm.worker import (
+from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
     ForewordConnectorWorker,

@@ -188,7 +188,7 @@ class KVCacheInfo:
         key_size: tokens per block key, a divisor of every group's block size.
         step: positions from which a request can continue are multiples of this many tokens.
         chunk: the most tokens that one step computes.
-        selective: whether a tier refuses some blocks (`store/admission.py`).
+        selective: whether a tier refuses some blocks (`store/tier_admission.py`).
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
         base: digest of the weights and their configuration (`namespace.py`).

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreword.engine.choice import block_maxima, candidates, choose, largest
 from foreword.engine.draw import Draw, Sampled
 from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
 from foreword.engine.penalties import counts_of, excluded_tokens, penalizes, reshapes, shape
 from foreword.engine.request import TokenLogprob
+from foreword.engine.token_choice import block_maxima, candidates, choose, largest
 
 
 def sampled_row(draw: Draw, number: int, mask: NDArray[np.uint8] | None, vocab: int) -> SampledRow:
@@ -136,7 +136,7 @@ def _masks(draws: Sequence[Draw], vocab: int) -> dict[int, NDArray[np.uint8]]:
     constraints = {row: draw.constraint for row, draw in enumerate(draws) if draw.constraint is not None}
     if not constraints:
         return {}
-    from foreword.engine.structured.constraint import allowed_tokens
+    from foreword.engine.structured.sequence_constraint import allowed_tokens
 
     return dict(zip(constraints, allowed_tokens(list(constraints.values()), vocab), strict=True))
 

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Final
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_receive import KVReceive
 from foreword.disaggregation.kv_send import KVSend, KVSender
-from foreword.disaggregation.messages import MigrationOffer, MigrationState, decode, encode, pack, unpack
+from foreword.disaggregation.request_messages import MigrationOffer, MigrationState, decode, encode, pack, unpack
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import MigratedTo, Request
 from foreword.engine.sequence import SequenceState
 from foreword.errors import BadRequest, CannotMigrate, ForewordError, TransferError, TransferUnavailable
 from foreword.events import TransferEnded
-from foreword.transfer.messages import PushRequest, Reason
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfers import KVDestination, KVSource
+from foreword.transfer.wire_format import PushRequest, Reason
 
 if TYPE_CHECKING:
     from foreword.engine.structured.compiler import CompiledOutput

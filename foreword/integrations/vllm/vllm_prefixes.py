@@ -15,7 +15,7 @@ from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage, PinnedBlocks
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook
-from foreword.prefixes.service import PinnedKV, PrefixService, Registration
+from foreword.prefixes.prefix_service import PinnedKV, PrefixService, Registration
 
 # How often the pins of a prefix in use are checked.
 _CHECK_SECONDS: Final = 30.0

@@ -32,14 +32,14 @@ from foreword.engine.self_check import check_bits, self_check
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
-from foreword.entrypoints.audit import build_audit
+from foreword.entrypoints.hit_reports import build_audit
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
+from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.service import PrefixService
 from foreword.prefixes.store_pins import StorePins
 from foreword.prefixes.stored import StoredPrefixes
 from foreword.prefixes.stored_retentions import StoredRetentions

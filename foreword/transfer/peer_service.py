@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from foreword.blocks.layout import Layout
-from foreword.transfer.messages import Buffer, Reason
 from foreword.transfer.transfers import KVDestination, KVSource, TransferListener
+from foreword.transfer.wire_format import Buffer, Reason
 
 
 class TransferService(TransferListener):

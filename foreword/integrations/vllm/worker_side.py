@@ -22,15 +22,14 @@ from foreword import __version__
 from foreword.blocks.layout import Layout, chain_prefix
 from foreword.config import TransferConfig, parse_bytes
 from foreword.errors import ModelUnsupported
-from foreword.integrations.vllm.config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, LookupEndpoint, rank_config
-from foreword.integrations.vllm.events import TierWatch
+from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.leases import KVLeases
-from foreword.integrations.vllm.metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.namespace import Observations, ProbeSample, choose
 from foreword.integrations.vllm.packing import unit_group
-from foreword.integrations.vllm.probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
 from foreword.integrations.vllm.step_messages import (
@@ -40,6 +39,7 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.tier_events import TierWatch
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.lookups import StoreLoad
 from foreword.offload.manager import OffloadManager
@@ -146,7 +146,7 @@ class ForewordConnectorWorker:
     def open(self, vllm_worker: Any | None) -> bytes:
         """Find out the namespace, and open the stores. Returns the namespace, also when it is called again.
 
-        All ranks call it together. Without vLLM's worker nothing is measured (`probe.py`).
+        All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`).
         """
         if self.offload is None:
             started = time.monotonic()

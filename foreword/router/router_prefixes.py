@@ -26,7 +26,7 @@ from foreword.router.prefix_registry import NewPrefix, PrefixRegistry, Registere
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
 
 if TYPE_CHECKING:
-    from foreword.router.pool import ReplicaPool
+    from foreword.router.replica_pool import ReplicaPool
 
 logger = logging.getLogger(__name__)
 
