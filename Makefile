@@ -77,7 +77,7 @@ matrix: setup
 
 # Everything that needs a GPU, in below nine minutes, with the Python of the machine: make gpu PYTHON=python3
 gpu:
-	$(PYTHON) benchmarks/gpu_plan.py
+	$(PYTHON) -m benchmarks.gpu.plan
 
 lint: setup
 	$(BIN)/ruff check .

@@ -5,7 +5,7 @@ its list does.
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
 
-A file of docs/figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/timing.py): a table whose rows
+A file of docs/figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/harness.py): a table whose rows
 have a processor, a date and a command. The page shows the files in the order of their names.
 """
 

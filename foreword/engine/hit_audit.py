@@ -32,7 +32,7 @@ from foreword.engine.torch_runner import TorchRunner
 log = logging.getLogger(__name__)
 
 DEVICE: Final = "device"
-# Distances that rounding explains, by dtype; lossy codecs add theirs (benchmarks/audit.py measures both).
+# Distances that rounding explains, by dtype; lossy codecs add theirs (benchmarks/instances/audit.py measures both).
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _LOSS_TOLERANCE: Final = {"": 0.0, "int8": 0.1, "int4": 0.35}
 # A difference counts if it is also larger than this many times that of two computations here.

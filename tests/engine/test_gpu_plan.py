@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PLAN = ROOT / "benchmarks" / "gpu_plan.py"
 # What a machine for experiments may not have: importing them fails.
 ABSENT = ["msgspec", "llguidance", "zstandard", "starlette", "uvicorn", "zmq", "aiohttp", "prometheus_client"]
 BLOCK = f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))"
@@ -21,8 +20,8 @@ def run_plan(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(BLOCK)
     # No GPU is seen, whatever there is.
     hidden = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(PLAN), "--out", str(folder), *options]
-    return subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True, timeout=850)
+    command = [sys.executable, "-m", "benchmarks.gpu.plan", "--out", str(folder), *options]
+    return subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True, timeout=850, cwd=ROOT)
 
 
 def test_says_that_there_is_no_gpu(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 _spec = importlib.util.spec_from_file_location(
-    "envoy_process", Path(__file__).parents[2] / "benchmarks" / "envoy_process.py"
+    "envoy_process", Path(__file__).parents[2] / "benchmarks" / "router" / "envoy_process.py"
 )
 assert _spec is not None and _spec.loader is not None
 _module = importlib.util.module_from_spec(_spec)

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.timeout(900)
 def test_paths_name_every_file() -> None:
     """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of docs/paths.md."""
-    script = ROOT / "benchmarks" / "request_path.py"
-    done = subprocess.run([sys.executable, str(script), "--files"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.server.request_path", "--files"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))

@@ -1,0 +1,110 @@
+"""Everything that needs a GPU, in one command below nine minutes, offline: models are made on the spot.
+
+    python -m benchmarks.gpu.plan [--device cuda] [--out results] [--steps kernels,tokens] [--tiny]     (make gpu)
+
+Each step (gpu/steps.py) runs in a process of its own with a time limit; a step that fails is printed as failed, with its
+error, and the others run. Writes `gpu-plan.md` and `gpu-plan.json` into the output folder. Ends with status 2 where there
+is no GPU, and 1 if a step failed. Needs PyTorch, Triton, Transformers, tokenizers, safetensors, xxhash, numpy, psutil and
+jinja2, and no other package of Foreword's.
+
+With `--device cpu --tiny` and TRITON_INTERPRET=1 the same steps run on a CPU with tiny shapes, which tries the script.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.steps import LARGE, STEPS, TINY
+from benchmarks.harness import machine, table, version_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_step(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A step in a process of its own: its rows, seconds, and the error if it failed."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.plan",
+        "--only",
+        name,
+        "--device",
+        options.device,
+        *(["--tiny"] if options.tiny else []),
+    ]
+    # The limits are for a GPU.
+    limit = STEPS[name][1] * (6 if options.tiny else 1)
+    begin = time.perf_counter()
+    error = None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=os.environ)
+        out, errors = done.stdout, done.stderr
+        if done.returncode:
+            lines = [line for line in errors.strip().splitlines() if line.strip()]
+            error = lines[-1][:400] if lines else f"status {done.returncode}"
+            print(errors[-4000:], file=sys.stderr)
+    except subprocess.TimeoutExpired as expired:
+        given = expired.stdout or b""
+        out = given.decode() if isinstance(given, bytes) else given
+        error = f"took more than {limit} s"
+    lines = [line for line in out.splitlines() if line.startswith("[")]
+    rows = json.loads(lines[-1]) if lines else []
+    return {"step": name, "seconds": round(time.perf_counter() - begin, 1), "error": error, "rows": rows}
+
+
+def describe(device: str) -> dict[str, str]:
+    """The device and the versions."""
+    import torch
+
+    card = torch.cuda.get_device_name() if device.startswith("cuda") else "none: on a CPU, in Triton's interpreter"
+    versions = {name: version_of(name) for name in ("torch", "triton", "transformers")}
+    return {"card": card, **versions, "cpu": machine()["cpu"], "date": time.strftime("%Y-%m-%d")}
+
+
+def markdown(facts: dict[str, str], results: list[dict[str, Any]]) -> str:
+    """The results as a page."""
+    lines = [f"# GPU plan: {facts['card']}", "", ", ".join(f"{k} {v}" for k, v in facts.items() if k != "card"), ""]
+    for result in results:
+        outcome = f"FAILED: {result['error']}" if result["error"] else "done"
+        lines += [f"## {result['step']}: {outcome} ({result['seconds']} s)", ""]
+        if result["rows"]:
+            cells = [[row.get(key, "") for key in ("what", "figure", "share", "limit")] for row in result["rows"]]
+            lines += [table(["", "figure", "share", "limit"], cells), ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """0 if all steps succeeded, 1 if one failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(description="Tests and measurements that need a GPU.")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this script")
+    parser.add_argument("--steps", default=",".join(STEPS), help="which steps, separated by commas")
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    parser.add_argument("--only", choices=STEPS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    import torch
+
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("There is no GPU here: PyTorch sees no CUDA device. Nothing was run.")
+        return 2
+    if options.only:
+        shapes = TINY if options.tiny else LARGE
+        print(json.dumps(STEPS[options.only][0](shapes, torch.device(options.device), options.tiny)))
+        return 0
+    facts, results = describe(options.device), []
+    for name in options.steps.split(","):
+        results.append(run_step(name, options))
+        print(markdown(facts, results[-1:]), flush=True)
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "gpu-plan.json").write_text(json.dumps({"facts": facts, "results": results}, indent=2) + "\n")
+        (options.out / "gpu-plan.md").write_text(markdown(facts, results) + "\n")
+    return int(any(result["error"] for result in results))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,113 @@
+"""How many files and functions of the package one streamed chat request passes: computed, loaded from a store, and through a
+router.
+
+    python -m benchmarks.server.request_path [--files]        with the names of the files, as JSON
+
+Everything is in this process: a profile function sees each call in each thread, also of what runs beside a request, such as
+probes of the router.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from benchmarks.harness import table
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = f"{ROOT / 'foreword'}{os.sep}"
+TEXT = "Explain the module textwrap in one sentence. " * 12
+
+# Files of the package, and names of functions in them.
+seen: set[tuple[str, str]] = set()
+recording = threading.Event()
+
+
+def profile(frame: FrameType, event: str, _argument: object) -> None:
+    if event == "call" and frame.f_code.co_filename.startswith(PACKAGE) and recording.is_set():
+        seen.add((frame.f_code.co_filename[len(PACKAGE) :], frame.f_code.co_qualname))
+
+
+def functions_of(call: Callable[[], object]) -> set[tuple[str, str]]:
+    """Files and functions that run while the call does."""
+    seen.clear()
+    recording.set()
+    call()
+    recording.clear()
+    return set(seen)
+
+
+def chat(url: str, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "stream": True}
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        answer.read()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", action="store_true")
+    given = parser.parse_args()
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    # The router on a thread is that of the tests.
+    sys.path[:0] = [str(ROOT / "tests" / "serving")]
+    import uvicorn
+
+    router_parts = importlib.import_module("router_parts")
+
+    from foreword.api.listener import bind
+    from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
+    from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.observability.metrics import PrometheusObserver
+    from foreword.server.app import create_app
+    from foreword.server.process import limited_connections
+
+    observer = PrometheusObserver()
+    store = StoreConfig(urls=("memory://?size=64MiB", f"disk://{tempfile.mkdtemp()}?size=64MiB"))
+    engine = AsyncEngine.from_config(
+        EngineConfig(dtype="float32", threads=1, max_model_len=1024, kv_memory="4096 tokens"),
+        store=store,
+        observers=[observer],
+    )
+    config = Config(server=ServerConfig(port=0))
+    listener = bind(config.server)
+    application = create_app(engine, observer, config)
+    protocol: Any = limited_connections(config.server).protocol
+    server = uvicorn.Server(uvicorn.Config(application, http=protocol, log_config=None, lifespan="off"))
+    threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    chat(url, f"warm-up {TEXT}")
+    found = {"computed": functions_of(lambda: chat(url, TEXT))}
+    engine._parts.flush(60)
+    asyncio.run(engine.clear_cache())
+    found["loaded"] = functions_of(lambda: chat(url, TEXT))
+    router = router_parts.RouterThread("--replica", url)
+    router.wait_for(1)
+    chat(router.url, f"warm-up {TEXT}")
+    found["routed"] = functions_of(lambda: chat(router.url, TEXT))
+    router.kill()
+    files = {name: sorted({file for file, _ in functions}) for name, functions in found.items()}
+    if given.files:
+        print(json.dumps(files))
+    else:
+        print(table(["request", "files", "functions"], [[n, str(len(files[n])), str(len(found[n]))] for n in found]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
