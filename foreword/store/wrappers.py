@@ -117,7 +117,7 @@ class StoreWrapper(Store):
 class FormChanger(StoreWrapper):
     """A wrapper whose frames have a form of their own in `inner`: signed, or encoded.
 
-    A frame in another form is FOREIGN: other readers may use it, so nobody deletes it. A subclass that would store the block in
+    A frame in another form is FOREIGN: other readers may use it, so it is not deleted. A subclass that would store the block in
     its own form notes the name in `replaceable`; the next `put` of the block replaces the frame.
     """
 
