@@ -14,7 +14,7 @@ with V, and each plane is arranged for the instruction set (`_get_attn_isa`). Wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,10 @@ from torch import Tensor
 from foreword.blocks.portable import BlockUnits
 from foreword.engine.kernels.units import copy_compiled
 from foreword.errors import ModelUnsupported
-from foreword.integrations.vllm.groups import ConnectorGroup
 from foreword.offload.portable_copies import UnitGroup
+
+if TYPE_CHECKING:
+    from foreword.integrations.vllm.groups import ConnectorGroup
 
 # Backends that keep K and V of a token side by side, unpacked.
 _PLAIN = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")

@@ -20,7 +20,7 @@ from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError, did_you_mean
 from foreword.store.frame import RAW
 
-_MODULES: Final = {"lossless": "lossless", "int8": "quantize", "int4": "quantize"}
+_MODULES: Final = {"lossless": "lossless", "int8": "lossy", "int4": "lossy"}
 NAMES: Final = ("raw", *_MODULES)
 
 
