@@ -112,7 +112,7 @@ def shared_servers() -> Iterator[SharedServers]:
     engine.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(condition: Callable[[], bool], seconds: float = 150) -> None:
     """Wait for a condition; fail if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -17,9 +17,8 @@ from foreword.blocks.layout import Layout
 from foreword.cli.store import _verify_tier
 from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreUnavailable
-from foreword.store.base import FOREIGN, Name, Store
+from foreword.store.base import Name, Store
 from foreword.store.codecs.base import Codec
-from foreword.store.codecs.coded_store import CodedStore
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, VERSION, Frame
 from foreword.store.integrity import AuthenticatedStore, IntegritySecret, KeyRing
@@ -193,7 +192,7 @@ def test_a_reader_without_the_key(stack: ExitStack, writer: str, reader: str) ->
 
 
 def test_a_key_replaces_blocks_without_one(stack: ExitStack) -> None:
-    """Once secrets are switched on, a server that stores a block again signs it. A server without the secret replaces nothing."""
+    """Once secrets are switched on, a server that stores a block again signs it. One without the secret replaces nothing."""
     inner = memory(stack)
     frames = make_frames(1, LENGTH, PAYLOAD)
     unsigned = stack.enter_context(closing(TieredStore([inner])))
