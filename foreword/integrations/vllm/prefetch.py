@@ -11,8 +11,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from foreword.api.bodies import Body, parse_body
-from foreword.api.dialects.limits import Limits
+from foreword.api.bodies import Body
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
@@ -31,15 +30,14 @@ class PrefetchBody(Body, kw_only=True):
 
 
 class PrefetchEndpoint:
-    """The endpoint."""
+    """Answers with vLLM's own completions."""
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
         self._storage = storage
         self._server = server
 
-    async def answer(self, raw: bytes, limits: Limits) -> dict[str, Any]:
+    async def answer(self, body: PrefetchBody) -> dict[str, Any]:
         """JSON. Raises BadRequest, EngineFailed."""
-        body = parse_body(PrefetchBody, raw, limits)
         tokens = await self._tokens(body)
         held = await asyncio.to_thread(self._storage.stored, tokens, Salt.parse(body.cache_salt))
         full = self._storage.position(len(tokens))
