@@ -161,8 +161,8 @@ class FrontContract:
     def test_unknown_paths_and_methods(self, front: RunningFront) -> None:
         """A path that is not in the table is a 404, a method that a path does not take a 405 that says which it takes."""
         path = next(route.path for route in front.routes if "{" not in route.path and route.path.startswith("/v1/"))
-        headers = {"authorization": f"Bearer {front.tenant}", "x-request-id": _REQUEST_ID}
-        asked = front.send("PATCH", path, headers, b"")
+        key = {"authorization": f"Bearer {front.tenant}"} if front.tenant else {}
+        asked = front.send("PATCH", path, {**key, "x-request-id": _REQUEST_ID}, b"")
         assert asked.status in (404, 405)
         assert asked.status == 404 or asked.headers["allow"]
         _error(asked)
