@@ -1,6 +1,6 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
-from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures, and in docs/paths.md what each file of
-its list does.
+from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures, in docs/paths.md what each file of its
+list does, and in docs/reference/http.md the table of all routes.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -23,14 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from foreword.dashboard.history import MetricsHistory
 
+from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.config import Config
+from foreword.observability.metrics import PrometheusObserver
+from foreword.router.app import routes_of as router_routes
+from foreword.router.service import Router
+from foreword.server.admission import Admission
+from foreword.server.app import ServerApp
 
 REFERENCE = Path(__file__).parent / "reference"
 PATHS = Path(__file__).parent / "paths.md"
 PACKAGE = Path(__file__).parents[1] / "foreword"
+HTTP = REFERENCE / "http.md"
+ROUTES = "<!-- Written by docs/generate.py from the route tables"
 FIGURES = Path(__file__).parent / "figures"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
@@ -112,6 +121,27 @@ def _first_sentence(path: Path) -> str:
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.split(r"(?<=\w\.) (?=[A-Z`])", paragraph)[0].rstrip(".")
+
+
+def http_page() -> str:
+    """The page about the HTTP API, with the table of all routes of a server and a router."""
+    text = HTTP.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(f"{ROUTES}: begin -->")
+    _, end, after = rest.partition(f"{ROUTES}: end -->")
+    assert begin and end, "docs/reference/http.md has lost the marks of its table of routes"
+    server = ServerApp(Admission(1), PrometheusObserver(), Config()).front.routes
+    router = router_routes(Router(Config()), MetricsHistory(lambda: ()))
+    tables = [{(route.shown_path, route.method): route for route in table.shown} for table in (server, router)]
+    rows = [
+        (f"`{method} {path}`", *(cell for table in tables for cell in _route(table.get((path, method)))))
+        for path, method in sorted({*tables[0], *tables[1]})
+    ]
+    table = _table(("Method and path", "Server: caller", "quota", "Router: caller", "quota"), rows)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
+def _route(route: Route[Any] | None) -> tuple[str, str]:
+    return ("", "") if route is None else (route.right.value, route.meter.value)
 
 
 def cli_page() -> str:
@@ -208,6 +238,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "configuration.md": configuration_page(),
         FIGURES.parent / "benchmarks.md": benchmarks_page(),
         PATHS: paths_page(),
+        HTTP: http_page(),
     }
 
 

@@ -193,6 +193,58 @@ def test_closing_writes_promotions(made: Callable[..., Device]) -> None:
     assert there == [4]
 
 
+def test_what_is_erased_is_not_written_afterwards(made: Callable[..., Device]) -> None:
+    """Blocks that wait to be written are dropped, those being written are waited for, and what is saved later is written. The
+    slots of all are free again."""
+    store = Gated(MemoryStore(1 << 20))
+    device = made(store)
+    device.save(0, 0, 4)
+    assert store.waiting.wait(PATIENCE)
+    for chain in range(1, 4):
+        device.save(chain, 4 * chain, 4)
+    assert device.offload.erase_queued([b"another"], 0.0) == 0 and device.offload.status().queued == 16
+    assert device.offload.erase_queued([ROOT[:8]], 0.0) == 4, "these are being written"
+    assert device.offload.status().queued == 4
+    store.gate.set()
+    assert device.offload.erase_queued([ROOT[:8]], PATIENCE) == 0
+    store.erase(deadline=soon())
+    device.save(5, 20, 4)
+    assert device.offload.flush(PATIENCE)
+    assert store.inner.status().blocks == 4
+    assert device.load(5, 20, 4).loaded == 4
+    for chain in range(4):
+        device.save(chain, 4 * chain, 4)
+    assert device.offload.flush(PATIENCE) and device.offload.status().dropped == 0
+
+
+def test_what_is_erased_is_not_promoted_afterwards(made: Callable[..., Device]) -> None:
+    """A load that began before an erasure brings nothing of it back into a faster tier; one that begins later may."""
+    device, fast, slow = with_slow_tier(made, 2, 4)
+    fast.gate.set()
+    store_load = device.offload.find(ROOT, device.keys(0, 4))
+    device.wait(lambda: store_load.places is not None)
+    reading, go_on = threading.Event(), threading.Event()
+    get = slow.get
+
+    def held(*arguments: Any, **more: Any) -> list[int]:
+        found = get(*arguments, **more)
+        reading.set()
+        assert go_on.wait(PATIENCE)
+        return found
+
+    slow.get = held  # type: ignore[method-assign]
+    device.offload.load(store_load, 0, range(4))
+    assert reading.wait(PATIENCE)
+    assert device.offload.erase_queued([ROOT[:8]]) == 0
+    go_on.set()
+    device.wait(lambda: store_load.finished)
+    assert device.offload.flush(PATIENCE)
+    assert fast.inner.lookup(device.names(0, 4), deadline=soon()) == 0
+    assert device.load(1, 4, 4).loaded == 4
+    assert device.offload.flush(PATIENCE)
+    assert fast.inner.lookup(device.names(1, 4), deadline=soon()) == 4
+
+
 def test_blocks_that_no_tier_stores_count_as_failed(made: Callable[..., Device]) -> None:
     """A block that no tier stored counts as failed; a block that at least one tier stored counts as saved, once."""
     first, second = (FlakyStore(MemoryStore(1 << 20, label=label)) for label in ("first", "second"))

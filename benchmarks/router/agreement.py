@@ -196,7 +196,7 @@ def decide(router: Router, request: Request) -> Decision:
     """What this router would do with a request now."""
     pool = router.pool("bench")
     prompt = TokenizedPrompt(request.body["prompt"], "client")
-    session = f"{router.auth.tenant({}).name}/{request.session}" if request.session else None
+    session = f"{router.auth.rights.tenant({}).name}/{request.session}" if request.session else None
     query = pool.query(prompt, "bench", NO_SALT, session, request.body["max_tokens"])
     return pool.fleet.place(query, clock())
 

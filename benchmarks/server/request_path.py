@@ -72,7 +72,7 @@ def main() -> None:
     from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.observability.metrics import PrometheusObserver
-    from foreword.server.app import create_app
+    from foreword.server.app import ServerApp
     from foreword.server.process import limited_connections
 
     observer = PrometheusObserver()
@@ -84,7 +84,7 @@ def main() -> None:
     )
     config = Config(server=ServerConfig(port=0))
     listener = bind(config.server)
-    application = create_app(engine, observer, config)
+    application = ServerApp(engine, observer, config)
     protocol: Any = limited_connections(config.server).protocol
     server = uvicorn.Server(uvicorn.Config(application, http=protocol, log_config=None, lifespan="off"))
     threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()

@@ -120,6 +120,9 @@ class OpenPrefixBody(Body, kw_only=True):
         _one_content(self.content, self.messages, limits)
         check_depth(self.messages, "messages", limits)
 
+    def plain_messages(self, limits: Limits) -> list[dict[str, Any]] | None:
+        return self.messages
+
 
 class NewOpenPrefixBody(OpenPrefixBody, kw_only=True):
     """`POST /v1/prefixes`, likewise."""

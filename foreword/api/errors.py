@@ -1,6 +1,6 @@
 """Errors as HTTP responses with OpenAI's JSON: `{"error": {"message", "type", "param", "code"}}`.
 
-The server and the router share this mapping; each has a thin adapter for its web framework.
+All fronts share this mapping.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import difflib
 import json
 import math
 from collections.abc import Collection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from foreword.errors import BadRequest, ForewordError, NotFound
 
@@ -49,6 +49,13 @@ class ErrorResponse(NamedTuple):
     headers: dict[str, str]
 
 
+class ErrorResponder(Protocol):
+    """Makes the response to an error that is known before anything was sent."""
+
+    def __call__(self, error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
+        """`retry_after`: seconds after which a retry makes sense."""
+
+
 def error_body(error: ForewordError) -> dict[str, Any]:
     """The JSON that reports an error to a client."""
     return _body(error.message, error.status, error.param, error.code)
@@ -69,21 +76,24 @@ def error_response(error: ForewordError, retry_after: float | None = None) -> Er
     return _response(error.status, error_body(error), headers)
 
 
-def http_error_response(status: int, reason: str, method: str, path: str, known: Collection[str] = ()) -> ErrorResponse:
-    """The response to an error that the web framework found: no such route, a wrong method, a body that is too large.
+def openai_error(error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
+    """The format of most paths."""
+    return error_response(error, retry_after)
+
+
+def no_route_response(method: str, path: str, methods: Collection[str], known: Collection[str]) -> ErrorResponse:
+    """The response where no route answers.
 
     Args:
-        reason: the framework's own text, for any other status.
+        methods: those that the path takes; empty for an unknown path.
         known: paths to suggest instead of an unknown one.
     """
-    if status == 404:
-        close = difflib.get_close_matches(path, (*known, *_MAIN_PATHS), n=1, cutoff=0.8)
-        hint = f". Did you mean {close[0]!r}?" if close else f"; the main paths are {', '.join(_MAIN_PATHS)}"
-        return error_response(NotFound(f"There is no route {path!r}{hint}"))
-    if status == 413:
-        return error_response(BodyTooLarge())
-    message = f"{path} does not take {method}" if status == 405 else reason
-    return _response(status, _body(message, status, None, None), {})
+    if methods:
+        message = f"{path} does not take {method}"
+        return _response(405, _body(message, 405, None, None), {"allow": ", ".join(sorted(methods))})
+    close = difflib.get_close_matches(path, (*known, *_MAIN_PATHS), n=1, cutoff=0.8)
+    hint = f". Did you mean {close[0]!r}?" if close else f"; the main paths are {', '.join(_MAIN_PATHS)}"
+    return error_response(NotFound(f"There is no route {path!r}{hint}"))
 
 
 def internal_error_response(request_id: str) -> ErrorResponse:

@@ -10,6 +10,11 @@ from typing import Literal
 from foreword.api.errors import CLIENT_GONE
 from foreword.errors import ForewordError
 
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
 Outcome = Literal["ok", "client_error", "overloaded", "server_error", "disconnected"]
 
 
@@ -41,7 +46,7 @@ class Ending:
             return outcome_of_status(self.status)
         if isinstance(self.error, ForewordError):
             return outcome_of_status(self.error.status, retry=self.error.retry)
-        return "disconnected" if isinstance(self.error, asyncio.CancelledError) else "server_error"
+        return "disconnected" if isinstance(self.error, asyncio.CancelledError | ClientGone) else "server_error"
 
     def __enter__(self) -> Ending:
         return self

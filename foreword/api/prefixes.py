@@ -1,12 +1,19 @@
-"""`/v1/prefixes`: what each method does, as a status and JSON. Used by Foreword's server and by the middleware for vLLM."""
+"""`/v1/prefixes`: register, list, replace and remove named prefixes, on Foreword's server and in the middleware for vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
+from foreword.api.bodies import NewOpenPrefixBody, NewPrefixBody, OpenPrefixBody, PrefixBody
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.book import Message, NamedPrefix
+from foreword.prefixes.book import NamedPrefix
+
+PATH = "/v1/prefixes"
 
 
 def describe(prefix: NamedPrefix) -> dict[str, Any]:
@@ -27,38 +34,73 @@ def describe(prefix: NamedPrefix) -> dict[str, Any]:
     }
 
 
-class PrefixEndpoints:
-    """The methods of `/v1/prefixes` for one tenant. Each raises ForewordError."""
+AnyPrefixBody = PrefixBody | OpenPrefixBody
 
-    def __init__(self, prefixes: AsyncPrefixes, salt: bytes = b"") -> None:
-        self._prefixes = prefixes
-        self._salt = salt
 
-    async def list(self) -> dict[str, Any]:
-        """GET: the tenant's prefixes, the bytes they pin, and the budget for those of all tenants."""
-        await self._prefixes.refresh(self._salt)
-        found = self._prefixes.list(salt=self._salt)
+def add_routes(
+    routes: Routes[Handler],
+    prefixes: Callable[[], AsyncPrefixes],
+    admit: Callable[[AnyPrefixBody], AbstractContextManager[object]],
+    new: type[NewPrefixBody] | type[NewOpenPrefixBody],
+    version: type[PrefixBody] | type[OpenPrefixBody],
+) -> None:
+    """Add the routes of named prefixes. Each tenant sees its own.
+
+    Args:
+        prefixes: those of the engine. Raises NotReady and such.
+        admit: the engine computes the prefix of this body in the block. Raises PromptTooLong, QueueFull.
+        new, version: the bodies of POST and PUT.
+    """
+
+    @routes.add("POST", PATH, right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(new), tag="prefixes", status=201)
+    async def add(call: Call) -> Answer:
+        """Compute a prefix, pin its blocks and give it a name."""
+        return await register(call, call.body.name, replace=call.body.replace)
+
+    @routes.add("GET", PATH, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    async def list_all(call: Call) -> dict[str, Any]:
+        """All named prefixes of the caller, the bytes they pin, and the server's budget for all tenants."""
+        salt, service = call.tenant.salt, prefixes()
+        await service.refresh(salt)
+        found = service.list(salt=salt)
         return {
             "object": "list",
             "data": [describe(prefix) for prefix in found],
             "pinned_bytes": sum(prefix.bytes for prefix in found),
-            "budget_bytes": self._prefixes.budget_bytes,
+            "budget_bytes": service.budget_bytes,
         }
 
-    async def show(self, name: str) -> dict[str, Any]:
-        """GET of a name: one prefix with its content."""
-        await self._prefixes.refresh(self._salt, name)
-        prefix = self._prefixes.get(name, salt=self._salt)
+    @routes.add("GET", PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    async def show(call: Call) -> dict[str, Any]:
+        """One prefix with its content."""
+        salt, name, service = call.tenant.salt, call.names["name"], prefixes()
+        await service.refresh(salt, name)
+        prefix = service.get(name, salt=salt)
         return {**describe(prefix), "content" if prefix.kind == "text" else "messages": prefix.content}
 
-    async def add(
-        self, name: str, content: str | None, messages: Sequence[Message] | None, *, replace: bool
-    ) -> tuple[int, dict[str, Any]]:
-        """POST, and PUT of a name: register a prefix, or a new version of it. 201 for a first version, else 200."""
-        prefix = await self._prefixes.add(name, content=content, messages=messages, salt=self._salt, replace=replace)
-        return 201 if prefix.version == 1 else 200, describe(prefix)
+    @routes.add(
+        "PUT", PATH + "/{name}", right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(version), tag="prefixes"
+    )
+    async def replace(call: Call) -> Answer:
+        """Register a prefix, or a new version of it."""
+        return await register(call, call.names["name"], replace=True)
 
-    async def remove(self, name: str) -> dict[str, Any]:
-        """DELETE of a name: remove a prefix and unpin its KV."""
-        removed = await self._prefixes.remove(name, salt=self._salt)
+    @routes.add("DELETE", PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    async def remove(call: Call) -> dict[str, Any]:
+        """Remove a prefix and unpin its blocks. They stay cached until they are evicted."""
+        removed = await prefixes().remove(call.names["name"], salt=call.tenant.salt)
         return {"id": removed.name, "object": "prefix", "deleted": True, "version": removed.version}
+
+    async def register(call: Call, name: str, *, replace: bool) -> Answer:
+        body: AnyPrefixBody = call.body
+        messages = body.plain_messages(call.limits)
+        with admit(body):
+            prefix = await prefixes().add(
+                name,
+                content=body.content,
+                messages=messages,
+                salt=call.tenant.salt,
+                replace=replace,
+                charge=call.charge,
+            )
+        return Answer.json(describe(prefix), 201 if prefix.version == 1 else 200)

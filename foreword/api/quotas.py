@@ -68,11 +68,15 @@ class _Account:
 
 @dataclass(slots=True)
 class Admitted:
-    """One admitted request. At the end of its block it is finished."""
+    """One admitted request. At the end of its block it is finished.
+
+    Attributes:
+        charged: its tokens so far; None before the first charge.
+    """
 
     quotas: Quotas
     tenant: str
-    charged: int = 0
+    charged: int | None = None
 
     def __enter__(self) -> Admitted:
         return self
@@ -118,7 +122,7 @@ class Quotas:
         """Charge a request for all of its tokens so far. Earlier charges of this request are counted in."""
         account = self._accounts.get(admitted.tenant)
         if account is not None and account.tokens is not None:
-            account.tokens.take(tokens - admitted.charged, now)
+            account.tokens.take(tokens - (admitted.charged or 0), now)
         admitted.charged = tokens
 
     def finish(self, admitted: Admitted) -> None:

@@ -31,9 +31,11 @@ class WorkQueue:
 
     Args:
         clock: seconds, for the age of work.
+        inline: bytes or characters up to which callers do work themselves.
     """
 
-    def __init__(self, name: str = "parsing", clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str = "parsing", clock: Callable[[], float] = time.monotonic, *, inline: int = 0) -> None:
+        self.inline = inline
         self._clock = clock
         self._short: list[_Entry] = []
         self._long: list[_Entry] = []

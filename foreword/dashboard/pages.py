@@ -7,6 +7,9 @@ import hashlib
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.errors import NotFound
 
 PAGE: Final = "index.html"
@@ -38,14 +41,6 @@ class PageFile(NamedTuple):
     media_type: str
 
 
-class PageResponse(NamedTuple):
-    """What a web framework needs to answer a request for a file."""
-
-    status: int
-    body: bytes
-    headers: dict[str, str]
-
-
 @functools.cache
 def files() -> dict[str, PageFile]:
     """All files of the dashboard by name."""
@@ -58,7 +53,20 @@ def files() -> dict[str, PageFile]:
     return found
 
 
-def respond(name: str | None, known_tag: str | None) -> PageResponse:
+def add_pages(routes: Routes[Handler]) -> None:
+    """Add `/` and `/ui`."""
+
+    async def root(call: Call) -> Answer:
+        return Answer(307, b"", {"location": "ui"})
+
+    async def page(call: Call) -> Answer:
+        return respond(call.names.get("name"), call.headers.get("if-none-match"))
+
+    for path, handler in (("/", root), ("/ui", page), ("/ui/{name:path}", page)):
+        routes.add("GET", path, right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag=None)(handler)
+
+
+def respond(name: str | None, known_tag: str | None) -> Answer:
     """The response to `/ui/NAME`, or to `/ui` if `name` is None. Raises NotFound.
 
     Args:
@@ -66,9 +74,9 @@ def respond(name: str | None, known_tag: str | None) -> PageResponse:
     """
     if name is None:
         # Relative, so that it also works behind a proxy that adds a path.
-        return PageResponse(307, b"", {**_HEADERS, "location": "ui/"})
+        return Answer(307, b"", {**_HEADERS, "location": "ui/"})
     file = files().get(name or PAGE)
     if file is None:
         raise NotFound(f"The dashboard has no file {name!r}")
     headers = {**_HEADERS, "content-type": file.media_type, "etag": file.tag}
-    return PageResponse(304, b"", headers) if known_tag == file.tag else PageResponse(200, file.content, headers)
+    return Answer(304, b"", headers) if known_tag == file.tag else Answer(200, file.content, headers)

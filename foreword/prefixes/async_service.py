@@ -54,13 +54,17 @@ class AsyncPrefixes:
         messages: Sequence[Message] | None = None,
         salt: bytes = b"",
         replace: bool = False,
+        charge: Callable[[int], None] = lambda tokens: None,
     ) -> NamedPrefix:
-        """Register a prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError
-        if no store takes its record."""
+        """Register a prefix, compute its KV and pin it. `charge` gets the number of tokens before they are computed.
+
+        Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or StoreError if no store takes its record.
+        """
         await self._refresh(salt, name)
         register = functools.partial(self.service.register, name, content, messages, salt=salt, replace=replace)
         with contextlib.ExitStack() as stack:
             registration = await _to_the_end(lambda: stack.enter_context(register()))
+            charge(len(registration.tokens))
             registration.pinned = await self._compute_and_pin(registration)
             made = await _to_the_end(registration.finish)
         if made is None:

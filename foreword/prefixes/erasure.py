@@ -25,7 +25,7 @@ from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
-from foreword.store.base import Erased, Name, PartialListing, StoredBlock, copy_error, step_deadline
+from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
@@ -218,7 +218,7 @@ def _parse_records(
 ) -> dict[str, Parsed]:
     found = {}
     for key in store.records(prefix, deadline=_deadline(), failed=failed):
-        data = store.get_record(key, deadline=_deadline())
+        data = store.get_record(key, deadline=step_deadline(math.inf))
         record = parse(key, data) if data is not None else None
         if record is not None:
             found[key] = record
@@ -231,8 +231,7 @@ def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, queued: int = 0
     salts = (salt, *others)
     prefixes = tuple(one.prefix.hex() for one in salts)
     erasure = _Erasure(store, queued)
-    erasure.sweep([(b"", one.prefix) for one in salts])
-    erasure.remove_records(lambda key: key.split("/")[2].startswith(prefixes))
+    erasure.sweep([(b"", one.prefix) for one in salts], lambda key: key.split("/")[2].startswith(prefixes))
     return erasure.receipt(described(salts))
 
 
@@ -258,8 +257,7 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
         names = sorted({record.model_name for record in known.values()})
         raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}{erasure.in_words()}")
     models = {known[fingerprint].model.hex()[:32] for fingerprint in chosen}
-    erasure.sweep([(layout, b"") for layout in sorted(chosen)])
-    erasure.remove_records(lambda key: key.split("/")[1] in models)
+    erasure.sweep([(layout, b"") for layout in sorted(chosen)], lambda key: key.split("/")[1] in models)
     return erasure.receipt(f"model {model}", unknown=erasure.count(lambda name: name[:FINGERPRINT_BYTES] not in known))
 
 
@@ -277,8 +275,7 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
     if not chosen:
         raise NotFound(f"the store has no prefix named {name!r}{erasure.in_words()}")
     for key, record in chosen.items():
-        erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key))
-    erasure.remove_records(chosen.__contains__)
+        erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key), chosen.__contains__)
     return erasure.receipt(f"prefix {name}")
 
 
@@ -330,8 +327,14 @@ class _Erasure:
         with ThreadPoolExecutor(len(tiers) or 1, "foreword-erase") as pool:
             list(pool.map(guarded, tiers))
 
-    def sweep(self, prefixes: Sequence[tuple[bytes, bytes]], chosen: Collection[Name] | None = None) -> None:
-        """Delete the blocks with these layouts and roots, or those of them that are chosen, from every tier."""
+    def sweep(
+        self,
+        prefixes: Sequence[tuple[bytes, bytes]],
+        wanted: Callable[[str], bool],
+        chosen: Collection[Name] | None = None,
+    ) -> None:
+        """Delete the blocks with these layouts and roots, or those of them that are chosen, and the named prefixes and
+        retentions whose record keys are wanted, from every tier."""
 
         def work(tier: StoreTier) -> None:
             if isinstance(tier.store, ReadOnlyStore):
@@ -339,6 +342,9 @@ class _Erasure:
                 return
             for prefix in prefixes:
                 self._sweep_tier(tier, prefix, chosen)
+            # One that does not answer is not asked twice.
+            if self._store.keeps_records(tier) and self._place(tier).outcome is not PlaceOutcome.UNREACHABLE:
+                self._remove_records(tier, wanted)
 
         self._each(self._store.tiers, work)
 
@@ -358,18 +364,18 @@ class _Erasure:
             place.left += left
             place.fail("blocks were written meanwhile", PlaceOutcome.LEFT)
 
-    def prefix(self, root: bytes, last: bytes) -> None:
-        """Delete a named prefix, given its tenant and the key of its last block."""
+    def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool]) -> None:
+        """Delete a named prefix, given its tenant, the key of its last block and which record keys it has."""
         chosen = self._chains(root).with_prefix(last)
         self._widened |= chosen is None
-        self.sweep([(b"", root[:TENANT_BYTES] if chosen is None else root)], chosen)
+        self.sweep([(b"", root[:TENANT_BYTES] if chosen is None else root)], wanted, chosen)
 
     def chain(self, root: bytes, key: bytes, depth: int) -> None:
         """Delete a block and all that may continue it, given its tenant, its key and its position."""
         chains = self._chains(root)
         starts = {name for name, block in chains.blocks.items() if key in (key_of(name), block.parent)}
         chosen = chains.descendants(starts) | chains.behind_gaps(depth)
-        self.sweep([(b"", root)], chains.of_all_groups(chosen))
+        self.sweep([(b"", root)], lambda _: False, chains.of_all_groups(chosen))
 
     def _chains(self, root: bytes) -> StoredChains:
         """The blocks of a root in all tiers that can be scanned."""
@@ -383,10 +389,8 @@ class _Erasure:
         self._each(self._store.tiers, work)
         return StoredChains(found)
 
-    def remove_records(self, wanted: Callable[[str], bool]) -> None:
-        """Delete the named prefixes and retentions whose record keys are wanted."""
-
-        def deleted(tier: StoreTier) -> Iterator[str]:
+    def _remove_records(self, tier: StoreTier, wanted: Callable[[str], bool]) -> None:
+        def deleted() -> Iterator[str]:
             problem: StoreError | None = None
             for kind in _KINDS:
                 try:
@@ -397,13 +401,11 @@ class _Erasure:
                     tier.store.delete_record(key, deadline=step_deadline(math.inf))
                     yield key
             if problem is not None:
-                raise copy_error(StoreUnreadable(problem.message))
+                raise StoreUnreadable(problem.message)
 
-        def work(tier: StoreTier) -> None:
-            for key in tier.stream(lambda: deleted(tier)):
+        for key in tier.stream(deleted):
+            with self._lock:
                 self._records.add(key)
-
-        self._each([tier for tier in self._store.tiers if self._store.keeps_records(tier)], work)
 
     def count(self, wanted: Callable[[Name], bool]) -> int:
         """Count the copies of wanted blocks in all tiers that could be reached."""

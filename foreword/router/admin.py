@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from aiohttp import web
-
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest, ConfigError
-from foreword.router.body import check_media_type
 from foreword.router.client_request import decode_object
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
@@ -16,66 +15,59 @@ from foreword.router.service import Router
 
 _MAX_DECISIONS: Final = 1000
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+_PATH: Final = "/v1/router/"
 
 
-def add_routes(app: web.Application, router: Router) -> None:
-    async def state(request: web.Request) -> web.Response:
+def add_routes(routes: Routes[Handler], router: Router) -> None:
+    state, operator, free = Right.STATE, Right.OPERATOR, Meter.FREE
+    body = JsonBody(decode_object)
+
+    @routes.add("GET", _PATH + "state", right=state, meter=free, body=NO_BODY, tag="router")
+    async def show_state(call: Call) -> dict[str, Any]:
         """The state of the router and all replicas."""
-        return web.json_response(_state(router))
+        return _state(router)
 
-    async def replicas(request: web.Request) -> web.Response:
+    @routes.add("GET", _PATH + "replicas", right=state, meter=free, body=NO_BODY, tag="router")
+    async def replicas(call: Call) -> dict[str, Any]:
         """Health, load, known blocks and learned costs of each replica."""
-        listed = [describe(router, one) for one in router.upstreams.values()]
-        return web.json_response({"object": "list", "data": listed})
+        return {"object": "list", "data": [describe(router, one) for one in router.upstreams.values()]}
 
-    async def add(request: web.Request) -> web.Response:
+    @routes.add("POST", _PATH + "replicas", right=operator, meter=free, body=body, tag="router", status=201)
+    async def add(call: Call) -> Answer:
         """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
-        body = decode_object(await request.read())
         try:
-            spec = parse_spec(_text(body, "replica"), str(body.get("role", "both")))
+            spec = parse_spec(_text(call.body, "replica"), str(call.body.get("role", "both")))
             upstream = router.add(spec, "api")
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
-        return web.json_response(describe(router, upstream), status=201)
+        return Answer.json(describe(router, upstream), 201)
 
-    async def remove(request: web.Request) -> web.Response:
+    optional = JsonBody(decode_object, optional=True)
+
+    @routes.add("DELETE", _PATH + "replicas", right=operator, meter=free, body=optional, tag="router")
+    async def remove(call: Call) -> dict[str, Any]:
         """Remove a replica; its streams continue to their end."""
-        given = request.query.get("replica")
-        upstream = router.remove(given if given is not None else await named(request))
-        return web.json_response({"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight})
+        given = call.query("replica")
+        upstream = router.remove(given[-1] if given else _text(call.body or {}, "replica"))
+        return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
-    async def drain(request: web.Request) -> web.Response:
-        """Send no new requests to a replica; those in flight continue. Or send requests to a drained replica again."""
-        drained = request.path.endswith("/drain")
-        return web.json_response(describe(router, router.drain(await named(request), drained)))
+    @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
+    async def drain(call: Call) -> dict[str, Any]:
+        """Send no new requests to a replica; those in flight continue."""
+        return describe(router, router.drain(_text(call.body, "replica"), True))
 
-    async def decisions(request: web.Request) -> web.Response:
+    @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
+    async def undrain(call: Call) -> dict[str, Any]:
+        """Send requests to a drained replica again."""
+        return describe(router, router.drain(_text(call.body, "replica"), False))
+
+    @routes.add("GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, tag="router")
+    async def decisions(call: Call) -> dict[str, Any]:
         """The last placement decisions, newest first (`?last=100`)."""
-        last = request.query.get("last", "100")
+        last = (call.query("last") or ["100"])[-1]
         if not last.isdigit():
             raise BadRequest("last: must be a number", param="last")
-        return web.json_response({"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))})
-
-    async def named(request: web.Request) -> str:
-        return _text(decode_object(await request.read()), "replica")
-
-    def add_route(method: str, path: str, handler: Handler) -> None:
-        async def checked(request: web.Request) -> web.Response:
-            router.auth.check_admin(request, changes=method != "GET" or path == "decisions")
-            if method == "POST":
-                check_media_type(request)
-            return await handler(request)
-
-        app.router.add_route(method, f"/v1/router/{path}", checked)
-
-    add_route("GET", "state", state)
-    add_route("GET", "replicas", replicas)
-    add_route("POST", "replicas", add)
-    add_route("DELETE", "replicas", remove)
-    add_route("POST", "drain", drain)
-    add_route("POST", "undrain", drain)
-    add_route("GET", "decisions", decisions)
+        return {"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))}
 
 
 def _text(body: dict[str, Any], name: str) -> str:

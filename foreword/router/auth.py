@@ -1,4 +1,4 @@
-"""Authentication of clients, and the headers exchanged between clients and replicas.
+"""The keys of clients and replicas, and the headers exchanged between them.
 
 A tenant's salt comes from the client's API key, never from what the client sent.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from aiohttp import web
 from multidict import CIMultiDict
 
-from foreword.api.callers import credentials, is_local
+from foreword.api.rights import Rights
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
-from foreword.errors import ConfigError, Forbidden
+from foreword.errors import ConfigError
 
 # Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(
@@ -47,7 +46,7 @@ class RouterAuth:
         self.tenants = Tenants.from_config(config.server)
         self.weights = _numbers(config.router.tenant_weights, "weight", "TENANT=WEIGHT")
         self._priorities = _numbers(config.router.tenant_priorities, "priority", "TENANT=NUMBER")
-        self._admin = config.server.admin_key
+        self.rights = Rights(self.tenants, config.server.admin_key)
         self._replica_key = config.router.replica_key
         # Without a replica key, probes use the key of the first tenant.
         self._probe_key = self._replica_key or self.tenants.first_key
@@ -62,43 +61,18 @@ class RouterAuth:
         """Whether replicas get the router's own key, so that only what the router says separates tenants."""
         return self._replica_key is not None
 
-    def tenant(self, headers: Mapping[str, str]) -> Tenant:
-        """The tenant of a client with these headers. Raises Unauthorized."""
-        return self.tenants.authenticate(credentials(headers))
-
     def priority(self, tenant: Tenant, wanted: int) -> int:
         """The `priority` that a request gets: what it asks for, or the most urgent one that its tenant may have."""
         return max(wanted, int(self._priorities.get(tenant.name, 0)))
 
-    def check_admin(self, request: web.BaseRequest, *, changes: bool) -> None:
-        """Raises Unauthorized or Forbidden if the client may not read the router's state, or change it.
-
-        The state has its own key. Where no keys are configured at all, clients on this machine may change it, and all may
-        read it.
-        """
-        if self._admin is not None:
-            admin = Tenants([(self._admin.encode(), Tenant("admin", b""))])
-            admin.authenticate(credentials(request.headers))
-        elif self.has_tenants:
-            purpose = "change replicas" if changes else "read the router's state"
-            raise Forbidden(f"Start the router with --admin-key to {purpose}")
-        elif changes and not is_local(request.remote, request.headers):
-            raise Forbidden("Without --admin-key only clients on the router's own machine may change or read this")
-
-    def check_own(self, request: web.BaseRequest, purpose: str) -> Tenant:
-        """The tenant of a client that removes or pins what is its tenant's. Raises Unauthorized or Forbidden.
-
-        Where no keys are configured, all clients are one tenant: only programs on this machine may.
-        """
-        tenant = self.tenant(request.headers)
-        if not self.has_tenants and not is_local(request.remote, request.headers):
-            raise Forbidden(f"Without API keys only clients on the router's own machine may do this: {purpose}")
-        return tenant
-
     def headers(self, tenant: Tenant, authorization: str | None, kind: str) -> dict[str, str]:
-        """Authentication at a replica: the router's key and the tenant's salt, or else the client's own key."""
+        """Authentication at a replica: the router's key and the tenant's salt, or else the client's own key.
+
+        The operator's key is not for replicas.
+        """
         if self._replica_key is None:
-            return {"authorization": authorization} if authorization else {}
+            passed = authorization is not None and not self.rights.is_admin_key(authorization)
+            return {"authorization": authorization} if authorization and passed else {}
         headers = {"authorization": f"Bearer {self._replica_key}"}
         if kind == "foreword" and tenant.salt:
             headers[SALT_HEADER] = tenant.salt.hex()

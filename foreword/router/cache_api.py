@@ -12,54 +12,74 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
-from aiohttp import web
 
+from foreword.api.cache_control import CacheBody
+from foreword.api.dialects.limits import Limits
 from foreword.api.errors import error_body
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.client_request import ClientRequest, decode_object
 from foreword.router.passthrough import healthy, send_once
-from foreword.router.replicas import Upstream, clock
+from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 
-# Larger bodies are parsed on a thread.
-_INLINE_BYTES: Final = 128 << 10
 _RANKS: Final = {"accepted": 2, "clipped": 1}
 
 
-def add_routes(app: web.Application, router: Router) -> None:
-    async def retained(request: web.Request) -> web.Response:
+def add_routes(routes: Routes[Handler], router: Router) -> None:
+    body = JsonBody(_parse, CacheBody)
+
+    @routes.add("GET", "/v1/cache/retained", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    async def retained(call: Call) -> Answer:
         """What the tenant keeps with cache control, and on which replicas."""
-        tenant = router.auth.tenant(request.headers)
-        request["tenant"] = tenant.name
-        return _retained(await _ask(router, request, tenant, _able(healthy(router))))
+        return _retained(await _ask(router, call, _able(healthy(router))))
 
-    async def control(request: web.Request) -> web.Response:
-        """Retain, pin, prefetch or release."""
-        verb = request.path.rpartition("/")[2]
-        own = verb in ("pin", "release")
-        tenant = router.auth.check_own(request, "pinning and releasing") if own else router.auth.tenant(request.headers)
-        request["tenant"] = tenant.name
-        with router.quotas.admit(tenant.name, clock()):
-            raw = await router.bodies.whole(request, router.limits())
-            body = await _decoded(router, raw)
-            given = body.get("cache_salt")
-            if given is not None and not isinstance(given, str):
-                raise BadRequest("cache_salt must be a string", param="cache_salt")
-            body["cache_salt"] = router.audit.salts.all_of(tenant.salt, given)[-1]
-            targets = await _targets(router, request, tenant, body, verb)
-            return _answer(verb, targets, await _ask(router, request, tenant, list(targets), body))
+    @routes.add("POST", "/v1/cache/retain", right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="cache")
+    async def retain(call: Call) -> Answer:
+        """Keep the KV of a prefix for a time after its last use. It is computed if necessary."""
+        return await _control(router, call, "retain")
 
-    app.router.add_get("/v1/cache/retained", retained)
-    for verb in ("retain", "pin", "prefetch", "release"):
-        app.router.add_post(f"/v1/cache/{verb}", control)
+    @routes.add("POST", "/v1/cache/pin", right=Right.OWNER, meter=Meter.TOKENS, body=body, tag="cache")
+    async def pin(call: Call) -> Answer:
+        """Keep the KV of a prefix until it is released. It is computed if necessary."""
+        return await _control(router, call, "pin")
+
+    @routes.add("POST", "/v1/cache/prefetch", right=Right.TENANT, meter=Meter.REQUEST, body=body, tag="cache")
+    async def prefetch(call: Call) -> Answer:
+        """Load what the stores have of a coming prompt to the device. Nothing is computed."""
+        return await _control(router, call, "prefetch")
+
+    @routes.add("POST", "/v1/cache/release", right=Right.TENANT, meter=Meter.FREE, body=body, tag="cache")
+    async def release(call: Call) -> Answer:
+        """End what is kept along a prompt, or with all: true everything that the caller keeps."""
+        if call.body.get("all") is True:
+            call.require(Right.OWNER, "releasing everything")
+        return await _control(router, call, "release")
 
 
-async def _decoded(router: Router, raw: bytes) -> dict[str, Any]:
-    if len(raw) <= _INLINE_BYTES:
-        return decode_object(raw, router.limits())
-    return await asyncio.to_thread(decode_object, raw, router.limits())
+def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """Raises BadRequest."""
+    body = decode_object(raw, limits)
+    given = body.get("cache_salt")
+    if given is not None and not isinstance(given, str):
+        raise BadRequest("cache_salt must be a string", param="cache_salt")
+    return body
+
+
+async def _control(router: Router, call: Call, verb: str) -> Answer:
+    body, computes = dict(call.body), verb in ("retain", "pin")
+    body["cache_salt"] = router.audit.salts.all_of(call.tenant.salt, body.get("cache_salt"))[-1]
+    targets, tokens = await _targets(router, call, body, verb)
+    if computes:  # as far as it is known, so that a client that leaves before the answer has paid
+        call.charge(tokens * len(targets))
+    answers = await _ask(router, call, list(targets), body)
+    if computes:
+        call.charge(sum(_count(_body(one), "prompt_tokens") for one in answers.values() if one.status < 400))
+    return _answer(verb, targets, answers)
 
 
 def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
@@ -68,27 +88,26 @@ def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
     return [one for one in replicas if one.kind in kinds] or list(replicas)
 
 
-async def _targets(
-    router: Router, request: web.Request, tenant: Tenant, body: Mapping[str, Any], verb: str
-) -> dict[Upstream, str]:
-    """The replicas that get a request, and why. Raises NoReplica, UnknownModel."""
+async def _targets(router: Router, call: Call, body: Mapping[str, Any], verb: str) -> tuple[dict[Upstream, str], int]:
+    """The replicas that get a request, and why; and the tokens of its prefix, 0 if they are not known. Raises NoReplica,
+    UnknownModel."""
     model = body.get("model")
     everything = body.get("all") is True
     if everything and model is None:
-        return dict.fromkeys(_able(healthy(router)), "all replicas")
+        return dict.fromkeys(_able(healthy(router)), "all replicas"), 0
     pool = router.pool(model if isinstance(model, str) else None)
     able = _able([one for one in healthy(router) if one.url in pool.upstreams], verb)
     if not able:
         raise NoReplica("No replica of this model takes requests now")
     if everything or verb == "release" or not pool.needs_prompts:
-        return dict.fromkeys(able, "all replicas")
+        return dict.fromkeys(able, "all replicas"), 0
     asked = _as_prompt(body)
     prompt = await router.prompts.tokenize(asked, pool.tokenizing_replicas)
-    session = asked.session(request.headers.get("x-session-id"))
-    name = f"{tenant.name}/{session}" if session is not None else None
-    known = pool.likely_replicas(pool.query(prompt, asked.model, _salt(tenant, body), name, None))
+    session = asked.session(call.headers.get("x-session-id"))
+    name = f"{call.tenant.name}/{session}" if session is not None else None
+    known = pool.likely_replicas(pool.query(prompt, asked.model, _salt(call.tenant, body), name, None))
     found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
-    return found or dict.fromkeys(able, "all replicas: none is known to hold it")
+    return found or dict.fromkeys(able, "all replicas: none is known to hold it"), len(prompt.tokens)
 
 
 def _salt(tenant: Tenant, body: Mapping[str, Any]) -> Salt:
@@ -113,42 +132,38 @@ def _as_prompt(body: Mapping[str, Any]) -> ClientRequest:
 
 
 async def _ask(
-    router: Router,
-    request: web.Request,
-    tenant: Tenant,
-    targets: Sequence[Upstream],
-    body: Mapping[str, Any] | None = None,
-) -> dict[Upstream, web.Response]:
+    router: Router, call: Call, targets: Sequence[Upstream], body: Mapping[str, Any] | None = None
+) -> dict[Upstream, Answer]:
     """The answers of these replicas. One that does not answer counts as an error response."""
 
-    async def one(upstream: Upstream) -> web.Response:
+    async def one(upstream: Upstream) -> Answer:
         data = b""
         if body is not None:
             # Only Foreword's servers know the tenant without it.
-            given = body["cache_salt"] if upstream.kind == "foreword" else _salt(tenant, body).text or None
+            given = body["cache_salt"] if upstream.kind == "foreword" else _salt(call.tenant, body).text or None
             data = msgspec.json.encode({**body, "cache_salt": given})
         try:
-            return await send_once(router, request, tenant, upstream, request.rel_url.raw_path, data)
+            return await send_once(router, call, upstream, call.path, data)
         except ReplicaFailed as error:
-            return web.json_response(error_body(error), status=error.status)
+            return Answer.json(error_body(error), error.status)
 
     return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))
 
 
-def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, web.Response]) -> web.Response:
+def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, Answer]) -> Answer:
     """The answers of all replicas in one. A release fails if one of them does, so that the client repeats it."""
     served = {one: _body(answer) for one, answer in answers.items() if answer.status < 400}
     failed = [answer for answer in answers.values() if answer.status >= 400 and answer.status != 404]
     if not served or (verb == "release" and failed):
         return (failed or list(answers.values()))[0]
-    best = max(served.values(), key=lambda body: (_RANKS.get(str(body.get("status")), 0), _tokens(body)))
+    best = max(served.values(), key=lambda body: (_RANKS.get(str(body.get("status")), 0), _count(body, "tokens")))
     if verb == "release":
         best = {**best, "released": _merged({one: body.get("released") for one, body in served.items()})}
     replicas = [{"replica": one.url, "why": why[one], **_body(answer)} for one, answer in answers.items()]
     return _respond({**best, "replicas": replicas}, len(served), len(answers))
 
 
-def _retained(answers: Mapping[Upstream, web.Response]) -> web.Response:
+def _retained(answers: Mapping[Upstream, Answer]) -> Answer:
     served = {one: _body(answer).get("data") for one, answer in answers.items() if answer.status < 400}
     if not served:
         return next(iter(answers.values()))
@@ -165,19 +180,19 @@ def _merged(lists: Mapping[Upstream, Any]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _respond(body: Mapping[str, Any], served: int, asked: int) -> web.Response:
-    return web.json_response(body, headers={"x-foreword-replicas": f"{served} of {asked}"})
+def _respond(body: Mapping[str, Any], served: int, asked: int) -> Answer:
+    return Answer.json(body, headers={"x-foreword-replicas": f"{served} of {asked}"})
 
 
-def _body(answer: web.Response) -> dict[str, Any]:
+def _body(answer: Answer) -> dict[str, Any]:
     """A replica's answer as an object; empty if it is none."""
     try:
-        found = msgspec.json.decode(answer.text or "")
+        found = msgspec.json.decode(answer.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _tokens(body: Mapping[str, Any]) -> int:
-    found = body.get("tokens")
-    return found if isinstance(found, int) else 0
+def _count(body: Mapping[str, Any], name: str) -> int:
+    found = body.get(name)
+    return found if isinstance(found, int) and found > 0 else 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from aiohttp import web
-
 from foreword import __version__
-from foreword.dashboard import pages
+from foreword.api.front import Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.dashboard.metric_history import MetricsHistory
+from foreword.dashboard.pages import add_pages
 from foreword.errors import Forbidden, Unauthorized
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
@@ -18,66 +19,30 @@ _SHOWN_DECISIONS: Final = 20
 _SHOWN_CANDIDATES: Final = 4
 
 
-def install(app: web.Application, router: Router) -> None:
-    """Add `/ui` to a router's application."""
-    history = MetricsHistory(router.metrics.families, on_loop=True)
-
-    async def start(_: web.Application) -> None:
-        history.keep_sampling()
-
-    app.on_startup.append(start)
-    _add_data(app, router, history)
-    _add_pages(app)
-
-
-def _add_pages(app: web.Application) -> None:
-    async def page(request: web.Request) -> web.Response:
-        found = pages.respond(request.match_info.get("name"), request.headers.get("if-none-match"))
-        return web.Response(body=found.body, status=found.status, headers=found.headers)
-
-    async def root(request: web.Request) -> web.Response:
-        return web.Response(status=307, headers={"location": "ui"})
-
-    app.router.add_get("/", root)
-    app.router.add_get("/ui", page)
-    app.router.add_get("/ui/{name:.*}", page)
-
-
-def _add_data(app: web.Application, router: Router, history: MetricsHistory) -> None:
-    def check(request: web.Request) -> None:
-        router.auth.check_admin(request, changes=False)
-
-    def may_change(request: web.Request) -> bool:
-        try:
-            router.auth.check_admin(request, changes=True)
-        except (Unauthorized, Forbidden):
-            return False
-        return True
-
-    async def kind(request: web.Request) -> web.Response:
+def add_routes(routes: Routes[Handler], router: Router, history: MetricsHistory) -> None:
+    @routes.add("GET", "/ui/data/kind", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def kind(call: Call) -> dict[str, Any]:
         """What the page shows, and whether the client may see the data. Needs no key."""
         answer = {"kind": "router", "version": __version__, "welcome": True, "closed": ""}
         try:
-            check(request)
+            call.require(Right.STATE, "reading the router's state")
         except Unauthorized:
             answer["welcome"] = False
         except Forbidden as error:
             answer["closed"] = error.message
-        return web.json_response(answer)
+        return answer
 
-    async def show_history(request: web.Request) -> web.Response:
+    @routes.add("GET", "/ui/data/history", right=Right.STATE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def show_history(call: Call) -> dict[str, Any]:
         """The metrics of the last half hour."""
-        check(request)
-        return web.json_response(history.plain())
+        return history.plain()
 
-    async def now(request: web.Request) -> web.Response:
+    @routes.add("GET", "/ui/data/now", right=Right.STATE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def now(call: Call) -> dict[str, Any]:
         """The present state: replicas and the last decisions."""
-        check(request)
-        return web.json_response(_now(router, decisions=may_change(request)))
+        return _now(router, decisions=call.allows(Right.OPERATOR))
 
-    app.router.add_get("/ui/data/kind", kind)
-    app.router.add_get("/ui/data/history", show_history)
-    app.router.add_get("/ui/data/now", now)
+    add_pages(routes)
 
 
 def _now(router: Router, *, decisions: bool) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-from aiohttp import web
 
+from foreword.api.front import Answer
 from foreword.api.misses.bodies import conversation_of
 from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl, GenerateRequest
@@ -139,9 +139,9 @@ def report_of(usage: dict[str, Any], miss: Miss) -> dict[str, Any]:
     return {**_counted(usage), **dataclasses.asdict(miss)}
 
 
-async def with_report(response: web.Response, explained: asyncio.Future[Miss] | None) -> web.Response:
+async def with_report(response: Answer, explained: asyncio.Future[Miss] | None) -> Answer:
     """A whole response of an engine that has no cache report of its own, with the cause of its miss."""
-    if explained is None or not isinstance(response.body, bytes):
+    if explained is None:
         return response
     body: dict[str, Any] = msgspec.json.decode(response.body)
     body["cache_report"] = report_of(body.get("usage") or {}, await explained)

@@ -18,10 +18,11 @@ from foreword import __version__
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, check_source
 from foreword.errors import ConfigError
-from foreword.router.app import create_app
+from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
 from foreword.router.gateway.server import check_config, picking
+from foreword.router.http import handler_of
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
@@ -117,16 +118,15 @@ async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSp
     router = Router(config)
     await router.start()
     discovery = Discovery(router, config.router)
-    runner = web.AppRunner(
-        create_app(router),
+    http = web.Server(
+        handler_of(create_front(router), router.connections),
         handler_cancellation=True,
         keepalive_timeout=config.server.keep_alive,
         access_log=None,
-        shutdown_timeout=_FLUSH_SECONDS,
     )
+    runner = web.ServerRunner(http, shutdown_timeout=_FLUSH_SECONDS)
     await runner.setup()
-    assert runner.server is not None
-    factory = router.connections.factory(runner.server)
+    factory = router.connections.factory(http)
     server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
     discovery.start(specs)
     logger.info("Foreword %s routes on %s", __version__, url_of(listener))

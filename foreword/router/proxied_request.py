@@ -11,12 +11,12 @@ from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from multidict import CIMultiDict
 
 from foreword.api.callers import credentials
 from foreword.api.errors import error_body
-from foreword.errors import ForewordError, ReplicaFailed
+from foreword.api.front import Answer, Call
+from foreword.errors import ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, error_field, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.decision_log import as_header
@@ -51,10 +51,10 @@ class ProxiedRequest(RoutedRequest):
         refused: a replica called the request wrong, and another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
         used_tokens: prompt and output tokens that replicas handled, for the tenant's quota.
-        failure: the error that ended its stream.
+        was_sent: a replica may have computed something.
     """
 
-    http_request: web.Request
+    call: Call
     deadline: float
     timeout: asyncio.Timeout | None = None
     translation: Translation | None = None
@@ -64,7 +64,7 @@ class ProxiedRequest(RoutedRequest):
     refused: bool = False
     repaired: bool = False
     used_tokens: int = 0
-    failure: ForewordError | None = None
+    was_sent: bool = False
 
     @property
     def dialect(self) -> str:
@@ -80,7 +80,7 @@ class ProxiedRequest(RoutedRequest):
 
     def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """Headers for a replica."""
-        client = self.http_request.headers
+        client = self.call.headers
         headers = request_headers(client)
         headers.update(self.router.auth.headers(self.tenant, credentials(client), upstream.kind))
         headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
@@ -95,7 +95,7 @@ class ProxiedRequest(RoutedRequest):
 
         Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
         """
-        url, headers = upstream.url + path, self.headers(upstream)
+        url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:
             response = await self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
@@ -214,7 +214,7 @@ class ProxiedRequest(RoutedRequest):
         if error_field(data, "code") not in _DIFFERS:
             self.suspects.append((upstream, reason))
 
-    def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> web.Response:
+    def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> Answer:
         """End the attempt and return the replica's whole response to the client. Raises ReplicaFailed if it is malformed."""
         status = response.status
         headers = response_headers(response.headers)
@@ -236,8 +236,7 @@ class ProxiedRequest(RoutedRequest):
                 data = msgspec.json.encode(error_body(ReplicaFailed(f"A replica answered with status {status}")))
                 headers["content-type"] = "application/json"
         headers["x-foreword-route"] = as_header(self.decision_text)
-        headers["x-request-id"] = self.request_id
-        return web.Response(body=data, status=status, headers=headers)
+        return Answer(status, data, headers)
 
 
 async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:

@@ -11,24 +11,25 @@ import json
 import logging
 import math
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from yarl import URL
 
 from foreword.api import sse
 from foreword.api.dialects.chat_reader import read_error
 from foreword.api.errors import error_body
+from foreword.api.event_stream import HEADERS, EventStream
+from foreword.api.front import Answer
 from foreword.api.misses.causes import Miss
+from foreword.api.outcomes import ClientGone
 from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.client_request import PATHS, resuming_body
-from foreword.router.client_stream import ClientDisconnected, ClientStream
 from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
 from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
@@ -49,25 +50,30 @@ _END_SECONDS: Final = 0.5
 _EXPLAIN_SECONDS: Final = 2.0
 
 
-async def proxy_response(proxied: ProxiedRequest) -> web.StreamResponse:
-    """Raises ForewordError if nothing was sent to the client."""
+async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
+    """The answer; None if it was streamed. Raises ForewordError if nothing was sent to the client."""
     proxied.router.suspicious.check(proxied.request.raw)
     proxy = _ResponseProxy(proxied)
     if proxied.request.streams:
         proxy.client.send_comments()
     try:
         return await proxy.run()
-    except ClientDisconnected:
-        raise asyncio.CancelledError from None
     except asyncio.CancelledError:
         if not proxy.client.begun or clock() < proxied.deadline - 0.001:
             raise
         # The deadline, not the client: report it.
-        return await proxy.fail(DeadlineExceeded("The request's deadline passed"))
+        await proxy.fail(DeadlineExceeded("The request's deadline passed"))
+        return None
     finally:
         proxy.client.stop()
         if proxy.stream.begun:
             proxied.used_tokens = proxy.stream.used_tokens
+
+
+class _Ended(NamedTuple):
+    """The request is over, with an answer for the client if it has not got a stream."""
+
+    answer: Answer | None
 
 
 class _ResponseProxy:
@@ -81,7 +87,7 @@ class _ResponseProxy:
         self.proxied = proxied
         self.stream = ResponseStream(proxied.request)
         keep_alive = proxied.router.stream_keep_alive
-        self.client = ClientStream(proxied.http_request, self._headers, keep_alive)
+        self.client = EventStream(proxied.call, self._headers, keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
         self._path = proxied.request.path
@@ -93,15 +99,17 @@ class _ResponseProxy:
         self._broke = ""
         self._continues = False
 
-    async def run(self) -> web.StreamResponse:
+    async def run(self) -> Answer | None:
         proxied = self.proxied
         while True:
             try:
                 attempt = await proxied.place(self._prompt)
             except NoReplica as error:
-                return await self.fail(error if proxied.weights is None else self._impossible(self._broke, error))
+                await self.fail(error if proxied.weights is None else self._impossible(self._broke, error))
+                return None
             except ForewordError as error:
-                return await self.fail(error)
+                await self.fail(error)
+                return None
             if self._continues:
                 self._continues = False
                 proxied.router.metrics.continued("continued")
@@ -109,32 +117,35 @@ class _ResponseProxy:
                 response = await self._open(attempt)
                 if response is None:
                     continue
-                if isinstance(response, web.StreamResponse):
-                    return response
+                if not isinstance(response, aiohttp.ClientResponse):
+                    return response.answer
                 await self._relay(attempt, response)
-            except ClientDisconnected:
+            except ClientGone:
                 proxied.pool.failed(attempt)
                 raise
             except (*CONNECTION_ERRORS, ReplicaFailed) as error:
-                # Errors of the client's connection were converted to ClientDisconnected.
+                # Errors of the client's connection were converted to ClientGone.
                 proxied.lost(attempt, error, at=self._migrated_to)
                 self._migrated_to = None
                 self._broke = describe_error(error)
                 try:
                     complete = await self._prepare_failover(attempt, error)
                 except ForewordError as fatal:
-                    return await self.fail(fatal)
+                    await self.fail(fatal)
+                    return None
                 if complete:
-                    return await self._close()
+                    await self._close()
+                    return None
                 continue
             except BaseException:
                 proxied.pool.failed(attempt)
                 raise
             self._succeeded(attempt)
-            return await self._close()
+            await self._close()
+            return None
 
-    async def _open(self, attempt: Attempt) -> aiohttp.ClientResponse | web.StreamResponse | None:
-        """Send the request. Returns a stream of the replica, a whole response to the client, or None to retry."""
+    async def _open(self, attempt: Attempt) -> aiohttp.ClientResponse | _Ended | None:
+        """Send the request. Returns a stream of the replica, the end of the request, or None to retry."""
         proxied = self.proxied
         if self._body is None:
             body = await disaggregated.decode_body(proxied, attempt)
@@ -152,18 +163,17 @@ class _ResponseProxy:
         if self.client.begun:
             if self.stream.begun or response.status == 200:
                 raise ReplicaFailed(describe_response(response.status, data))
-            return await self._refuse(attempt, response, data)
+            await self._refuse(attempt, response, data)
+            return _Ended(None)
         if streams and response.status == 200:
             raise ReplicaFailed("it did not send a stream")
         answer = proxied.respond(attempt, response, data)
-        if reports:
-            return await with_report(answer, proxied.miss)
-        return answer
+        return _Ended(await with_report(answer, proxied.miss) if reports else answer)
 
     # From the replica to the client
 
     async def _relay(self, attempt: Attempt, response: aiohttp.ClientResponse) -> None:
-        """Forward all events, also after a migration. Raises what a lost replica raises, or ClientDisconnected."""
+        """Forward all events, also after a migration. Raises what a lost replica raises, or ClientGone."""
         while (migrated := await self._forward(attempt, response)) is not None:
             response = await self._follow_migration(migrated)
         end = self.stream.end()
@@ -419,17 +429,15 @@ class _ResponseProxy:
         headers = response_headers(given)
         if self.proxied.decision_text:
             headers["x-foreword-route"] = as_header(self.proxied.decision_text)
-        headers["x-request-id"] = self.proxied.request_id
-        headers["content-type"], headers["cache-control"] = "text/event-stream; charset=utf-8", "no-cache"
-        headers["x-accel-buffering"] = "no"
+        headers.update(HEADERS)
         return headers
 
-    async def _close(self) -> web.StreamResponse:
+    async def _close(self) -> None:
         if not self.client.begun:
             raise ReplicaFailed("The replica's response was empty")
         if self.stream.end_held:
             await self._write(None, self.stream.held_end(await self._miss()))
-        return await self.client.close()
+        await self.client.close()
 
     async def _miss(self) -> Miss | None:
         """Why part of the prompt was not cached, if that is known soon."""
@@ -438,26 +446,26 @@ class _ResponseProxy:
         done, _ = await asyncio.wait((self.proxied.miss,), timeout=_EXPLAIN_SECONDS)
         return self.proxied.miss.result() if done else None
 
-    async def _refuse(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> web.StreamResponse:
+    async def _refuse(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
         """The replica's error, as the end of a stream whose head was sent already."""
         answer, translation = self.proxied.respond(attempt, response, data), self.proxied.translation
-        self.proxied.failure = read_error(response.status, data)
+        failure = self.proxied.call.failure = read_error(response.status, data)
         if translation is not None:
-            await self.client.write(translation.error_event(self.proxied.failure))
+            await self.client.write(translation.error_event(failure))
         else:
-            await self.client.write(sse.encode(msgspec.json.decode(answer.text or "{}")))
-        return await self._close()
+            await self.client.write(sse.encode(msgspec.json.decode(answer.body or b"{}")))
+        await self._close()
 
-    async def fail(self, error: ForewordError) -> web.StreamResponse:
+    async def fail(self, error: ForewordError) -> None:
         """Raise an error if nothing was sent; otherwise send it as an event and end the stream."""
         if not self.client.begun:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
-        self.proxied.failure = error
+        self.proxied.call.failure = error
         translation = self.proxied.translation
         event = sse.encode(error_body(error)) if translation is None else translation.error_event(error)
         await self.client.write(event)
-        return await self._close()
+        await self._close()
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -66,13 +66,14 @@ class RouterPrefixes:
         """Raises BadRequest and PrefixBudgetExceeded."""
         return self.registry.make(tenant.name, new)
 
-    async def add(self, tenant: Tenant, prefix: RegisteredPrefix) -> None:
-        """Keep a registration, and compute the prefix where the router puts it before prompts."""
+    async def add(self, tenant: Tenant, prefix: RegisteredPrefix, computed: Callable[[int], None]) -> None:
+        """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
+        each replica that has done so."""
         self.registry.put(prefix)
         await self._save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword":
-                self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix))
+                self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix, computed))
 
     async def remove(self, tenant: Tenant, name: str) -> RegisteredPrefix:
         """Raises NotFound."""
@@ -151,7 +152,14 @@ class RouterPrefixes:
             if url in self._router.upstreams:
                 await self._warm(url, info, tenant, prefix)
 
-    async def _warm(self, url: str, info: ReplicaInfo, tenant: Tenant, prefix: RegisteredPrefix) -> None:
+    async def _warm(
+        self,
+        url: str,
+        info: ReplicaInfo,
+        tenant: Tenant,
+        prefix: RegisteredPrefix,
+        computed: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
         """Compute a prefix, so that the first request that names it hits."""
         path = PATHS["completion" if prefix.kind == "text" else "chat"]
         body: dict[str, Any] = {"model": info.models[0], "max_tokens": 1}
@@ -159,7 +167,8 @@ class RouterPrefixes:
         if info.kind == "vllm" and tenant.salt:
             body["cache_salt"] = Salt(tenant.salt).text
         try:
-            await self._send(url, info.kind, tenant, "POST", path, body)
+            _, found = await self._send(url, info.kind, tenant, "POST", path, body)
+            computed(_prompt_tokens(found))
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
 
@@ -178,6 +187,12 @@ class RouterPrefixes:
                 return response.status, msgspec.json.decode(found)
             except (msgspec.DecodeError, RecursionError):
                 return response.status, None
+
+
+def _prompt_tokens(answer: Any) -> int:
+    usage = answer.get("usage") if isinstance(answer, dict) else None
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _with_messages(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:

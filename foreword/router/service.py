@@ -14,14 +14,17 @@ import aiohttp
 import zmq.asyncio
 
 from foreword.api.dialects.limits import Limits
+from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
+from foreword.api.request_bodies import RequestBodies
+from foreword.api.routes import Routes
 from foreword.api.stored_responses import StoredResponses
+from foreword.api.work_queue import WorkQueue
 from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.auth import RouterAuth
-from foreword.router.body import RequestBodies
 from foreword.router.canary import is_alive
 from foreword.router.connections import ClientConnections
 from foreword.router.decision_log import DecisionLog
@@ -61,6 +64,8 @@ _WATCHDOG_SECONDS: Final = 0.5
 # When a replica is asked again whose weights could not be read: after this time, then twice as long each time.
 _WEIGHTS_SECONDS: Final = 30.0
 _MAX_WEIGHTS_SECONDS: Final = 600.0
+# Larger bodies are parsed on a thread.
+_INLINE_BYTES: Final = 128 << 10
 # The router's event loop counts as stalled if the watchdog wakes this late.
 _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
@@ -71,7 +76,11 @@ _UNKNOWN_MODEL_LEN: Final = 128 << 10
 
 
 class Router:
-    """The router's state. Runs on one event loop; call `start` and `stop` there."""
+    """The router's state. Runs on one event loop; call `start` and `stop` there.
+
+    Attributes:
+        front: its HTTP front, once it serves. picked: requests that it has placed for a gateway and that are running.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config.router
@@ -81,6 +90,8 @@ class Router:
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}
         self.quotas = Quotas.parse(config.server.quotas)
         self.bodies = RequestBodies(config.server.body_timeout)
+        self.work = WorkQueue(inline=_INLINE_BYTES)
+        self.front: Front | None = None
         self.suspicious = SuspiciousRequests()
         given = config.router
         self._limits: tuple[int, Limits] = (0, Limits())
@@ -100,7 +111,7 @@ class Router:
             self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         self.misses = RouterMisses(self.metrics, self.decisions, self._record)
         self.stopping = asyncio.Event()
-        self.active = 0
+        self.picked = 0
         self.audit = RouterAudit(
             self.auth,
             lambda: not self.active and not self.draining,
@@ -145,10 +156,22 @@ class Router:
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
         self.misses.close()
+        self.work.close()
         if self.recorder is not None:
             self.recorder.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
+
+    @property
+    def active(self) -> int:
+        """Requests that are being answered, here or through a gateway."""
+        return self.picked + (self.front.active if self.front is not None else 0)
+
+    @property
+    def routes(self) -> Routes[Handler]:
+        """The table of its front, once it serves."""
+        assert self.front is not None
+        return self.front.routes
 
     def _record(self, record: RequestRecord) -> None:
         if self.recorder is not None:

@@ -3,63 +3,61 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
 from foreword.api import cache_control
-from foreword.api.cache_control import CacheRequest
-from foreword.api.dialects.limits import Limits
-from foreword.api.errors import CLIENT_GONE
+from foreword.api.cache_control import CacheBody, CacheRequest
+from foreword.api.front import Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
 from foreword.blocks.salt import Salt
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
-from foreword.server.routes import Routes
-from foreword.server.stream import unless_disconnected
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 Verb = Callable[["AsyncEngine", Sequence[int], CacheRequest, Salt], Awaitable[RetentionAnswer]]
 
+_BODY = JsonBody(cache_control.parse, CacheBody)
+_RELEASE = JsonBody(partial(cache_control.parse, releases=True), CacheBody)
 
-def add_routes(routes: Routes, context: ServerContext) -> None:
-    @routes.add("POST", "/v1/cache/retain", "cache")
-    async def retain(request: Request) -> Response:
+
+def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
+    @routes.add("POST", "/v1/cache/retain", right=Right.TENANT, meter=Meter.TOKENS, body=_BODY, tag="cache")
+    async def retain(call: Call) -> dict[str, Any]:
         """Keep the KV of a prefix for a time after its last use. It is computed if necessary."""
-        return await _answer(context, request, "retain", context.tenant(request), _retain)
+        return await _answer(context, call, "retain", _retain)
 
-    @routes.add("POST", "/v1/cache/pin", "cache")
-    async def pin(request: Request) -> Response:
-        """Keep the KV of a prefix until it is released."""
-        tenant = context.rights.check_own(request, "pinning")
-        return await _answer(context, request, "pin", tenant, _pin)
+    @routes.add("POST", "/v1/cache/pin", right=Right.OWNER, meter=Meter.TOKENS, body=_BODY, tag="cache")
+    async def pin(call: Call) -> dict[str, Any]:
+        """Keep the KV of a prefix until it is released. It is computed if necessary."""
+        return await _answer(context, call, "pin", _pin)
 
-    @routes.add("POST", "/v1/cache/prefetch", "cache")
-    async def prefetch(request: Request) -> Response:
+    @routes.add("POST", "/v1/cache/prefetch", right=Right.TENANT, meter=Meter.REQUEST, body=_BODY, tag="cache")
+    async def prefetch(call: Call) -> dict[str, Any]:
         """Load what the stores have of a coming prompt to the device. Nothing is computed."""
-        return await _answer(context, request, "prefetch", context.tenant(request), _prefetch)
+        return await _answer(context, call, "prefetch", _prefetch)
 
-    @routes.add("POST", "/v1/cache/release", "cache")
-    async def release(request: Request) -> Response:
+    @routes.add("POST", "/v1/cache/release", right=Right.TENANT, meter=Meter.FREE, body=_RELEASE, tag="cache")
+    async def release(call: Call) -> dict[str, Any]:
         """End what is kept along a prompt, or with all: true everything that the caller keeps."""
-        tenant, body = context.tenant(request), await _body(context, request, releases=True)
+        body: CacheRequest = call.body
         if body.all:
-            context.rights.check_own(request, "releasing everything")
+            call.require(Right.OWNER, "releasing everything")
         engine = context.admission.engine()
         tokens = None if body.all else await _tokens(context, engine, body)
-        released = await context.work.run(len(tokens or ()), partial(engine.release, tokens, salt=_salt(tenant, body)))
-        return JSONResponse({"object": "cache.release", "released": [dataclasses.asdict(one) for one in released]})
+        salt = _salt(call.tenant, body)
+        released = await context.work.run(len(tokens or ()), partial(engine.release, tokens, salt=salt))
+        return {"object": "cache.release", "released": [dataclasses.asdict(one) for one in released]}
 
-    @routes.add("GET", "/v1/cache/retained", "cache")
-    async def retained(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/v1/cache/retained", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    async def retained(call: Call) -> dict[str, Any]:
         """What the caller keeps with cache control."""
-        found = context.admission.engine().retentions(context.tenant(request).salt)
+        found = context.admission.engine().retentions(call.tenant.salt)
         return {"object": "list", "data": [dataclasses.asdict(one) for one in found]}
 
 
@@ -77,30 +75,17 @@ async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheReque
     return await (prefetch() if body.seconds is None else prefetch(seconds=body.seconds))
 
 
-async def _answer(context: ServerContext, request: Request, name: str, tenant: Tenant, verb: Verb) -> Response:
-    with context.quotas.admit(tenant.name, time.monotonic()) as admitted, context.admission.admit(1) as engine:
-        body = await _body(context, request)
+async def _answer(context: ServerContext, call: Call, name: str, verb: Verb) -> dict[str, Any]:
+    body: CacheRequest = call.body
+    with context.admission.admit(1) as engine:
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":
-            context.quotas.charge(admitted, len(tokens), time.monotonic())
-        answer = await unless_disconnected(request.receive, _awaited(verb(engine, tokens, body, _salt(tenant, body))))
-    if answer is None:
-        return Response(status_code=CLIENT_GONE)
-    return JSONResponse(cache_control.answered(name, len(tokens), answer))
-
-
-async def _awaited(work: Awaitable[RetentionAnswer]) -> RetentionAnswer:
-    return await work
+            call.charge(len(tokens))
+        return cache_control.answered(name, len(tokens), await verb(engine, tokens, body, _salt(call.tenant, body)))
 
 
 def _salt(tenant: Tenant, body: CacheRequest) -> Salt:
     return Salt.of(tenant.salt, body.cache_salt)
-
-
-async def _body(context: ServerContext, request: Request, *, releases: bool = False) -> CacheRequest:
-    limits = Limits.for_model(context.admission.engine().info.max_model_len, context.max_body)
-    async with context.bodies.read(request, context.max_body) as raw:
-        return await context.work.run(len(raw), cache_control.parse, raw, limits, releases=releases)
 
 
 async def _tokens(context: ServerContext, engine: AsyncEngine, body: CacheRequest) -> Sequence[int]:

@@ -8,17 +8,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-
 from foreword import __version__
+from foreword.api.front import Call, Handler
 from foreword.api.prefixes import describe
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.blocks.common_prefixes import CommonPrefix
-from foreword.dashboard import pages
 from foreword.dashboard.metric_history import MetricsHistory
-from foreword.errors import ForewordError, Unauthorized
+from foreword.dashboard.pages import add_pages
+from foreword.errors import ForewordError
 from foreword.server.endpoint import ServerContext
-from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -31,29 +30,23 @@ _COMMON_PREFIXES_AGE: Final = 4.0
 _MAX_TENANTS: Final = 256
 
 
-def add_routes(routes: Routes, context: ServerContext, history: MetricsHistory) -> None:
+def add_routes(routes: Routes[Handler], context: ServerContext, history: MetricsHistory) -> None:
     common_prefixes = _CommonPrefixes()
 
-    @routes.add("GET", "/ui/data/kind", "dashboard")
-    async def kind(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/ui/data/kind", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def kind(call: Call) -> dict[str, Any]:
         """Server or router, and whether the caller's key is accepted. Needs no key, so that browsers log no error 401."""
-        try:
-            context.tenant(request)
-            welcome = True
-        except Unauthorized:
-            welcome = False
-        return {"kind": "server", "version": __version__, "welcome": welcome}
+        return {"kind": "server", "version": __version__, "welcome": call.allows(Right.TENANT)}
 
-    @routes.add("GET", "/ui/data/history", "dashboard")
-    async def show_history(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/ui/data/history", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def show_history(call: Call) -> dict[str, Any]:
         """The last half hour of the metrics."""
-        context.tenant(request)
         return await asyncio.to_thread(history.plain)
 
-    @routes.add("GET", "/ui/data/now", "dashboard")
-    async def now(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/ui/data/now", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
+    async def now(call: Call) -> dict[str, Any]:
         """The server's state, and the caller's newest requests, named prefixes and common prefixes. No text."""
-        salt = context.tenant(request).salt
+        salt = call.tenant.salt
         answer: dict[str, Any] = {
             "time": time.time(),
             "state": _state(context),
@@ -77,16 +70,7 @@ def add_routes(routes: Routes, context: ServerContext, history: MetricsHistory) 
         answer["common_prefixes"] = [_describe(one, prefixes) for one in await common_prefixes.of(engine, salt)]
         return answer
 
-    async def page(request: Request) -> Response:
-        found = pages.respond(request.path_params.get("name"), request.headers.get("if-none-match"))
-        return Response(found.body, found.status, found.headers)
-
-    async def root(request: Request) -> Response:
-        return RedirectResponse("ui")
-
-    routes.add("GET", "/", None)(root)
-    routes.add("GET", "/ui", None)(page)
-    routes.add("GET", "/ui/{name:path}", None)(page)
+    add_pages(routes)
 
 
 def _state(context: ServerContext) -> dict[str, str]:

@@ -1,30 +1,22 @@
-"""What every endpoint needs: the caller's tenant, the engine, the request's body, and threads for parsing and tokenizing."""
+"""What every endpoint needs: the engine, limits of a request, and threads for tokenizing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from starlette.requests import Request
-
-from foreword.api.bodies import AnyBody, parse_body
 from foreword.api.dialects.limits import Limits
-from foreword.api.outcomes import Outcome
-from foreword.api.quotas import Quotas
 from foreword.api.stored_responses import StoredResponses
-from foreword.api.tenants import Tenant, Tenants
+from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.observability.tracing import EngineTraces
 from foreword.server.active_requests import ActiveRequests
 from foreword.server.admission import Admission
-from foreword.server.body import Bodies
 from foreword.server.misses import ServerMisses
 from foreword.server.peers import Peers
 from foreword.server.recent_requests import RecentRequests
-from foreword.server.rights import Rights
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -43,40 +35,24 @@ class ServerContext:
 
     Attributes:
         work: threads for parsing and tokenizing, so that neither blocks the event loop.
-        quotas: limits of tenants.
         responses: what clients of the Responses API may continue.
-        bodies: the bodies in memory.
         recent: the newest requests, for the dashboard.
         active: the requests that run now.
         peers: other servers that requests may name.
         misses: finds the causes of cache misses.
         traces: of the requests; None without.
-        count_outcome: counts how a request of a dialect ended.
     """
 
     admission: Admission
     tenants: Tenants
     config: ServerConfig
     work: WorkQueue
-    rights: Rights
-    quotas: Quotas
     responses: StoredResponses
-    bodies: Bodies = field(default_factory=Bodies)
     recent: RecentRequests = field(default_factory=RecentRequests)
     active: ActiveRequests = field(default_factory=ActiveRequests)
     peers: Peers = field(default_factory=Peers)
     misses: ServerMisses = field(default_factory=ServerMisses)
-    count_outcome: Callable[[str, Outcome], None] = lambda dialect, outcome: None
     traces: EngineTraces | None = None
-
-    def tenant(self, request: Request) -> Tenant:
-        """The caller's tenant. Raises Unauthorized."""
-        return self.rights.tenant(request)
-
-    async def body(self, request: Request, kind: type[AnyBody]) -> AnyBody:
-        """The JSON body. Raises BadRequest."""
-        async with self.bodies.read(request, self.max_body) as raw:
-            return await self.work.run(len(raw), parse_body, kind, raw, self.limits)
 
     @property
     def max_body(self) -> int:

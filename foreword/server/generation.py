@@ -46,8 +46,7 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
                     _check(delta)
                     yield prompt, delta
         finally:
-            if job.admitted is not None:
-                context.quotas.charge(job.admitted, job.prompt_tokens + job.output_tokens, time.monotonic())
+            job.charge(job.prompt_tokens + job.output_tokens)
         context.misses.answered(job)
         if job.request.prefix is not None:
             _note_hits(engine, job)

@@ -4,43 +4,43 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
-
+from foreword.api.front import Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import BadRequest
 from foreword.server.endpoint import ServerContext
-from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 
-def add_routes(routes: Routes, context: ServerContext) -> None:
-    @routes.add("GET", "/v1/instance", "instance")
-    async def show(request: Request) -> dict[str, Any]:
+def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
+    @routes.add("GET", "/v1/instance", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="instance")
+    async def show(call: Call) -> dict[str, Any]:
         """Role, transfer address, model, KV layout and load. `role` and `transfer` are null on a server that works alone.
         Answers also while the server drains."""
-        salt = context.tenant(request).salt
+        salt = call.tenant.salt
         admission = context.admission
         engine = admission.engine() if admission.loaded is None else admission.loaded
         return {**describe(engine, salt), "draining": admission.draining}
 
-    @routes.add("DELETE", "/v1/cache", "cache")
-    async def forget(request: Request) -> dict[str, Any]:
+    @routes.add("DELETE", "/v1/cache", right=Right.OWNER_OR_OPERATOR, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    async def forget(call: Call) -> dict[str, Any]:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
         receipt. Blocks that running requests use stay on the device until those end. `cache_salt`, which may be repeated,
         removes the blocks of requests with it instead. With `scope=device` an operator drops the unused blocks of all tenants
         from the device, and with `cache_salt` a caller those of its requests with it."""
-        query = request.query_params
-        given = [one for one in query.getlist("cache_salt") if one]
-        if query.get("scope", "tenant") == "device" and not given:
-            context.rights.check_operator(request, "clearing the cache of all tenants")
+        given = [one for one in call.query("cache_salt") if one]
+        scope = (call.query("scope") or ["tenant"])[-1]
+        if scope == "device" and not given:
+            call.require(Right.OPERATOR, "clearing the cache of all tenants")
             return {"what": "device", "device_blocks": await context.admission.engine().clear_cache()}
-        if query.get("scope", "tenant") not in ("tenant", "device"):
+        if scope not in ("tenant", "device"):
             raise BadRequest("scope must be tenant or device", param="scope")
-        tenant = context.rights.check_own(request, "clearing the cache")
+        tenant = call.require(Right.OWNER, "clearing the cache")
         engine, salts = context.admission.engine(), [Salt.of(tenant.salt, one) for one in given or (None,)]
-        if query.get("scope") == "device":
+        if scope == "device":
             return {"what": "device", "device_blocks": sum([await engine.clear_cache(salt) for salt in salts])}
         if not given:
             context.responses.forget(tenant.salt)

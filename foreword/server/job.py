@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.misses.causes import Miss
 from foreword.api.misses.outline import Conversation
 from foreword.api.output import ChoiceDelta, Piece, Usage
-from foreword.api.quotas import Admitted
 from foreword.api.request import GenerateRequest
 from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
@@ -85,7 +84,7 @@ class Job:
         owner: salt of the tenant.
         streams: deltas go out as they come.
         resumed: output tokens that another server sent before this one continued; None if it started here.
-        admitted: the request as the tenant's quotas count it.
+        charge: charges the tenant for so many tokens.
         progress: one per prompt.
         conversations: what is compared with other requests to explain misses, one per prompt.
         answer: the pieces of the first choice.
@@ -101,7 +100,7 @@ class Job:
     streams: bool
     caller: Caller = field(default_factory=Caller)
     resumed: int | None = None
-    admitted: Admitted | None = None
+    charge: Callable[[int], None] = lambda tokens: None
     progress: list[PromptProgress] = field(init=False)
     departure: MigratedTo | None = None
     conversations: tuple[Conversation, ...] = ()

@@ -5,42 +5,42 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
-
 from foreword.api.bodies import DetokenizeBody, TokenizeBody
 from foreword.api.dialects.chat import MessageBody
 from foreword.api.dialects.limits import Limits
+from foreword.api.front import Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
-from foreword.server.routes import Routes
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
 
 
-def add_routes(routes: Routes, context: ServerContext) -> None:
+def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     created = int(time.time())
 
-    @routes.add("GET", "/v1/models", "models")
-    async def models(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/v1/models", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
+    async def models(call: Call) -> dict[str, Any]:
         """The model served here. `salt_from` says where the caller's tenant comes from: its `key`, a `router`, or `none`."""
-        source = context.tenant(request).source
-        return {"object": "list", "data": [_describe(context.admission.engine(), created)], "salt_from": source}
+        data = [_describe(context.admission.engine(), created)]
+        return {"object": "list", "data": data, "salt_from": call.tenant.source}
 
     # A model's name may contain slashes.
-    @routes.add("GET", "/v1/models/{name:path}", "models")
-    async def model(request: Request) -> dict[str, Any]:
+    @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
+    async def model(call: Call) -> dict[str, Any]:
         """One model."""
-        context.tenant(request)
         engine = context.admission.engine()
-        check_model(engine, request.path_params["name"])
+        check_model(engine, call.names["name"])
         return _describe(engine, created)
 
-    @routes.add("POST", "/v1/tokenize", "models", TokenizeBody)
-    async def tokenize(request: Request) -> dict[str, Any]:
+    @routes.add(
+        "POST", "/v1/tokenize", right=Right.TENANT, meter=Meter.FREE, body=JsonBody.of(TokenizeBody), tag="models"
+    )
+    async def tokenize(call: Call) -> dict[str, Any]:
         """A prompt, or messages as the chat template renders them, as token ids."""
-        context.tenant(request)
         engine = context.admission.engine()
-        body = await context.body(request, TokenizeBody)
+        body: TokenizeBody = call.body
         check_model(engine, body.model)
         tokens = await context.work.run(_size(body), _tokens, engine, body, context.limits)
         texts = {"token_strs": [engine.tokenizer.token_text(token) for token in tokens]}
@@ -51,12 +51,13 @@ def add_routes(routes: Routes, context: ServerContext) -> None:
             **(texts if body.return_token_strs else {}),
         }
 
-    @routes.add("POST", "/v1/detokenize", "models", DetokenizeBody)
-    async def detokenize(request: Request) -> dict[str, Any]:
+    @routes.add(
+        "POST", "/v1/detokenize", right=Right.TENANT, meter=Meter.FREE, body=JsonBody.of(DetokenizeBody), tag="models"
+    )
+    async def detokenize(call: Call) -> dict[str, Any]:
         """Token ids as text."""
-        context.tenant(request)
         engine = context.admission.engine()
-        body = await context.body(request, DetokenizeBody)
+        body: DetokenizeBody = call.body
         check_model(engine, body.model)
         check_token_ids(engine, tuple(body.tokens), "tokens")
         return {"prompt": await context.work.run(len(body.tokens), engine.tokenizer.decode, body.tokens)}

@@ -29,7 +29,7 @@ from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.observability.tracing import EngineTraces, tracer_for
 from foreword.server.admission import Admission
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 from foreword.server.http_protocol import ConnectionLimits, Connections
 from foreword.store.types import Reach
 from foreword.store.urls import parse
@@ -62,7 +62,7 @@ def run(config: Config) -> int:
     registry = PrometheusObserver()
     events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
     traces = EngineTraces(tracer) if tracer is not None else None
-    app = create_app(admission, registry, config, events.source if events else None, traces)
+    app = ServerApp(admission, registry, config, events.source if events else None, traces)
     listener = bind(config.server)
     settings = uvicorn.Config(
         app,
@@ -75,7 +75,7 @@ def run(config: Config) -> int:
         timeout_keep_alive=math.ceil(config.server.keep_alive),
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
-    server = DrainingServer(settings, admission, config.server.drain_seconds, app.state.migrate_all)
+    server = DrainingServer(settings, admission, config.server.drain_seconds, app.migrate_all)
     observers: list[Observer] = [one for one in (registry, events, traces, recorder) if one is not None]
     loader = ModelLoader(config, registry, observers, events, server)
     server.on_started = loader.start

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreError
-from foreword.store.base import MISSING, Name, PartialListing, Store, StoredBlock, StoreStatus
+from foreword.store.base import MISSING, Name, PartialListing, Store, StoredBlock, StoreStatus, step_deadline
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_admission import AdmissionRule, BlockUse
@@ -370,7 +370,9 @@ class TieredStore(Store):
         keys: set[str] = set()
         for tier in self._record_tiers:
             try:
-                keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
+                # Where a tier may fail, it leaves the others their time.
+                until = deadline if failed is raise_failure else step_deadline(deadline)
+                keys.update(tier.call(partial(tier.store.records, prefix, deadline=until), until))
             except StoreError as error:
                 failed(tier, error)
                 keys.update(error.keys if isinstance(error, PartialListing) else ())

@@ -8,13 +8,16 @@ import importlib
 import json
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,8 +25,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
+from foreword.api.listener import bind
 from foreword.blocks.salt import Salt
+from foreword.config import ServerConfig
 from foreword.conformance import FlakyStore, soon
+from foreword.conformance.front_contract import Asked, FrontContract, RunningFront
 from foreword.errors import ConfigError, TransferRefused
 from foreword.offload.lookups import StoreLookups
 from foreword.router.replica_metrics import parse_metrics
@@ -208,16 +214,52 @@ class FakeVllm:
         return JSONResponse({"usage": {"prompt_tokens_details": {"cached_tokens": 4}}})
 
 
+def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]:
+    """The middleware's routes before those of a fake vLLM, and its prefixes."""
+    storage = MemoryStorage(vllm("prefix_storage"))
+    inner = vllm("prefixes").InnerServer(fake.app, fake.app, None)
+    prefixes, middleware = vllm("prefixes").VllmPrefixes(storage, inner), vllm("middleware")
+    prefetch = vllm("middleware").PrefetchEndpoint(storage, inner)
+    front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch)
+    return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
+
+
+class TestMiddleware(FrontContract):
+    """The middleware in a server on a port, before a fake vLLM, which checks keys and counts requests itself."""
+
+    @pytest.fixture
+    def front(self, vllm: Callable[[str], Any]) -> Iterator[RunningFront]:
+        made: Future[Any] = Future()
+        listener = bind(ServerConfig(port=0))
+
+        async def serve() -> None:
+            routes, prefixes = routes_before(vllm, FakeVllm())
+            server = uvicorn.Server(uvicorn.Config(routes, log_config=None, lifespan="off"))
+            made.set_result((server, routes._routes))
+            await server.serve([listener])
+            await prefixes.close()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        thread.start()
+        server, table = made.result(60)
+        with httpx.Client(base_url="http://{}:{}".format(*listener.getsockname()[:2]), timeout=60) as client:
+
+            def send(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+                answer = client.request(method, path, headers=dict(headers), content=body)
+                return Asked(answer.status_code, answer.headers, answer.content)
+
+            yield RunningFront(table, send)
+        server.should_exit = True
+        thread.join(60)
+
+
 def served(vllm: Callable[[str], Any], check: Callable[[httpx.AsyncClient, FakeVllm, Any], Awaitable[None]]) -> None:
     """Run a check against a fake vLLM behind the routes for prefixes."""
 
     async def main() -> None:
-        fake, storage = FakeVllm(), MemoryStorage(vllm("prefix_storage"))
-        prefixes = vllm("prefixes").VllmPrefixes(storage, vllm("prefixes").InnerServer(fake.app, fake.app, None))
-        weights = vllm("middleware").WeightsEndpoints(fake)
-        inner = vllm("prefixes").InnerServer(fake.app, fake.app, None)
-        prefetch = vllm("prefetch").PrefetchEndpoint(storage, inner)
-        routes = vllm("middleware").PrefixRoutes(fake.app, prefixes, weights, prefetch)
+        fake = FakeVllm()
+        routes, prefixes = routes_before(vllm, fake)
+        storage = prefixes._storage
         async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://vllm") as client:
             await check(client, fake, storage)
         await prefixes.close()
@@ -241,7 +283,7 @@ def test_prefetch(vllm: Callable[[str], Any]) -> None:
         assert await ask(prompt="a") == ("refused", 0, None)
         assert len(fake.bodies) == 2
         assert (await client.post("/v1/cache/prefetch", json={})).status_code == 400
-        assert (await client.get("/v1/cache/prefetch")).status_code == 404
+        assert (await client.get("/v1/cache/prefetch")).status_code == 405
 
     served(vllm, check)
 
@@ -296,7 +338,7 @@ def test_bad_prefix_requests(vllm: Callable[[str], Any]) -> None:
             ("POST", "/v1/prefixes", {"name": "both", "content": "x", "messages": image}, 400, "either"),
             ("POST", "/v1/prefixes", {"name": "image", "messages": image}, 400, "text"),
             ("GET", "/v1/prefixes/rulez", None, 404, "'rules'"),
-            ("PATCH", "/v1/prefixes/rules", None, 404, "PATCH"),
+            ("PATCH", "/v1/prefixes/rules", None, 405, "PATCH"),
             ("POST", "/v1/completions", {"prompt": "x", "prefix": "rulez"}, 404, "'rules'"),
             ("POST", "/v1/completions", {"prompt": "x", "prefix": 3}, 400, "name"),
             ("POST", "/v1/completions", {"prompt": None, "prefix": "rules"}, 400, "prompt"),
@@ -325,11 +367,10 @@ def test_weights_version(vllm: Callable[[str], Any]) -> None:
         assert fake.calls == steps
         for body in ({}, {"version": ""}, {"version": 3}, {"version": "x", "epoch": 1}):
             assert (await client.post(path, json=body)).status_code == 400
-        assert (await client.delete(path)).status_code == 404
+        assert (await client.delete(path)).status_code == 405
         fake.calls.clear()
         fake.paused, fake.fails = False, True
-        with pytest.raises(RuntimeError):
-            await client.post(path, json=version)
+        assert (await client.post(path, json=version)).status_code == 500
         assert fake.calls == [*steps, ("resume",)]
 
     served(vllm, check)

@@ -18,7 +18,7 @@ from foreword.api.listener import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 
 # Every place where a stranger's text reaches the page has this in it.
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"
@@ -89,7 +89,7 @@ def open_dashboard_server(folder: Path) -> Iterator[DashboardServer]:
     servers, urls = [], []
     for config in (ServerConfig(port=0), keyed):
         listener = bind(config)
-        app = create_app(engine, registry, Config(ENGINE, config))
+        app = ServerApp(engine, registry, Config(ENGINE, config))
         settings = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
         urls.append("http://{}:{}".format(*listener.getsockname()[:2]))

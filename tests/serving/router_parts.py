@@ -129,7 +129,7 @@ class RouterThread(RunningRouter, logging.Handler):
             self.lines.append(self.format(record) + "\n")
 
     async def _serve(self, config: Config, listener: socket.socket) -> None:
-        async with serving(config, listener, configured_replicas(config.router)):
+        async with serving(config, listener, configured_replicas(config.router)) as self.router:
             await asyncio.Event().wait()
 
     def _run(self) -> None:

@@ -21,7 +21,7 @@ from foreword.api.listener import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 from foreword.server.process import limited_connections
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
@@ -94,7 +94,7 @@ def shared_servers() -> Iterator[SharedServers]:
         listener = bind(config)
         if config is LIMITED:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        app = create_app(engine, registry, Config(ENGINE, config, PREFIXES))
+        app = ServerApp(engine, registry, Config(ENGINE, config, PREFIXES))
         protocol: Any = limited_connections(config).protocol
         settings = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         servers.append((uvicorn.Server(settings), listener))
@@ -112,7 +112,7 @@ def shared_servers() -> Iterator[SharedServers]:
     engine.close()
 
 
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+def until(condition: Callable[[], bool], seconds: float = 150) -> None:
     """Wait for a condition; fail if it does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():

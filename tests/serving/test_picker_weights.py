@@ -8,6 +8,7 @@ from typing import Any
 
 from router_parts import _config
 
+from foreword.router.app import create_front
 from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_pool import ReplicaPool, key_model
@@ -58,8 +59,11 @@ class Fleet:
             await self.router.start()
             try:
                 raw = json.dumps({"model": "m", "prompt": [*TOKENS, 5, 6, 7], "max_tokens": 4}).encode()
-                head = RequestHead("POST", "/v1/completions", {"content-type": "application/json"}, "1")
-                return await self.picker.pick(head, self.picker.admit(head), raw)
+                create_front(self.router)
+                headers = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
+                head = RequestHead.of(headers, self.picker.routes)
+                _, tenant = self.picker.admit(head)
+                return await self.picker.pick(head, tenant, raw)
             finally:
                 await self.router.stop()
 

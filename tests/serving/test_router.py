@@ -133,7 +133,7 @@ def test_erasure_on_all_replicas(router: RouterProcess, servers: list[Controlled
     finally:
         partial_router.kill()
     assert ask(router, prompt)[1] > 100 and ask(router, prompt, **salted)[1] == 0
-    receipt = http_client.delete(f"{router.url}/v1/cache").raise_for_status().json()
+    receipt = http_client.delete(f"{router.url}/v1/cache", headers=ADMIN).raise_for_status().json()
     assert receipt["complete"] is True and receipt["unreachable"] == {}
     assert ask(router, prompt)[1] == 0
 
@@ -248,7 +248,7 @@ def test_cache_control_goes_where_the_prefix_is(router: RouterProcess, servers: 
         fetched = client.post("/v1/cache/prefetch", json=more, headers={"x-session-id": "s"}).json()
         assert len(fetched["replicas"]) == 1
         assert len(client.post("/v1/cache/prefetch", json={"prompt": words("unknown", 9)}).json()["replicas"]) == 2
-        released = client.post("/v1/cache/release", json={"all": True})
+        released = client.post("/v1/cache/release", json={"all": True}, headers=ADMIN)
         assert released.headers["x-foreword-replicas"] == "2 of 2" and len(released.json()["released"]) == 2
         assert client.get("/v1/cache/retained").json()["data"] == []
 

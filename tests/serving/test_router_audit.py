@@ -29,7 +29,7 @@ from foreword.router.replica_audit import RouterAudit, difference, read_output
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.whole_response import UsageCounts
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 
 KEYS = [
     "--api-keys",
@@ -49,7 +49,7 @@ def replica(shared: SharedServers) -> Iterator[str]:
     """A real server that accepts tenants' salts from a router."""
     config = ServerConfig(port=0, router_key="router-key")
     listener = bind(config)
-    app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()

@@ -26,7 +26,7 @@ from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.replica_breaker import ReplicaBreaker
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 
@@ -528,7 +528,7 @@ def trusting(shared: SharedServers) -> Iterator[str]:
     """A real server that accepts tenants' salts from a router."""
     config = ServerConfig(port=0, router_key="router-key")
     listener = bind(config)
-    app = create_app(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
     thread.start()

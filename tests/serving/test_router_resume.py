@@ -18,7 +18,7 @@ from test_router_continuation import TEXT, ending, ids_of, stream, text, tokens_
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 
 CHAT = "/v1/chat/completions"
 ASK: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -116,7 +116,7 @@ def test_reasoning(shared: SharedServers, scissors: Scissors) -> None:
     listener = bind(config)
     observer = PrometheusObserver()
     observer.watch(shared.open.engine)  # which weights it has: other ones continue no stream
-    app = create_app(shared.open.engine, observer, Config(ENGINE, config, PREFIXES))
+    app = ServerApp(shared.open.engine, observer, Config(ENGINE, config, PREFIXES))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     loop = Loop()
     serving = asyncio.run_coroutine_threadsafe(server.serve([listener]), loop.loop)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import pytest
+from small_front import Client, front, route
 
+from foreword.api.event_stream import send_events
+from foreword.api.front import Answer, Call, Front
 from foreword.api.sse import encode
 from foreword.errors import EngineFailed
-from foreword.server.stream import EventStream, merge, unless_disconnected
+from foreword.server.stream import merge
 
 
 class Source:
@@ -74,32 +78,26 @@ def test_closing_the_merged_stream_closes_all(count: int) -> None:
     asyncio.run(run())
 
 
-class Client:
-    """An ASGI client that disconnects when `gone` is set."""
-
-    def __init__(self) -> None:
-        self.gone = asyncio.Event()
-        self.messages: list[dict[str, Any]] = []
-
-    async def receive(self) -> dict[str, Any]:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Any) -> None:
-        self.messages.append(message)
-
-
 async def events(source: Source) -> AsyncGenerator[bytes, None]:
-    async for number in source.items():
-        yield encode({"number": number})
+    async with aclosing(source.items()) as items:
+        async for number in items:
+            yield encode({"number": number})
 
 
-def test_event_stream_closes_its_generator_on_disconnect() -> None:
+def streaming(source: Source) -> Front:
+    async def stream(call: Call) -> None:
+        await send_events(call, events(source))
+
+    return front(route(stream))[0]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_event_stream_closes_its_generator_on_disconnect(limit: int) -> None:
     """When the client goes away the generator is closed, also while it waits for its first event."""
 
-    async def run(limit: int) -> Client:
+    async def run() -> Client:
         client, source = Client(), Source(limit, "wait")
-        stream = asyncio.create_task(EventStream(_closing(source))({}, client.receive, client.send))
+        stream = asyncio.create_task(client.ask(streaming(source)))
         async with asyncio.timeout(60):
             while not source.waits:
                 await asyncio.sleep(0)
@@ -109,61 +107,51 @@ def test_event_stream_closes_its_generator_on_disconnect() -> None:
         assert source.closed
         return client
 
-    assert len(asyncio.run(run(2)).messages) == 3
-    assert asyncio.run(run(0)).messages == []
-
-
-async def _closing(source: Source) -> AsyncGenerator[bytes, None]:
-    from contextlib import aclosing
-
-    async with aclosing(source.items()) as items:
-        async for number in items:
-            yield encode({"number": number})
+    assert len(asyncio.run(run()).messages) == (3 if limit else 0)
 
 
 def test_event_stream_errors() -> None:
-    """An error before the first event leaves the response to others; one after it becomes the last event."""
+    """An error before the first event has its own status; one after it becomes the last event."""
 
     async def run(limit: int) -> list[dict[str, Any]]:
         client = Client()
-        await EventStream(_closing(Source(limit, "fail")))({}, client.receive, client.send)
+        await client.ask(streaming(Source(limit, "fail")))
         return client.messages
 
-    with pytest.raises(EngineFailed):
-        asyncio.run(run(0))
+    head, body = asyncio.run(run(0))
+    assert head["status"] == 500 and b"broken" in body["body"]
     messages = asyncio.run(run(1))
     assert messages[0]["status"] == 200 and b"broken" in messages[-2]["body"]
     assert messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
 
 
-def test_unless_disconnected() -> None:
-    """Work ends with its result, or with None and cancelled when the client goes away or it is cancelled itself."""
-    begun = cancelled = 0
-
-    async def work(seconds: float) -> str:
-        nonlocal begun, cancelled
-        begun += 1
-        try:
-            await asyncio.sleep(seconds)
-        except asyncio.CancelledError:
-            cancelled += 1
-            raise
-        return "done"
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_a_client_that_leaves(method: str) -> None:
+    """Work ends when its client leaves; a change that computes nothing is carried out."""
 
     async def run() -> None:
+        begun, go, ended = asyncio.Event(), asyncio.Event(), list[str]()
+
+        async def work(call: Call) -> Answer:
+            begun.set()
+            try:
+                await go.wait()
+            except asyncio.CancelledError:
+                ended.append("cancelled")
+                raise
+            ended.append("done")
+            return Answer(200)
+
         client = Client()
-        assert await unless_disconnected(client.receive, work(0)) == "done"
-        asyncio.get_running_loop().call_later(0.01, client.gone.set)
-        assert await unless_disconnected(client.receive, work(600)) is None
-        assert cancelled == 1
-        outer = asyncio.create_task(unless_disconnected(Client().receive, work(600)))
+        asking = asyncio.create_task(client.ask(front(route(work, method))[0], method))
         async with asyncio.timeout(60):
-            while begun < 3:
+            await begun.wait()
+            client.gone.set()
+            if method == "DELETE":
                 await asyncio.sleep(0)
-        outer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await outer
-        assert cancelled == 2
+                go.set()
+            await asking
+        assert ended == (["cancelled"] if method == "GET" else ["done"])
 
     asyncio.run(run())
 

@@ -22,7 +22,7 @@ from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.tracing import EngineTraces, Tracer
-from foreword.server.app import create_app
+from foreword.server.app import ServerApp
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 
@@ -52,7 +52,7 @@ def server(endpoint: str) -> Iterator[str]:
     registry.watch(engine)
     config = ServerConfig(port=0)
     listener = bind(config)
-    app = create_app(engine, registry, Config(SMALL, config), traces=traces)
+    app = ServerApp(engine, registry, Config(SMALL, config), traces=traces)
     running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), daemon=True)
     thread.start()

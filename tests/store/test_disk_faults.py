@@ -45,7 +45,7 @@ from foreword.store.tiered import TieredStore
 
 PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
-NOBODY = 65534
+NO_TENANT = 65534
 Journal = Literal["wal", "delete"]
 
 
@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_written(index: str) -> None:
         for path in [folder, *folder.rglob("*")]:
             path.chmod(0o500 if path.is_dir() else 0o400)
             if os.getuid() == 0:
-                os.chown(path, NOBODY, NOBODY)
+                os.chown(path, NO_TENANT, NO_TENANT)
         assert in_child(lambda: _read_only(folder, chain)) == 0
     finally:
         for path in [folder, *folder.rglob("*")]:
@@ -386,8 +386,8 @@ def test_a_folder_that_cannot_be_written(index: str) -> None:
 
 def _read_only(folder: Path, chain: Sequence[Frame]) -> None:
     if os.getuid() == 0:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(NO_TENANT)
+        os.setuid(NO_TENANT)
     store = DiskStore(folder, 1 << 20)
     assert store.read_only
     assert store.lookup(names_of(chain), deadline=soon()) == 4
@@ -408,7 +408,7 @@ def test_a_folder_that_is_read_only_for_a_while() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
         if os.getuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
+            os.chown(folder, NO_TENANT, NO_TENANT)
         assert in_child(lambda: _read_only_for_a_while(folder / "store")) == 0
     finally:
         shutil.rmtree(folder)
@@ -416,8 +416,8 @@ def test_a_folder_that_is_read_only_for_a_while() -> None:
 
 def _read_only_for_a_while(folder: Path) -> None:
     if os.getuid() == 0:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(NO_TENANT)
+        os.setuid(NO_TENANT)
     chains, lines = [make_frames(seed, 3, 1000) for seed in range(30, 33)], _logged_lines()
     with closing(TieredStore([DiskStore(folder, 1 << 20)])) as store:
         [tier] = store.tiers

@@ -192,7 +192,7 @@ def test_a_reader_without_the_key(stack: ExitStack, writer: str, reader: str) ->
 
 
 def test_a_key_replaces_blocks_without_one(stack: ExitStack) -> None:
-    """Once secrets are switched on, a server that stores a block again signs it. A server without it replaces nothing."""
+    """Once secrets are switched on, a server that stores a block again signs it. One without the secret replaces nothing."""
     inner = memory(stack)
     frames = make_frames(1, LENGTH, PAYLOAD)
     unsigned = stack.enter_context(closing(TieredStore([inner])))

@@ -307,8 +307,7 @@ def test_a_late_read_writes_nothing_that_is_used(tiers: Tiers) -> None:
 
 def test_one_bad_block_costs_one_block(tiers: Tiers) -> None:
     """What is stored in place of a block and cannot be one is counted and deleted; the others of the batch are served, the
-    tier is not skipped, and
-    the next put heals the block."""
+    tier is not skipped, and the next put heals the block."""
     frames = make_frames(9, 20, PAYLOAD)
     tiers.slow.put(frames, deadline=soon())
     tier = tiers.store.tiers[1]

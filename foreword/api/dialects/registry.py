@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from foreword.api.dialects import chat, completions, messages, messages_writer, responses
 from foreword.api.dialects.limits import Limits
@@ -12,20 +12,8 @@ from foreword.api.dialects.messages_writer import MessagesWriter
 from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead, Writer
-from foreword.api.errors import ErrorResponse, error_response
+from foreword.api.errors import ErrorResponder, openai_error
 from foreword.api.request import DialectName, GenerateRequest
-from foreword.errors import ForewordError
-
-
-class ErrorResponder(Protocol):
-    """Makes the response to an error that is known before anything was sent."""
-
-    def __call__(self, error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
-        """`retry_after`: seconds after which a retry makes sense."""
-
-
-def _openai_error(error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
-    return error_response(error, retry_after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +38,9 @@ class Dialect:
 DIALECTS: Final[Mapping[DialectName, Dialect]] = {
     dialect.name: dialect
     for dialect in (
-        Dialect("chat", "/v1/chat/completions", "chatcmpl-", chat.parse, ChatWriter, _openai_error),
-        Dialect("completions", "/v1/completions", "cmpl-", completions.parse, CompletionWriter, _openai_error),
-        Dialect("responses", "/v1/responses", "resp_", responses.parse, ResponsesWriter, _openai_error),
+        Dialect("chat", "/v1/chat/completions", "chatcmpl-", chat.parse, ChatWriter, openai_error),
+        Dialect("completions", "/v1/completions", "cmpl-", completions.parse, CompletionWriter, openai_error),
+        Dialect("responses", "/v1/responses", "resp_", responses.parse, ResponsesWriter, openai_error),
         Dialect("messages", "/v1/messages", "msg_", messages.parse, MessagesWriter, messages_writer.error_response),
     )
 }

@@ -22,17 +22,24 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 from msgspec import Meta
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foreword.api.bodies import Body, NewOpenPrefixBody, OpenPrefixBody, parse_body
+from foreword.api import prefixes as prefix_routes
+from foreword.api.asgi import App, AsgiExchange, AsgiFront, Message, Receive, Scope, Send
+from foreword.api.bodies import Body, NewOpenPrefixBody, OpenPrefixBody
 from foreword.api.dialects.limits import Limits
 from foreword.api.errors import error_response
-from foreword.api.prefixes import PrefixEndpoints
+from foreword.api.front import Answer, Call, Front, Handler
+from foreword.api.outcomes import ClientGone, Outcome
+from foreword.api.quotas import Quotas
+from foreword.api.request_bodies import RequestBodies
+from foreword.api.rights import Right, Rights
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.tenants import Tenants
+from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
@@ -52,15 +59,14 @@ class PrefetchBody(Body, kw_only=True):
 
 
 class PrefetchEndpoint:
-    """The endpoint."""
+    """Answers with vLLM's own completions."""
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
         self._storage = storage
         self._server = server
 
-    async def answer(self, raw: bytes, limits: Limits) -> dict[str, Any]:
+    async def answer(self, body: PrefetchBody) -> dict[str, Any]:
         """JSON. Raises BadRequest, EngineFailed."""
-        body = parse_body(PrefetchBody, raw, limits)
         tokens = await self._tokens(body)
         held = await asyncio.to_thread(self._storage.stored, tokens, Salt.parse(body.cache_salt))
         full = self._storage.position(len(tokens))
@@ -97,9 +103,8 @@ def _answered(tokens: Sequence[int], status: str, loaded: int, reason: str) -> d
     return {"object": "cache.prefetch", **counts, "where": "device" if loaded else None}
 
 
-_LIMITS = Limits()
-_PREFIXES = "/v1/prefixes"
-_PREFETCH = "/v1/cache/prefetch"
+_BODY_SECONDS = 30.0
+_INLINE_BYTES = 128 << 10
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 # Under /v1, where vLLM asks for its API key.
@@ -112,7 +117,7 @@ _CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
 class NamedPrefixes:
     """The middleware. See the module."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: App) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -145,7 +150,9 @@ class NamedPrefixes:
         inner = InnerServer(self.app, host, _api_key(host.state))
         prefixes = VllmPrefixes(storage, inner)
         weights = WeightsEndpoints(getattr(host.state, "engine_client", None))
-        host.router.middleware_stack = PrefixRoutes(routes, prefixes, weights, PrefetchEndpoint(storage, inner))
+        host.router.middleware_stack = PrefixRoutes(
+            routes, prefixes, make_front(prefixes, weights, PrefetchEndpoint(storage, inner))
+        )
         return prefixes
 
 
@@ -170,15 +177,17 @@ class WeightsEndpoints:
     def __init__(self, client: Any) -> None:
         self._client = client
 
-    async def answer(self, method: str, body: bytes) -> dict[str, Any]:
-        """JSON. Raises BadRequest, NotFound."""
+    async def show(self) -> dict[str, Any]:
+        """JSON. Raises NotFound."""
         if not hasattr(self._client, "update_weight_version"):
             raise NotFound("this vLLM knows no version of weights; vLLM 0.32 does")
-        if method == "POST":
-            await self._set(parse_body(_NewVersion, body, _LIMITS).version)
-        elif method != "GET":
-            raise NotFound(f"there is no {method} {_WEIGHTS}")
         return {"version": await self._client.get_weight_version()}
+
+    async def change(self, version: str) -> dict[str, Any]:
+        """JSON. Raises NotFound."""
+        await self.show()
+        await self._set(version)
+        return await self.show()
 
     async def _set(self, version: str) -> None:
         """Paused, vLLM drops all KV of other weights; no step comes before the new version."""
@@ -191,37 +200,73 @@ class WeightsEndpoints:
                 await self._client.resume_generation()
 
 
-class PrefixRoutes:
-    """The routes of named prefixes, prefetches and the weights' version, before those of vLLM."""
+class _Counts:
+    """vLLM counts the requests of its server, these among them."""
 
-    def __init__(
-        self, app: ASGIApp, prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint
-    ) -> None:
+    def response(self, route: str, status: int) -> None: ...
+
+    def outcome(self, dialect: str, outcome: Outcome) -> None: ...
+
+    def rejected(self, tenant: str, code: str) -> None: ...
+
+
+def make_front(prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint) -> Front:
+    """Named prefixes, prefetches and the weights' version. vLLM has checked its API key; all who have it are one tenant."""
+    routes, right = Routes[Handler](), Right.TENANT
+    prefix_routes.add_routes(routes, lambda: prefixes, lambda _: nullcontext(), NewOpenPrefixBody, OpenPrefixBody)
+
+    @routes.add(
+        "POST",
+        "/v1/cache/prefetch",
+        right=right,
+        meter=Meter.REQUEST,
+        body=JsonBody.of(PrefetchBody),
+        tag="cache",
+    )
+    async def prefetch_prompt(call: Call) -> dict[str, Any]:
+        """Load what the stores have of a coming prompt to the device."""
+        return await prefetch.answer(call.body)
+
+    @routes.add("GET", _WEIGHTS, right=right, meter=Meter.FREE, body=NO_BODY, tag="weights")
+    async def show_version(call: Call) -> dict[str, Any]:
+        """The version of the weights that are served."""
+        return await weights.show()
+
+    @routes.add("POST", _WEIGHTS, right=right, meter=Meter.FREE, body=JsonBody.of(_NewVersion), tag="weights")
+    async def change_version(call: Call) -> dict[str, Any]:
+        """The weights were updated in place: KV of other versions is not used from now on."""
+        return await weights.change(call.body.version)
+
+    work = WorkQueue("foreword", inline=_INLINE_BYTES)
+    return Front(routes, Rights(Tenants(), None), Quotas(), RequestBodies(_BODY_SECONDS), work, _Counts(), Limits)
+
+
+class PrefixRoutes:
+    """The routes of a front before those of vLLM, and named prefixes in requests for vLLM."""
+
+    def __init__(self, app: App, prefixes: VllmPrefixes, front: Front) -> None:
         self._app = app
         self._prefixes = prefixes
-        self._endpoints = PrefixEndpoints(prefixes)
-        self._weights = weights
-        self._prefetch = prefetch
+        self._own = AsgiFront(front)
+        self._routes = front.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
-        manages = path in (_PREFIXES, _WEIGHTS, _PREFETCH) or path.startswith(_PREFIXES + "/")
-        if not manages and (path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST"):
+        if self._routes.methods(path)[0]:
+            await self._own(scope, receive, send)
+            return
+        if path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
+        exchange = AsgiExchange(scope, receive, send)
         try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
+            body = b"".join([piece async for piece in exchange.pieces()])
+        except ClientGone:
             return
         try:
-            if manages:
-                status, answer = await self._manage(scope["method"], path, body)
-                await JSONResponse(answer, status_code=status)(scope, receive, send)
-                return
             prefix, changed = await self._with_prefix(path, body)
         except ForewordError as error:
-            status, data, headers = error_response(error)
-            await Response(data, status, headers)(scope, receive, send)
+            await exchange.send(Answer.of(error_response(error)))
             return
         if prefix is None:
             await self._app(scope, _replay(body, receive), send)
@@ -231,30 +276,6 @@ class PrefixRoutes:
         await self._app(_with_length(scope, len(data)), _replay(data, receive), watched)
         if watched.succeeded:
             self._prefixes.used(prefix, watched.count)
-
-    async def _manage(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """All but completions: status and JSON."""
-        if path == _PREFETCH:
-            if method != "POST":
-                raise NotFound(f"there is no {method} {_PREFETCH}")
-            return 200, await self._prefetch.answer(body, _LIMITS)
-        if path == _WEIGHTS:
-            return 200, await self._weights.answer(method, body)
-        name = path[len(_PREFIXES) + 1 :]
-        match method, name:
-            case "GET", "":
-                return 200, await self._endpoints.list()
-            case "POST", "":
-                new = parse_body(NewOpenPrefixBody, body, _LIMITS)
-                return await self._endpoints.add(new.name, new.content, new.messages, replace=new.replace)
-            case "GET", _:
-                return 200, await self._endpoints.show(name)
-            case "PUT", _ if name:
-                content = parse_body(OpenPrefixBody, body, _LIMITS)
-                return await self._endpoints.add(name, content.content, content.messages, replace=True)
-            case "DELETE", _ if name:
-                return 200, await self._endpoints.remove(name)
-        raise NotFound(f"there is no {method} {_PREFIXES}/{name}")
 
     async def _with_prefix(self, path: str, data: bytes) -> tuple[NamedPrefix | None, Mapping[str, Any]]:
         """The prefix that a body names, and the body with it in place. None if it names none, or is for vLLM to refuse."""

@@ -9,8 +9,11 @@ from typing import Final
 import msgspec
 
 from foreword.api.errors import CLIENT_GONE
+from foreword.api.front import Handler
 from foreword.api.outcomes import outcome_of_status
+from foreword.api.quotas import Admitted
 from foreword.api.request_log import log_request
+from foreword.api.routes import Meter, Route
 from foreword.api.sse import EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import ForewordError, ReplicaFailed
@@ -172,17 +175,19 @@ class Accounting:
         observed: its response is being observed.
     """
 
-    def __init__(self, router: Router, head: RequestHead, tenant: Tenant) -> None:
+    def __init__(self, router: Router, head: RequestHead, route: Route[Handler], tenant: Tenant) -> None:
         self._router, self._head, self._tenant = router, head, tenant
         self._began = clock()
-        self._admitted = router.quotas.admit(tenant.name, self._began)
+        self._admitted: Admitted | None = None
+        if route.meter is not Meter.FREE:
+            self._admitted = router.quotas.admit(tenant.name, self._began)
         self._placed: tuple[RoutedRequest, Attempt] | None = None
         self._answer: Answer | None = None
         self._response: ObservedResponse | None = None
         self._status = CLIENT_GONE
         self._ended = False
         self.observed = False
-        router.active += 1
+        router.picked += 1
 
     def answered(self, answer: Answer) -> None:
         """The gateway gets the answer, and sends the request there."""
@@ -233,8 +238,7 @@ class Accounting:
             counts = self._response.counts()
             if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
                 self._router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
-            used = counts.used or len(routed.prompt.tokens) + self._response.events
-            self._router.quotas.charge(self._admitted, used, clock())
+            self._charge(counts.used or len(routed.prompt.tokens) + self._response.events)
             routed.finished(attempt, counts)
             self._placed = None
         self.end()
@@ -246,17 +250,25 @@ class Accounting:
         self._ended = True
         if self._placed is not None:
             self._status = CLIENT_GONE
+            # What was seen of the answer, and the prompt, which is computed before it.
+            events = self._response.events if self._response is not None else 0
+            self._charge(len(self._placed[0].prompt.tokens) + events)
             self._give_up()
         router, head = self._router, self._head
-        router.active -= 1
-        router.quotas.finish(self._admitted)
-        if head.dialect:
-            router.metrics.outcome(head.dialect, outcome_of_status(self._status))
-        router.metrics.response(f"picker {head.path}", self._status)
+        router.picked -= 1
+        if self._admitted is not None:
+            router.quotas.finish(self._admitted)
+        if head.outcome:
+            router.metrics.outcome(head.outcome, outcome_of_status(self._status))
+        router.metrics.response(f"picker {head.route.shown_path if head.route else 'unknown'}", self._status)
         log_request(head.method, head.path, self._status, clock() - self._began, head.id)
         if head.span is not None:
             head.span.note({"http.response.status_code": self._status})
             head.span.end(f"status {self._status}" if self._status >= 500 else "")
+
+    def _charge(self, tokens: int) -> None:
+        if self._admitted is not None:
+            self._router.quotas.charge(self._admitted, tokens, clock())
 
     def _give_up(self) -> None:
         """The attempt teaches nothing."""

@@ -14,14 +14,12 @@ from urllib.parse import unquote
 
 import msgspec
 
-from foreword.api.dialects.registry import DIALECTS
-from foreword.api.errors import BodyTooLarge, error_response
+from foreword.api.errors import openai_error
 from foreword.api.tenants import Tenant
-from foreword.errors import BadRequest, ConfigError, ForewordError, QueueFull
-from foreword.router.body import BodyTimeout
+from foreword.errors import BadRequest, ConfigError, ForewordError
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.accounting import Accounting
-from foreword.router.gateway.picker import DESTINATION, MODELS, PICK, ROUTE, Answer, Picker, RequestHead
+from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
 from foreword.router.passthrough import listed_models
 
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
@@ -31,21 +29,16 @@ _MORE_SECONDS: Final = 1
 UNOBSERVED_SECONDS: Final = 5.0
 # Below the limits that gateways set for a piece of a body.
 _PIECE_BYTES: Final = 60 << 10
-# A body may take longer than its limit if it comes at least this fast, in bytes per second.
-_RATE: Final = 16 << 10
-_TOTAL_BYTES: Final = 256 << 20
 _SUBSET: Final = ("envoy.lb.subset_hint", "x-gateway-destination-endpoint-subset")
 _SERVED: Final = ("envoy.lb", "x-gateway-destination-endpoint-served")
 
 
 class Exchanges:
-    """What the exchanges share: the picker, answers whose responses are observed elsewhere, and bytes of bodies in memory."""
+    """What the exchanges share: the picker, and answers whose responses are observed elsewhere."""
 
-    def __init__(self, picker: Picker, body_seconds: float) -> None:
+    def __init__(self, picker: Picker) -> None:
         self.picker = picker
-        self.body_seconds = body_seconds
         self.answered: dict[str, Accounting] = {}
-        self.held_bytes = 0
         self._knows_replicas = False
 
     def knows_replicas(self) -> bool:
@@ -91,10 +84,12 @@ class _Exchange:
         self._requests = requests
         self._write = write
         self._first = first
-        self._head = RequestHead.of(envoy.headers_of(first.request_headers), shared.picker.router.tracer)
+        self._head = RequestHead.of(
+            envoy.headers_of(first.request_headers), shared.picker.routes, shared.picker.router.tracer
+        )
         self._accounting: Accounting | None = None
         self._answer: Answer | None = None
-        self._body = bytearray()
+        self._body = shared.picker.router.bodies.hold()
         self._trailers = False
         config = first.protocol_config
         self._duplex = config.request_body_mode == envoy.FULL_DUPLEX_STREAMED
@@ -120,8 +115,7 @@ class _Exchange:
 
     def close(self) -> None:
         """The gateway closed the stream, or it was ended here."""
-        self._shared.held_bytes -= len(self._body)
-        self._body = bytearray()
+        self._body.release()
         accounting, answer = self._accounting, self._answer
         if accounting is None or accounting.observed:
             return
@@ -140,10 +134,10 @@ class _Exchange:
     async def _request(self) -> None:
         """Answer the messages of the request. Raises ForewordError for a request that gets an error."""
         picker, head = self._shared.picker, self._head
-        tenant = picker.admit(head)
-        self._accounting = Accounting(picker.router, head, tenant)
+        route, tenant = picker.admit(head)
+        self._accounting = Accounting(picker.router, head, route, tenant)
         if head.lists_models:
-            listed = listed_models(picker.router, unquote(head.path[len(MODELS) :]))
+            listed = listed_models(picker.router, unquote(head.path.removeprefix("/v1/models").strip("/")))
             await self._write(self._immediate(200, msgspec.json.encode(listed), {}))
             self._accounting.response(200, {}, "")
             return
@@ -163,7 +157,7 @@ class _Exchange:
         await self._decide(tenant, self._accounting)
 
     async def _decide(self, tenant: Tenant, accounting: Accounting) -> None:
-        picker, raw = self._shared.picker, bytes(self._body)
+        picker, raw = self._shared.picker, bytes(self._body.data)
         work = asyncio.ensure_future(picker.pick(self._head, tenant, raw, self._allowed()))
         try:
             if self._buffered:
@@ -198,25 +192,17 @@ class _Exchange:
 
     async def _read_body(self) -> None:
         """Raises BodyTooLarge, QueueFull, or BadRequest for a body that comes too slowly or not to its end."""
-        shared, limit = self._shared, self._shared.picker.router.limits().body_bytes
-        began, allowed = asyncio.get_running_loop().time(), shared.body_seconds
-        try:
-            async with asyncio.timeout_at(began + allowed) as timeout:
-                async for message in self._requests:
-                    if message.HasField("request_trailers"):
-                        self._trailers = True
-                        return
-                    self._body += message.request_body.body
-                    shared.held_bytes += len(message.request_body.body)
-                    if len(self._body) > limit:
-                        raise BodyTooLarge(limit)
-                    if shared.held_bytes > max(_TOTAL_BYTES, limit):
-                        raise QueueFull("Too many large requests are being read; retry later")
-                    if message.request_body.end_of_stream:
-                        return
-                    timeout.reschedule(began + max(allowed, len(self._body) / _RATE))
-        except TimeoutError:
-            raise BodyTimeout("The body did not arrive in time") from None
+        router = self._shared.picker.router
+        await router.bodies.fill(self._body, self._pieces_of_body(), 0, router.limits().body_bytes)
+
+    async def _pieces_of_body(self) -> AsyncIterator[bytes]:
+        async for message in self._requests:
+            if message.HasField("request_trailers"):
+                self._trailers = True
+                return
+            yield message.request_body.body
+            if message.request_body.end_of_stream:
+                return
         raise BadRequest("The body did not arrive to its end")
 
     # Answers
@@ -276,8 +262,8 @@ class _Exchange:
     def _refusal(self, error: ForewordError) -> Any:
         router = self._shared.picker.router
         seconds = error.retry_after or router.retry_after()
-        dialect = DIALECTS.get(self._head.dialect)  # type: ignore[call-overload]
-        made = dialect.error_response(error, seconds, self._head.id) if dialect else error_response(error, seconds)
+        respond = self._head.route.errors if self._head.route is not None else openai_error
+        made = respond(error, seconds, self._head.id)
         return self._immediate(made.status, made.body, made.headers)
 
     def _immediate(self, status: int, body: bytes, headers: Mapping[str, str]) -> Any:

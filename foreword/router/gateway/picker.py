@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import ipaddress
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from foreword.api.callers import credentials
-from foreword.api.dialects.registry import DIALECTS
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
+from foreword.api.front import Handler
+from foreword.api.request import GenerateRequest
+from foreword.api.request_bodies import check_media_type, declared_length
 from foreword.api.request_log import request_id_from
+from foreword.api.routes import NO_BODY, JsonBody, Route, Routes
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
-from foreword.router.client_request import PATHS, ClientRequest, decode_object, parse_request, replica_body
+from foreword.router.client_request import ClientRequest, decode_object, replica_body
+from foreword.router.completions import TRANSLATED
 from foreword.router.decision_log import as_header
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream, clock
@@ -79,15 +83,11 @@ PREFILL: Final = "x-prefiller-host-port"
 PICK: Final = "x-foreword-pick"
 ROUTE: Final = "x-foreword-route"
 _OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, SALT_HEADER)
-_INTERFACES: Final = {path: interface for interface, path in PATHS.items()}
-_TRANSLATED: Final = {DIALECTS[name].path: DIALECTS[name] for name in ("responses", "messages")}
-MODELS: Final = "/v1/models/"
+_MODELS: Final = "/v1/models"
 # Paths that any replica answers.
 _ANYWHERE: Final = frozenset(
     ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")
 )
-# Larger bodies are parsed on a thread.
-_INLINE_BYTES: Final = 128 << 10
 _NONE_ALLOWED: Final = "None of the endpoints that the gateway allows takes requests"
 
 
@@ -99,32 +99,32 @@ class RequestHead:
     path: str
     headers: Mapping[str, str]
     id: str
+    route: Route[Handler] | None = None
     span: Span | None = None
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], tracer: Tracer | None = None) -> RequestHead:
-        path = headers.get(":path", "/").partition("?")[0]
+    def of(cls, headers: Mapping[str, str], routes: Routes[Handler], tracer: Tracer | None = None) -> RequestHead:
+        path, method = headers.get(":path", "/").partition("?")[0], headers.get(":method", "GET")
+        found = routes.find(method, path.removesuffix("/"))
         name, span = request_id_from(headers.get("x-request-id")), None
         if tracer is not None:
             span = tracer.request("picker request", headers, {"url.path": path, "gen_ai.request.id": name})
-        return cls(headers.get(":method", "GET"), path, headers, name, span)
+        return cls(method, path, headers, name, found.route if found is not None else None, span)
 
     @property
     def generates(self) -> bool:
         """Whether it is placed by its prompt."""
-        return self.method == "POST" and (self.path in _INTERFACES or self.path in _TRANSLATED)
+        return self.outcome != ""
 
     @property
     def lists_models(self) -> bool:
         """Whether the picker itself knows the answer."""
-        return self.method in ("GET", "HEAD") and (self.path + "/").startswith(MODELS)
+        return self.route is not None and self.route.method == "GET"
 
     @property
-    def dialect(self) -> str:
-        name = _INTERFACES.get(self.path)
-        if name is not None:
-            return {"completion": "completions", "embedding": "embeddings"}.get(name, name)
-        return _TRANSLATED[self.path].name if self.path in _TRANSLATED else ""
+    def outcome(self) -> str:
+        """The name under which it is counted."""
+        return self.route.outcome if self.route is not None else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,18 @@ class Answer:
     placed: tuple[RoutedRequest, Attempt] | None = None
 
 
+def routes_of(routes: Routes[Handler]) -> Routes[Handler]:
+    """What the picker lets through, of the router's table: with the same rights and costs. Replicas have other paths, that only
+    their operator may call. A body that does not matter for the choice of a replica goes by unread."""
+    taken = Routes[Handler]()
+    for route in routes:
+        if route.path in _ANYWHERE:
+            taken.put(dataclasses.replace(route, body=NO_BODY))
+        elif route.outcome or route.path.startswith(_MODELS):
+            taken.put(route)
+    return taken
+
+
 @dataclass(eq=False)
 class Picker:
     """Places requests for a gateway. Runs on the router's event loop."""
@@ -153,26 +165,26 @@ class Picker:
     router: Router
     addresses: Addresses = field(default_factory=Addresses)
 
-    def admit(self, head: RequestHead) -> Tenant:
-        """Check what can be checked before the body comes.
+    @functools.cached_property
+    def routes(self) -> Routes[Handler]:
+        return routes_of(self.router.routes)
+
+    def admit(self, head: RequestHead) -> tuple[Route[Handler], Tenant]:
+        """The route and the tenant. Checks what can be checked before the body comes.
 
         Raises Unauthorized, NotFound, UnsupportedMediaType or BodyTooLarge.
         """
         router = self.router
-        tenant = router.auth.tenant(head.headers)
-        if not (head.generates or head.path in _ANYWHERE or head.lists_models):
-            # Replicas have paths that only their operator may call.
+        if head.route is None:
             raise NotFound(f"There is no {head.method} {head.path}")
+        tenant = router.auth.rights.check(head.route.right, head.headers, None, head.route.name)
         if head.generates:
-            kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json" and not kind.endswith("+json"):
-                raise UnsupportedMediaType("Send the body as JSON, with the header Content-Type: application/json")
+            check_media_type(head.headers)
             if head.headers.get("content-encoding", "identity") != "identity":
                 raise UnsupportedMediaType("Send the body without Content-Encoding, or let the gateway decompress it")
-        length = head.headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > router.limits().body_bytes:
+        if declared_length(head.headers) > router.limits().body_bytes:
             raise BodyTooLarge(router.limits().body_bytes)
-        return tenant
+        return head.route, tenant
 
     async def anywhere(self, head: RequestHead, tenant: Tenant, among: Collection[str] | None = None) -> Answer:
         """For a request that any replica answers; `among` as for `pick`. Raises NoReplica."""
@@ -217,15 +229,13 @@ class Picker:
 
     async def _parsed(self, head: RequestHead, raw: bytes) -> ClientRequest:
         """The request as it is placed and, with its own body, sent. Raises BadRequest."""
-        parse = partial(self._parse, head, raw)
-        return parse() if len(raw) <= _INLINE_BYTES else await asyncio.to_thread(parse)
-
-    def _parse(self, head: RequestHead, raw: bytes) -> ClientRequest:
-        limits = self.router.limits()
-        if head.path in _INTERFACES:
-            return parse_request(_INTERFACES[head.path], raw, limits)
-        given = _TRANSLATED[head.path].parse(raw, limits)
-        return chat_request(given, self.router.pool(given.model).kind)
+        assert head.route is not None and isinstance(head.route.body, JsonBody)
+        parse, work = functools.partial(head.route.body.parse, raw, self.router.limits()), self.router.work
+        request = parse() if len(raw) <= work.inline else await work.run(len(raw), parse)
+        if isinstance(request, GenerateRequest):
+            return chat_request(request, self.router.pool(request.model).kind)
+        assert isinstance(request, ClientRequest)
+        return request
 
     async def _routed(
         self, head: RequestHead, tenant: Tenant, request: ClientRequest, arrived: float, among: Collection[str] | None
@@ -298,7 +308,7 @@ class Picker:
 
 def _body(head: RequestHead, request: ClientRequest, raw: bytes, own: dict[str, Any]) -> bytes | None:
     """The body to send; None for the client's."""
-    if head.path in _TRANSLATED:
+    if head.outcome in TRANSLATED:
         request = dataclasses.replace(request, raw=raw, body=decode_object(raw))
     body = replica_body(request, "openai", own)
     return None if body is raw else body

@@ -61,7 +61,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
 
     # It writes a line for each stream at level DEBUG.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
-    exchanges = Exchanges(Picker(router), limits.body_timeout)
+    exchanges = Exchanges(Picker(router))
 
     async def process(requests: Any, context: Any) -> None:
         if not exchanges.knows_replicas():

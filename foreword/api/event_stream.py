@@ -1,0 +1,127 @@
+"""Server-sent events to a client: the head, events, and comments while there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from typing import Final
+
+from foreword.api import sse
+from foreword.api.errors import error_body
+from foreword.api.front import ByteStream, Call
+from foreword.api.outcomes import ClientGone
+from foreword.errors import ForewordError
+
+_COMMENT: Final = b": keep-alive\n\n"
+HEADERS: Final[Mapping[str, str]] = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+# Seconds without an event after which a stream between servers sends a comment, so that the reader knows it is alive.
+KEEP_ALIVE: Final = 5.0
+
+
+class EventStream:
+    """A streamed response. It begins with the first event, or with a comment if the first event takes long: from then on errors
+    are events too.
+
+    Args:
+        headers: makes the headers, from those of a replica's response if there is one.
+        keep_alive: seconds without an event after which a comment is sent, so that proxies keep the connection open.
+    """
+
+    def __init__(
+        self, call: Call, headers: Callable[[Mapping[str, str]], Mapping[str, str]], keep_alive: float
+    ) -> None:
+        self._call = call
+        self._headers = headers
+        self._keep_alive = keep_alive
+        self._out: ByteStream | None = None
+        self._ended = False
+        self._writes = self._seen = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    @property
+    def begun(self) -> bool:
+        """The head was sent."""
+        return self._out is not None
+
+    def send_comments(self) -> None:
+        """Send comments from now on, until `stop`."""
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._check)
+
+    def stop(self) -> None:
+        """Send no more comments."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    async def write(self, data: bytes, given: Mapping[str, str] | None = None, *, last: bool = False) -> None:
+        """Send whole events. Raises ClientGone.
+
+        Args:
+            given: headers of the replica's response.
+            last: these are the last events; the stream is ended with them, in one packet.
+        """
+        self._writes += 1
+        if self._out is None:
+            self._out = await self._call.open(self._headers(given or {}))
+        if last:
+            await self._end(self._out, data)
+        elif data and not self._ended:
+            await self._out.write(data)
+
+    async def close(self) -> None:
+        """End a stream that has begun, if it has not ended. Raises ClientGone."""
+        await self.write(b"", last=True)
+
+    async def _end(self, out: ByteStream, data: bytes) -> None:
+        if not self._ended:
+            self._ended = True
+            self.stop()
+            await out.end(data)
+
+    def _check(self) -> None:
+        if self._writes == self._seen and (self._comment is None or self._comment.done()):
+            self._comment = asyncio.ensure_future(self._send_comment())
+        self._seen = self._writes
+        self.send_comments()
+
+    async def _send_comment(self) -> None:
+        try:
+            await self.write(_COMMENT)
+            self._seen = self._writes
+        except ClientGone:
+            self.stop()
+
+
+async def send_events(
+    call: Call,
+    events: AsyncGenerator[bytes, None],
+    error_event: Callable[[ForewordError], bytes] = lambda error: sse.encode(error_body(error)),
+    keep_alive: float = KEEP_ALIVE,
+) -> None:
+    """Answer a call with events. The head is sent with the first one, which may be empty.
+
+    An error before it is raised, to be answered with its own HTTP status; one after it is sent as an event and ends the stream.
+    When the client disconnects the generator is closed at once.
+    """
+    stream = EventStream(call, lambda _: HEADERS, keep_alive)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                if not stream.begun:
+                    stream.send_comments()
+                await stream.write(event)
+    except ForewordError as error:
+        if not stream.begun:
+            raise
+        call.failure = error
+        await stream.write(error_event(error))
+    finally:
+        stream.stop()
+    await stream.close()

@@ -1,0 +1,341 @@
+"""What happens to every request of every front, whatever HTTP stack it comes from.
+
+A request is matched with a route, and then: rights, quota, body within its limits, handler, charge, errors in the route's
+format, one outcome in the metrics, one line in the log. Handlers get a `Call` and return an `Answer`, an object that is sent as
+JSON, or None after they have streamed one. They know neither aiohttp nor ASGI: an adapter gives a front its `Exchange`s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote
+
+from foreword.api.dialects.limits import Limits
+from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_response, no_route_response, openai_error
+from foreword.api.outcomes import ClientGone, Ending, Outcome
+from foreword.api.quotas import Admitted, Quotas
+from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
+from foreword.api.request_log import log_request, request_id_from
+from foreword.api.rights import NO_TENANT, Right, Rights
+from foreword.api.routes import JsonBody, Meter, Route, Routes
+from foreword.api.tenants import Tenant
+from foreword.api.work_queue import WorkQueue
+from foreword.errors import ForewordError, IntegrityError
+from foreword.observability.tracing import Span, Tracer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole response."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def json(cls, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return cls(status, text.encode(), {"content-type": "application/json", **(headers or {})})
+
+    @classmethod
+    def of(cls, error: ErrorResponse) -> Answer:
+        return cls(error.status, error.body, error.headers)
+
+
+class ByteStream(Protocol):
+    """The body of a response that is sent in pieces. Both methods raise ClientGone."""
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def end(self, data: bytes = b"") -> None: ...
+
+
+class Exchange(Protocol):
+    """One request on an HTTP stack.
+
+    Attributes:
+        path: as the client wrote it, without the query. query: without its question mark.
+        headers: by names in lower case.
+        address: of the client.
+    """
+
+    method: str
+    path: str
+    query: str
+    headers: Mapping[str, str]
+    address: str | None
+
+    def arrived(self, limit: int) -> bytes | None:
+        """The whole body if it has come with the head and has at most `limit` bytes."""
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises ClientGone."""
+
+    def watch(self) -> None:
+        """No body is read from now on. The call is cancelled if the client leaves."""
+
+    async def open(self, status: int, headers: Mapping[str, str]) -> ByteStream:
+        """Begin a response in pieces. Raises ClientGone."""
+
+
+Reply = Answer | Mapping[str, Any] | None
+Handler = Callable[["Call"], Coroutine[Any, Any, Reply]]
+
+
+class Call:
+    """A request as its handler sees it.
+
+    Attributes:
+        id: of the request, in the log and in the answer.
+        names: the parts of the path that the route names.
+        tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
+        body: what the route's `parse` made of `raw`; None without a body.
+        admitted: as the tenant's quotas count it; None where they do not.
+        failure: the error that ended a stream after its head.
+        span: of its trace; None without traces.
+        arrived: when it came, by `time.monotonic`.
+    """
+
+    __slots__ = (
+        "_front",
+        "_query",
+        "_streams",
+        "admitted",
+        "arrived",
+        "body",
+        "exchange",
+        "failure",
+        "held",
+        "id",
+        "names",
+        "raw",
+        "route",
+        "span",
+        "tenant",
+    )
+
+    def __init__(self, front: Front, exchange: Exchange) -> None:
+        self._front = front
+        self.exchange = exchange
+        self.arrived = time.monotonic()
+        self.id = request_id_from(exchange.headers.get("x-request-id"))
+        self.route: Route[Handler] | None = None
+        self.names: Mapping[str, str] = {}
+        self.tenant = NO_TENANT
+        self.admitted: Admitted | None = None
+        self.body: Any = None
+        self.raw = b""
+        self.held = front.bodies.hold()
+        self.failure: BaseException | None = None
+        self.span: Span | None = None
+        self._query: dict[str, list[str]] | None = None
+        self._streams = False
+
+    @property
+    def method(self) -> str:
+        return self.exchange.method
+
+    @property
+    def path(self) -> str:
+        """As the client wrote it, without the query."""
+        return self.exchange.path
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self.exchange.headers
+
+    def query(self, name: str) -> list[str]:
+        """The values of a parameter of the query."""
+        if self._query is None:
+            self._query = parse_qs(self.exchange.query, keep_blank_values=True)
+        return self._query.get(name, [])
+
+    @property
+    def limits(self) -> Limits:
+        """What a body may contain."""
+        return self._front.limits()
+
+    @property
+    def is_operator(self) -> bool:
+        return self._front.rights.is_operator(self.headers, self.exchange.address)
+
+    def require(self, right: Right, what: str) -> Tenant:
+        """For what the route does not ask of all of its callers. Raises Unauthorized or Forbidden."""
+        return self._front.rights.check(right, self.headers, self.exchange.address, what)
+
+    def allows(self, right: Right) -> bool:
+        """Whether `require` would not raise."""
+        try:
+            self.require(right, "")
+        except ForewordError:
+            return False
+        return True
+
+    def charge(self, tokens: int) -> None:
+        """Charge the caller for all tokens of this call so far. Earlier charges of it are counted in."""
+        assert self.admitted is not None, "the route has no quota"
+        self._front.quotas.charge(self.admitted, tokens, time.monotonic())
+
+    def release_body(self) -> None:
+        """The bytes of the body are not needed any more."""
+        self.held.release()
+
+    async def open(self, headers: Mapping[str, str]) -> ByteStream:
+        """Begin to stream the answer. Raises ClientGone."""
+        stream = await self.exchange.open(200, {**headers, "x-request-id": self.id})
+        self._streams = True
+        return stream
+
+    @property
+    def streams(self) -> bool:
+        """Whether the head of a streamed answer was sent."""
+        return self._streams
+
+
+class FrontMetrics(Protocol):
+    """What a front counts."""
+
+    def response(self, route: str, status: int) -> None:
+        """The path of the route, not of the request: their number has no bound."""
+
+    def outcome(self, dialect: str, outcome: Outcome) -> None: ...
+
+    def rejected(self, tenant: str, code: str) -> None: ...
+
+
+@dataclass(eq=False)
+class Front:
+    """All requests of one front. Runs on its event loop.
+
+    Attributes:
+        limits: what a body may contain now.
+        ready: raises if requests of a route are not taken now.
+        retry_after: seconds, where an error does not say after which time to try again.
+        before: called before each request.
+        span_name: of the traces of requests that count against quotas.
+        active: requests that are being answered.
+    """
+
+    routes: Routes[Handler]
+    rights: Rights
+    quotas: Quotas
+    bodies: RequestBodies
+    work: WorkQueue
+    metrics: FrontMetrics
+    limits: Callable[[], Limits]
+    ready: Callable[[Route[Handler]], object] = lambda route: None
+    retry_after: Callable[[], float | None] = lambda: None
+    before: Callable[[], None] = lambda: None
+    tracer: Tracer | None = None
+    span_name: str = "request"
+    active: int = 0
+
+    async def serve(self, exchange: Exchange) -> Answer | None:
+        """The answer, which the adapter sends; None if it was streamed, or the client has left."""
+        self.before()
+        call, answer, status = Call(self, exchange), None, CLIENT_GONE
+        self.active += 1
+        try:
+            answer = await self._answer(call)
+            if answer is not None:
+                status = answer.status
+                answer.headers = {**answer.headers, "x-request-id": call.id}
+            elif call.streams:
+                status = 200
+        except ClientGone:
+            pass
+        except Exception:
+            status = 500  # the stream ends in its middle
+            raise
+        finally:
+            self.active -= 1
+            call.held.release()
+            self.metrics.response(call.route.shown_path if call.route is not None else "unknown", status)
+            log_request(call.method, call.path, status, time.monotonic() - call.arrived, call.id)
+            if call.span is not None:
+                call.span.note({"http.response.status_code": status})
+                call.span.end(f"status {status}" if status >= 500 else "")
+        return answer
+
+    async def _answer(self, call: Call) -> Answer | None:
+        """Raises ClientGone, CancelledError, and any error of a stream whose head was sent."""
+        try:
+            methods, call.names = self.routes.methods(call.path)
+            call.route = methods.get("GET" if call.method == "HEAD" else call.method)
+            if call.route is None:
+                return self._no_route(call, methods)
+            return await self._run(call, call.route)
+        except ForewordError as error:
+            if call.streams:
+                raise
+            return self._refusal(call, error)
+        except (ClientGone, asyncio.CancelledError):
+            raise
+        except Exception:  # the edge of the process: one request that fails for an unknown reason must not end others
+            logger.exception("request %s: %s %s failed", call.id, call.method, call.path)
+            if call.streams:
+                raise
+            return Answer.of(internal_error_response(call.id))
+
+    async def _run(self, call: Call, route: Route[Handler]) -> Answer | None:
+        with ExitStack() as stack:
+            ending = None
+            if route.outcome:
+                ending = stack.enter_context(Ending(self.metrics.outcome, route.outcome))
+            call.tenant = self.rights.check(route.right, call.headers, call.exchange.address, route.name)
+            self.ready(route)
+            if route.meter is not Meter.FREE:
+                call.admitted = stack.enter_context(self.quotas.admit(call.tenant.name, call.arrived))
+                if self.tracer is not None:
+                    attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
+                    call.span = self.tracer.request(self.span_name, call.headers, attributes)
+            if isinstance(route.body, JsonBody):
+                await self._read(call, route.body)
+            if route.ends_with_client:
+                call.exchange.watch()
+                reply = await route.handler(call)
+            else:
+                reply = await asyncio.shield(asyncio.ensure_future(route.handler(call)))
+            answer = reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
+            if ending is not None:
+                ending.error = call.failure
+                ending.status = answer.status if answer is not None else 200
+            served = call.failure is None and (answer is None or answer.status < 400)
+            if route.meter is Meter.TOKENS and served and call.admitted and call.admitted.charged is None:
+                raise IntegrityError(f"{route.name} answered without a charge")
+            return answer
+
+    async def _read(self, call: Call, body: JsonBody) -> None:
+        exchange, limits = call.exchange, self.limits()
+        if body.optional and not declared_length(call.headers) and "transfer-encoding" not in call.headers:
+            return
+        check_media_type(call.headers)
+        raw = exchange.arrived(min(self.work.inline, limits.body_bytes))
+        if raw is None:
+            await self.bodies.fill(call.held, exchange.pieces(), declared_length(call.headers), limits.body_bytes)
+            raw = bytes(call.held.data)
+        call.raw = raw
+        if len(raw) <= self.work.inline:
+            call.body = body.parse(raw, limits)
+        else:
+            call.body = await self.work.run(len(raw), body.parse, raw, limits)
+
+    def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
+        known = [route.shown_path for route in self.routes.shown]
+        return Answer.of(no_route_response(call.method, unquote(call.path), methods, known))
+
+    def _refusal(self, call: Call, error: ForewordError) -> Answer:
+        self.metrics.rejected(call.tenant.name, error.code)
+        if error.status >= 500 and not error.retry:
+            logger.error("request %s: %s %s: %s", call.id, call.method, call.path, error.message)
+        respond: Any = call.route.errors if call.route is not None else openai_error
+        return Answer.of(respond(error, error.retry_after or self.retry_after(), call.id))

@@ -1,0 +1,31 @@
+"""Routes that every front has for programs that watch it: metrics, version, and the description of its API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from foreword import __version__
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
+
+
+def add_routes(routes: Routes[Handler], render: Callable[[str], tuple[bytes, str]]) -> None:
+    """`render` gives the metrics and their media type for an `Accept` header."""
+
+    @routes.add("GET", "/metrics", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    async def metrics(call: Call) -> Answer:
+        """The metrics for Prometheus."""
+        content, media_type = render(call.headers.get("accept", ""))
+        return Answer(200, content, {"content-type": media_type})
+
+    @routes.add("GET", "/version", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    async def show_version(call: Call) -> dict[str, Any]:
+        """Foreword's version."""
+        return {"version": __version__}
+
+    @routes.add("GET", "/openapi.json", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    async def openapi(call: Call) -> dict[str, Any]:
+        """This API as OpenAPI 3.1."""
+        return routes.openapi()

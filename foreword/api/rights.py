@@ -1,0 +1,104 @@
+"""Who may do what: one rule for the server, the router, the endpoint picker and the middleware for vLLM.
+
+An operator is a caller with the admin key. Where there is no key of any kind, programs on this host are operators; where there
+are API keys and no admin key, there is no operator. What belongs to a tenant may be changed by its key; where no API keys are
+required all callers are one tenant, so only operators may.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from enum import Enum
+from typing import Final
+
+from foreword.api.callers import credentials, is_local
+from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
+from foreword.errors import Forbidden, Unauthorized
+
+
+class Right(Enum):
+    """Who may call a route. The text is for the reference."""
+
+    ANYONE = "any"
+    TENANT = "tenant"
+    """A caller with a key; anyone where none is required."""
+    OWNER = "owner"
+    """A tenant, about what belongs to it. Where no API keys are required, an operator."""
+    TENANT_OR_OPERATOR = "tenant or operator"
+    OWNER_OR_OPERATOR = "owner or operator"
+    STATE = "state"
+    """An operator. Where no key of any kind is configured, anyone."""
+    OPERATOR = "operator"
+
+    @property
+    def names_tenant(self) -> bool:
+        """Whether its callers are always tenants, to whom quotas apply."""
+        return self in (Right.TENANT, Right.OWNER)
+
+
+NO_TENANT: Final = Tenant("unknown", b"", "none")
+
+
+class Rights:
+    """The rights of callers, who are known by the headers of their requests and their address."""
+
+    def __init__(self, tenants: Tenants, admin_key: str | None) -> None:
+        self.tenants = tenants
+        self._admin_key = None if admin_key is None else admin_key.encode()
+
+    @property
+    def _open(self) -> bool:
+        """Whether no key of any kind is configured."""
+        return self._admin_key is None and not self.tenants.require_keys
+
+    def tenant(self, headers: Mapping[str, str]) -> Tenant:
+        """The caller's tenant. Raises Unauthorized."""
+        return self.tenants.authenticate(credentials(headers), headers.get(SALT_HEADER))
+
+    def is_operator(self, headers: Mapping[str, str], address: str | None) -> bool:
+        if self._admin_key is None:
+            return self._open and is_local(address, headers)
+        return self.is_admin_key(credentials(headers))
+
+    def is_admin_key(self, authorization: str | None) -> bool:
+        """Whether an `Authorization` header has the operator's key. It is for this front only."""
+        if self._admin_key is None:
+            return False
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        return scheme.lower() == "bearer" and hmac.compare_digest(
+            self._admin_key, key.strip().encode("latin-1", "replace")
+        )
+
+    def check(self, right: Right, headers: Mapping[str, str], address: str | None, what: str) -> Tenant:
+        """The caller's tenant; `NO_TENANT` where the right is not that of a tenant. Raises Unauthorized or Forbidden.
+
+        Args:
+            what: what the caller wants, for the error's message.
+        """
+        if right is Right.ANYONE or (right is Right.STATE and self._open):
+            return NO_TENANT
+        if right is Right.TENANT:
+            return self.tenant(headers)
+        operator = self.is_operator(headers, address)
+        if right is Right.OWNER:
+            tenant = self.tenant(headers)
+            if operator or tenant.source != "none":
+                return tenant
+        elif operator:
+            return NO_TENANT
+        elif right in (Right.TENANT_OR_OPERATOR, Right.OWNER_OR_OPERATOR):
+            tenant = self.tenant(headers)
+            if right is Right.TENANT_OR_OPERATOR or tenant.source != "none":
+                return tenant
+        raise self._refusal(headers, what)
+
+    def _refusal(self, headers: Mapping[str, str], what: str) -> Forbidden | Unauthorized:
+        if self._open:
+            return Forbidden(f"{what} is possible from this server's own host only, or with --admin-key")
+        if self._admin_key is None:
+            return Forbidden(f"{what} takes the key of the operator: start with --admin-key")
+        if self.tenants.require_keys:
+            self.tenant(headers)  # a caller without any key gets that error
+            return Forbidden(f"{what} takes the key of the operator (--admin-key)")
+        return Unauthorized(f"{what} takes the key of the operator (--admin-key), as Authorization: Bearer KEY")

@@ -1,0 +1,192 @@
+"""What every front promises: the server, the router, the endpoint picker, the middleware for vLLM. See the package."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+
+from foreword.api.rights import Right
+from foreword.api.routes import JsonBody, Meter, Route, Routes
+
+_JSON = {"content-type": "application/json"}
+_REQUEST_ID = "asked-by-the-contract"
+
+
+class Asked(NamedTuple):
+    """An answer of a front."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass
+class RunningFront:
+    """A front that serves on real connections.
+
+    Attributes:
+        routes: all that it answers.
+        send: sends a request: method, path, headers, body.
+        bodies: by path, a body that is answered with success, for each route that is charged. unserved: paths of such routes
+            that this front cannot serve.
+        metrics: the text of its metrics; None if another program counts its requests.
+        tenant: the key of a tenant without a quota; "" where there are no keys. operator: that of the operator.
+        quotas: keys of tenants that may use one token per minute, each for one test of one route.
+        counted_as: the label of a route in the metric of responses.
+    """
+
+    routes: Routes[Any]
+    send: Callable[[str, str, Mapping[str, str], bytes], Asked]
+    bodies: Mapping[str, Any] = field(default_factory=dict)
+    unserved: frozenset[str] = frozenset()
+    metrics: Callable[[], str] | None = None
+    tenant: str = ""
+    operator: str = ""
+    quotas: Iterator[str] = field(default_factory=lambda: iter(()))
+    counted_as: Callable[[Route[Any]], str] = lambda route: route.shown_path
+
+    def ask(
+        self, route: Route[Any], key: str = "", body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Asked:
+        """Call a route, whose names stand for `x`."""
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        given = {**({"authorization": f"Bearer {key}"} if key else {}), "x-request-id": _REQUEST_ID}
+        kind = _JSON if isinstance(route.body, JsonBody) else {}
+        path = re.sub(r"\{\w+(:path)?\}", "x", route.path)
+        return self.send(route.method, path, {**given, **kind, **(headers or {})}, data)
+
+    def counts(self, name: str) -> Counter[str]:
+        """The series of a counter, by their labels."""
+        found: Counter[str] = Counter()
+        for line in self.metrics().splitlines() if self.metrics is not None else ():
+            if match := re.match(rf"foreword:(?:router_)?{name}_total({{.*}}) (\S+)", line):
+                found[match[1]] += round(float(match[2]))
+        return found
+
+
+def _error(asked: Asked) -> dict[str, Any]:
+    """An answer with an error in a known format."""
+    assert asked.headers["content-type"].partition(";")[0] == "application/json", asked
+    assert asked.headers["x-request-id"] == _REQUEST_ID
+    found = json.loads(asked.body)
+    error: dict[str, Any] = found["error"]
+    assert error["message"] and error["type"] and (found.get("type") == "error" or {"param", "code"} <= set(error))
+    return error
+
+
+class FrontContract:
+    """Subclass it with a fixture `front`, a `RunningFront`."""
+
+    @pytest.fixture
+    def front(self) -> RunningFront:
+        raise NotImplementedError
+
+    def test_routes_are_complete(self, front: RunningFront) -> None:
+        """Each route says who may call it, what it costs its tenant and what it reads; what generates or reads a body under /v1
+        needs a right."""
+        routes = list(front.routes)
+        assert routes
+        for route in routes:
+            assert isinstance(route.right, Right) and isinstance(route.meter, Meter), route
+            assert route.description or route.tag is None, f"{route.name} has no description"
+            assert route.right is not Right.ANYONE or not route.path.startswith("/v1/")
+            assert route.meter is Meter.FREE or route.right.names_tenant
+
+    def test_callers_without_a_key(self, front: RunningFront) -> None:
+        """Without a key and with a wrong one only what is for anyone is answered; elsewhere the error is a 401, and no body is
+        read."""
+        if not front.tenant:
+            pytest.skip("the host of this front checks keys")
+        for route in front.routes:
+            for key in ("", "not a key", front.tenant[:-1]):
+                asked = front.ask(route, key, b"{")
+                if route.right is Right.ANYONE:
+                    assert asked.status not in (401, 403), route.name
+                else:
+                    assert asked.status == 401, (route.name, asked)
+                    assert asked.headers["www-authenticate"] == "Bearer"
+                    _error(asked)
+
+    def test_what_is_the_operators(self, front: RunningFront) -> None:
+        """A tenant is refused what is the operator's; the operator is not."""
+        if not front.operator:
+            pytest.skip("this front has no operator")
+        for route in front.routes:
+            if route.right in (Right.STATE, Right.OPERATOR):
+                refused = front.ask(route, front.tenant, b"{")
+                assert refused.status == 403 and _error(refused)["code"] == "forbidden", route.name
+                assert front.ask(route, front.operator, b"{").status not in (401, 403), route.name
+
+    def test_every_charge_is_taken(self, front: RunningFront) -> None:
+        """A tenant with one token per minute is served once by each route that is charged, and then refused by all that count
+        against its quota, before they read anything; the answer says when to try again."""
+        charged = [route for route in front.routes if route.meter is Meter.TOKENS and route.path not in front.unserved]
+        metered = [route for route in front.routes if route.meter is not Meter.FREE]
+        assert charged
+        if not front.tenant:
+            pytest.skip("this front has no quotas")
+        for route in charged:
+            key = next(front.quotas)
+            served = front.ask(route, key, front.bodies[route.path])
+            assert served.status in (200, 201), (route.name, served)
+            for other in metered:
+                refused = front.ask(other, key, b"{")
+                assert refused.status == 429, f"{route.name} was not charged, or {other.name} does not count: {refused}"
+                assert int(refused.headers["retry-after"]) > 0
+                _error(refused)
+
+    def test_bodies_within_limits(self, front: RunningFront) -> None:
+        """What is not JSON, not declared as JSON or longer than any prompt is refused with its status."""
+        for route in front.routes:
+            if not isinstance(route.body, JsonBody):
+                continue
+            key = front.operator if not route.right.names_tenant and front.operator else front.tenant
+            for body, headers, statuses in (
+                (b"{", {}, (400,)),
+                (b"{}", {"content-type": "text/plain"}, (415,)),
+                (b"[" * 100_000, {}, (400, 413)),
+                (b" " * (8 << 20), {}, (400, 413)),
+            ):
+                asked = front.ask(route, key, body, headers)
+                assert asked.status in statuses, (route.name, body[:3], asked)
+                _error(asked)
+
+    def test_unknown_paths_and_methods(self, front: RunningFront) -> None:
+        """A path that is not in the table is a 404, a method that a path does not take a 405 that says which it takes."""
+        path = next(route.path for route in front.routes if "{" not in route.path and route.path.startswith("/v1/"))
+        key = {"authorization": f"Bearer {front.tenant}"} if front.tenant else {}
+        asked = front.send("PATCH", path, {**key, "x-request-id": _REQUEST_ID}, b"")
+        assert asked.status in (404, 405)
+        assert asked.status == 404 or asked.headers["allow"]
+        _error(asked)
+
+    def test_one_response_and_one_outcome(self, front: RunningFront) -> None:
+        """Each request is counted once under its route and status, and once by how it ended if it generates."""
+        if front.metrics is None:
+            pytest.skip("the host of this front counts its requests")
+        for route in front.routes:
+            before = [front.counts(name) for name in ("http_responses", "requests")]
+            asked = front.ask(route, front.tenant, b"{")
+            after = [front.counts(name) for name in ("http_responses", "requests")]
+            new, outcomes = (later - earlier for earlier, later in zip(before, after, strict=True))
+            mine = {labels for labels in new if f'"{front.counted_as(route)}"' in labels}
+            assert len(mine) == 1 and f'"{asked.status}"' in next(iter(mine)), (route.name, asked, new)
+            assert outcomes.total() == (1 if route.outcome else 0), (route.name, outcomes)
+            assert not route.outcome or f'"{route.outcome}"' in next(iter(outcomes))
+
+
+def keys(prefix: str, count: int) -> tuple[list[str], list[str], Iterator[str]]:
+    """Tenants with one token per minute: their entries in `api_keys`, those in `quotas`, and their keys."""
+    names = [f"{prefix}{number}" for number in range(count)]
+    return (
+        [f"{name}={name}-key" for name in names],
+        [f"{name} tokens=1" for name in names],
+        itertools.cycle(f"{name}-key" for name in names),
+    )

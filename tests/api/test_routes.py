@@ -1,0 +1,150 @@
+"""Routes as values: what cannot be declared, and what a front does with a handler that forgets its charge."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foreword.api.bodies import DetokenizeBody
+from foreword.api.front import Call, Handler
+from foreword.api.rights import Right, Rights
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
+from foreword.api.tenants import Tenant, Tenants
+from foreword.errors import Forbidden, Unauthorized
+
+sys.path.append(str(Path(__file__).parents[1] / "serving"))
+from small_front import Client, front, route
+
+
+async def answer(call: Call) -> dict[str, Any]:
+    """Answers."""
+    return {}
+
+
+WHOLE: dict[str, Any] = {
+    "method": "POST",
+    "path": "/v1/x",
+    "right": Right.TENANT,
+    "meter": Meter.TOKENS,
+    "body": NO_BODY,
+    "handler": answer,
+    "tag": None,
+}
+
+
+@pytest.mark.parametrize("missing", sorted(WHOLE))
+def test_nothing_of_a_route_can_be_left_out(missing: str) -> None:
+    """A route without rights, without a quota, or without any other of its parts cannot be made, nor one with None there."""
+    Route(**WHOLE)
+    with pytest.raises(TypeError):
+        Route(**{name: value for name, value in WHOLE.items() if name != missing})
+    if missing in ("right", "meter", "body"):
+        with pytest.raises(TypeError):
+            Route(**{**WHOLE, missing: None})
+        given = {name: value for name, value in WHOLE.items() if name not in (missing, "handler", "method", "path")}
+        with pytest.raises(TypeError):
+            Routes[Handler]().add("POST", "/v1/x", **given)
+
+
+@pytest.mark.parametrize(
+    "hole",
+    [
+        {"right": Right.ANYONE, "meter": Meter.FREE},
+        {"path": "/x", "right": Right.ANYONE, "meter": Meter.FREE, "body": JsonBody.of(DetokenizeBody)},
+        {"path": "/x", "right": Right.ANYONE},
+        {"right": Right.OPERATOR},
+        {"right": Right.TENANT_OR_OPERATOR, "meter": Meter.REQUEST},
+        {"meter": Meter.REQUEST, "outcome": "chat"},
+        {"meter": Meter.FREE, "outcome": "chat"},
+    ],
+)
+def test_holes_cannot_be_declared(hole: dict[str, Any]) -> None:
+    """A path of the API or a body for anyone, a quota without a tenant, and generated text without a charge are refused."""
+    with pytest.raises(ValueError, match="/x: "):
+        Route(**{**WHOLE, **hole})
+
+
+def test_a_path_is_declared_once() -> None:
+    """The second declaration of a method of a path is an error, whatever the names in the path are."""
+    routes = Routes[Handler]()
+    routes.put(Route(**WHOLE))
+    with pytest.raises(ValueError, match="twice"):
+        routes.put(Route(**WHOLE))
+
+
+def test_matching() -> None:
+    """Names stand for one part of a path, or at the end for all of the rest; what is escaped in a part is no slash."""
+    routes = Routes[Handler]()
+    for path in ("/v1/x", "/v1/x/{name}", "/v1/x/{name}/y", "/v1/m/{name:path}"):
+        routes.put(Route(**{**WHOLE, "method": "GET", "path": path}))
+    for path, found, name in (
+        ("/v1/x/a%2Fb", "/v1/x/{name}", "a/b"),
+        ("/v1/x/%C3%A9/y", "/v1/x/{name}/y", "é"),
+        ("/v1/m/a/b", "/v1/m/{name:path}", "a/b"),
+    ):
+        match = routes.find("HEAD", path)
+        assert match is not None and (match.route.path, match.names["name"]) == (found, name)
+    for path in ("/v1/x/", "/v1/x/a/b", "/v1/X", "/v1/x/a/y/"):
+        assert routes.find("GET", path) is None
+    assert routes.find("POST", "/v1/x") is None
+
+
+@pytest.mark.parametrize(("charges", "status"), [(False, 500), (True, 200)])
+def test_a_forgotten_charge_is_an_error(charges: bool, status: int) -> None:
+    """A handler whose route is charged cannot answer without a charge."""
+
+    async def handler(call: Call) -> dict[str, Any]:
+        if charges:
+            call.charge(3)
+        return {}
+
+    async def run() -> int:
+        client = Client()
+        await client.ask(front(route(handler, meter=Meter.TOKENS))[0])
+        return int(client.messages[0]["status"])
+
+    assert asyncio.run(run()) == status
+
+
+ALICE = Tenant("alice", b"a")
+
+
+def _who(rights: Rights, right: Right, key: str, address: str) -> str:
+    try:
+        rights.check(right, {"authorization": f"Bearer {key}"} if key else {}, address, "this")
+    except Unauthorized:
+        return "401"
+    except Forbidden:
+        return "403"
+    return "ok"
+
+
+HERE, AWAY = "127.0.0.1", "10.1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "admin", "key", "address", "expected"),
+    [
+        # TENANT, OWNER, STATE, OPERATOR
+        (False, False, "", HERE, "ok ok ok ok"),
+        (False, False, "", AWAY, "ok 403 ok 403"),
+        (False, True, "", HERE, "ok 401 401 401"),
+        (False, True, "", AWAY, "ok 401 401 401"),
+        (False, True, "boss", AWAY, "ok ok ok ok"),
+        (True, False, "", HERE, "401 401 403 403"),
+        (True, False, "alice-key", AWAY, "ok ok 403 403"),
+        (True, True, "", HERE, "401 401 401 401"),
+        (True, True, "alice-key", HERE, "ok ok 403 403"),
+        (True, True, "boss", AWAY, "401 401 ok ok"),
+    ],
+)
+def test_rights(keys: bool, admin: bool, key: str, address: str, expected: str) -> None:
+    """What each caller may do with and without API keys and an admin key: docs/operations/security.md has this table."""
+    tenants = Tenants([(b"alice-key", ALICE)] if keys else [])
+    rights = Rights(tenants, "boss" if admin else None)
+    asked = (Right.TENANT, Right.OWNER, Right.STATE, Right.OPERATOR)
+    assert " ".join(_who(rights, right, key, address) for right in asked) == expected

@@ -1,0 +1,70 @@
+"""A front of a few routes, and an ASGI client of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from foreword.api.asgi import AsgiFront
+from foreword.api.dialects.limits import Limits
+from foreword.api.front import Front, Handler
+from foreword.api.quotas import Quotas
+from foreword.api.request_bodies import RequestBodies
+from foreword.api.rights import Rights
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Route, Routes, Unread
+from foreword.api.tenants import Tenants
+from foreword.api.work_queue import WorkQueue
+
+
+class Counts:
+    """What a front counted."""
+
+    def __init__(self) -> None:
+        self.responses: list[tuple[str, int]] = []
+        self.outcomes: list[tuple[str, str]] = []
+        self.rejections: list[tuple[str, str]] = []
+
+    def response(self, route: str, status: int) -> None:
+        self.responses.append((route, status))
+
+    def outcome(self, dialect: str, outcome: str) -> None:
+        self.outcomes.append((dialect, outcome))
+
+    def rejected(self, tenant: str, code: str) -> None:
+        self.rejections.append((tenant, code))
+
+
+def route(handler: Handler, method: str = "GET", path: str = "/v1/x", **given: Any) -> Route[Handler]:
+    body: JsonBody | Unread = given.pop("body", NO_BODY)
+    fields = {"right": Right.TENANT, "meter": Meter.FREE, "tag": None, **given}
+    return Route(method=method, path=path, body=body, handler=handler, **fields)
+
+
+def front(*routes: Route[Handler], tenants: Tenants | None = None, quotas: Sequence[str] = ()) -> tuple[Front, Counts]:
+    table, counts = Routes[Handler](), Counts()
+    for one in routes:
+        table.put(one)
+    work = WorkQueue(inline=1 << 20)
+    rights = Rights(tenants or Tenants(), None)
+    made = Front(table, rights, Quotas.parse(quotas), RequestBodies(60), work, counts, Limits)
+    return made, counts
+
+
+class Client:
+    """An ASGI client that disconnects when `gone` is set."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+        self.messages: list[dict[str, Any]] = []
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    async def ask(self, served: Front, method: str = "GET", path: str = "/v1/x") -> None:
+        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
+        await AsgiFront(served)(scope, self.receive, self.send)

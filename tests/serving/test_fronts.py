@@ -1,0 +1,352 @@
+"""The contract of fronts: a server, a router in front of a server, and an endpoint picker, each on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import http_client
+import pytest
+import uvicorn
+from envoy_gateway import free_port
+from router_parts import RouterThread
+from shared_server import ENGINE, PREFIXES, SharedServers
+
+from foreword.api.listener import bind
+from foreword.config import Config, ServerConfig
+from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
+from foreword.observability.metrics import PrometheusObserver
+from foreword.server.app import ServerApp
+
+TENANTS = 10
+ADMIN = "the key of the operator"
+ROUTER = "the key of the router"
+CHAT = {"messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 2}
+BODIES: dict[str, Any] = {
+    "/v1/completions": {"prompt": "once", "max_tokens": 2},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/responses": {"input": "Say yes.", "max_output_tokens": 2},
+    "/v1/prefixes": {"name": "rules", "content": "Be brief, be clear, be kind.", "replace": True},
+    "/v1/prefixes/{name}": {"content": "Be brief, be clear, be kind."},
+    "/v1/cache/retain": {"prompt": "once upon a time there was"},
+    "/v1/cache/pin": {"prompt": "once upon a time there was"},
+}
+
+
+def http(url: str) -> Callable[[str, str, Mapping[str, str], bytes], Asked]:
+    def send(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+        answer = http_client.request(method, f"{url}{path}", headers=dict(headers), content=body)
+        return Asked(answer.status_code, answer.headers, answer.content)
+
+    return send
+
+
+@contextmanager
+def served(shared: SharedServers, config: ServerConfig) -> Iterator[tuple[str, ServerApp]]:
+    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+    listener = bind(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
+    thread.start()
+    yield "http://{}:{}".format(*listener.getsockname()[:2]), app
+    server.should_exit = True
+    thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def replica(shared: SharedServers) -> Iterator[str]:
+    """A server that believes the router's key."""
+    with served(shared, ServerConfig(port=0, router_key=ROUTER)) as (url, _):
+        yield url
+
+
+def flags(name: str, *more: str) -> tuple[list[str], Any]:
+    """A router with tenants, and the keys of those with a quota."""
+    entries, quotas, found = keys(name, TENANTS)
+    given = [part for one in (f"{name}=tenant-key", *entries) for part in ("--api-keys", one)]
+    given += [part for one in quotas for part in ("--quota", one)]
+    return [
+        *given,
+        "--admin-key",
+        ADMIN,
+        "--replica-key",
+        ROUTER,
+        "--tenant-secret",
+        "a secret of the tests",
+        *more,
+    ], found
+
+
+@pytest.fixture(scope="module")
+def server_front(shared: SharedServers) -> Iterator[RunningFront]:
+    entries, quotas, found = keys("served", TENANTS)
+    config = ServerConfig(
+        port=0,
+        api_keys=("served=tenant-key", *entries),
+        quotas=tuple(quotas),
+        admin_key=ADMIN,
+        tenant_secret="a secret of the tests",
+    )
+    with served(shared, config) as (url, app):
+        yield RunningFront(
+            app.front.routes,
+            http(url),
+            BODIES,
+            metrics=lambda: http_client.get(f"{url}/metrics").text,
+            tenant="tenant-key",
+            operator=ADMIN,
+            quotas=found,
+        )
+
+
+class TestServer(FrontContract):
+    """A server over the embedded model."""
+
+    @pytest.fixture
+    def front(self, server_front: RunningFront) -> RunningFront:
+        return server_front
+
+
+@pytest.fixture(scope="module")
+def router_front(replica: str) -> Iterator[RunningFront]:
+    given, found = flags("routed", "--replica", replica)
+    router = RouterThread(*given)
+    try:
+        router.wait_for(1)
+        yield RunningFront(
+            router.router.routes,
+            http(router.url),
+            BODIES,
+            frozenset(("/v1/embeddings",)),
+            lambda: http_client.get(f"{router.url}/metrics").text,
+            "tenant-key",
+            ADMIN,
+            found,
+        )
+    finally:
+        router.kill()
+
+
+class TestRouter(FrontContract):
+    """A router in front of that server."""
+
+    @pytest.fixture
+    def front(self, router_front: RunningFront) -> RunningFront:
+        return router_front
+
+
+class Gateway:
+    """Does with requests what the picker says, as a gateway that sends bodies at once and shows the picker all answers."""
+
+    def __init__(self, port: int) -> None:
+        import grpc
+
+        from foreword.router.gateway import envoy_messages
+
+        self.envoy = envoy_messages
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self._process = self._channel.stream_stream(
+            "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
+            request_serializer=envoy_messages.ProcessingRequest.SerializeToString,
+            response_deserializer=envoy_messages.ProcessingResponse.FromString,
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def send(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+        messages: SimpleQueue[Any] = SimpleQueue()
+        answers = self._process(iter(messages.get, None), timeout=60)
+        try:
+            return self._exchange(messages, answers, {":method": method, ":path": path, **headers}, body)
+        finally:
+            messages.put(None)
+            for _ in answers:
+                pass
+
+    def _exchange(self, messages: Any, answers: Any, headers: Mapping[str, str], body: bytes) -> Asked:
+        envoy = self.envoy
+        first = envoy.ProcessingRequest()
+        first.protocol_config.request_body_mode = first.protocol_config.response_body_mode = envoy.BUFFERED
+        first.request_headers.end_of_stream = not body
+        for name, value in headers.items():
+            first.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+        messages.put(first)
+        answer = next(answers)
+        if answer.HasField("request_headers") and not answer.request_headers.response.header_mutation.set_headers:
+            # The answer comes after the body.
+            last = envoy.ProcessingRequest()
+            last.request_body.body, last.request_body.end_of_stream = body, True
+            messages.put(last)
+            answer = next(one for one in answers if not one.HasField("override_message_timeout"))
+        if answer.HasField("immediate_response"):
+            given = answer.immediate_response
+            mutations = given.headers.set_headers
+            said = {one.header.key: one.header.raw_value.decode() for one in mutations}
+            return Asked(given.status.code, said, given.body)
+        return self._forward(messages, answers, answer, headers, body)
+
+    def _forward(self, messages: Any, answers: Any, answer: Any, headers: Mapping[str, str], body: bytes) -> Asked:
+        envoy, where = self.envoy, ""
+        common = (answer.request_body if answer.HasField("request_body") else answer.request_headers).response
+        sent = {name: value for name, value in headers.items() if not name.startswith(":")}
+        for one in common.header_mutation.set_headers:
+            sent[one.header.key] = one.header.raw_value.decode()
+        where = sent["x-gateway-destination-endpoint"].partition(",")[0]
+        sent.pop("content-length", None)
+        found = http_client.request(
+            headers[":method"],
+            f"http://{where}{headers[':path']}",
+            headers=sent,
+            content=common.body_mutation.body or body,
+        )
+        head, last = envoy.ProcessingRequest(), envoy.ProcessingRequest()
+        head.response_headers.headers.headers.add(key=":status", raw_value=str(found.status_code).encode())
+        last.response_body.body, last.response_body.end_of_stream = found.content, True
+        for message in (head, last):
+            messages.put(message)
+            next(answers)
+        return Asked(found.status_code, found.headers, found.content)
+
+
+@pytest.fixture(scope="module")
+def picker_front(replica: str) -> Iterator[RunningFront]:
+    pytest.importorskip("grpc")
+    port = free_port()
+    given, found = flags("picked", "--replica", replica, "--picker", f"127.0.0.1:{port}")
+    router = RouterThread(*given)
+    try:
+        router.wait_for(1)
+        gateway = Gateway(port)
+        from foreword.router.gateway.picker import routes_of
+
+        yield RunningFront(
+            routes_of(router.router.routes),
+            gateway.send,
+            BODIES,
+            frozenset(("/v1/embeddings",)),
+            lambda: http_client.get(f"{router.url}/metrics").text,
+            "tenant-key",
+            "",
+            found,
+            lambda route: f"picker {route.shown_path}",
+        )
+        gateway.close()
+    finally:
+        router.kill()
+
+
+class TestPicker(FrontContract):
+    """The same router as an endpoint picker; the gateway is this test."""
+
+    @pytest.fixture
+    def front(self, picker_front: RunningFront) -> RunningFront:
+        return picker_front
+
+
+WORDS = (
+    "import",
+    "return",
+    "class",
+    "def",
+    "for",
+    "while",
+    "if",
+    "else",
+    "print",
+    "open",
+    "read",
+    "write",
+    "close",
+    "list",
+)
+SEEDS = 60
+
+
+def seeded(seed: int) -> tuple[str, dict[str, Any]]:
+    """A path and a body, valid or not."""
+    draw = random.Random(seed)
+    text = " ".join(draw.choices(WORDS, k=draw.randint(1, 40)))
+    options: dict[str, Any] = {"temperature": draw.choice((0, 0.8)), "seed": draw.randrange(100)}
+    options |= draw.choice(
+        ({}, {"stop": ["e"]}, {"n": 2}, {"logprobs": True}, {"unknown_field": {"a": [1]}}, {"top_p": 2})
+    )
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+    parts = [{"type": "text", "text": text}, {"type": "text", "text": "more"}]
+    messages.append(
+        draw.choice(({"role": "user", "content": parts}, {"role": "assistant", "content": "And"}, {"role": "x"}))
+    )
+    path = draw.choice(("/v1/completions", "/v1/chat/completions", "/v1/tokenize", "/v1/messages/count_tokens"))
+    if path == "/v1/completions":
+        options["logprobs"] = draw.choice((None, 2))
+        return path, {"prompt": draw.choice((text, [5, 6, 7], "", 3)), "max_tokens": draw.randint(1, 8), **options}
+    if path == "/v1/chat/completions":
+        return path, {"messages": messages, "max_tokens": draw.randint(1, 8), **options}
+    return path, {"messages": messages[: draw.randint(0, 2)] if path == "/v1/tokenize" else messages[1:2]}
+
+
+def told(answer: Asked) -> Any:
+    """What must be equal: all but names, times and what the cache had already."""
+    body = json.loads(answer.body)
+    if answer.status >= 400:
+        return answer.status, {name: body["error"].get(name) for name in ("type", "code", "param")}
+    for name in ("id", "created", "system_fingerprint"):
+        body.pop(name, None)
+    if "usage" in body:
+        body["usage"].pop("prompt_tokens_details", None)
+    return answer.status, body
+
+
+def test_equal_answers_from_a_server_and_through_a_router(replica: str, shared: SharedServers) -> None:
+    """The same seeded bodies get equal tokens, usage, errors and statuses from a server and through a router."""
+    router = RouterThread("--replica", shared.open.url)
+    try:
+        router.wait_for(1)
+        ask, ask_router = http(shared.open.url), http(router.url)
+        statuses = set()
+        for seed in range(SEEDS):
+            path, body = seeded(seed)
+            given = ("POST", path, {"content-type": "application/json"}, json.dumps(body).encode())
+            direct, routed = told(ask(*given)), told(ask_router(*given))
+            assert direct == routed, (seed, path, body)
+            statuses.add(direct[0])
+        assert {200, 400} <= statuses
+    finally:
+        router.kill()
+
+
+def test_equal_rights_at_a_server_and_at_a_router(shared: SharedServers, replica: str) -> None:
+    """Routes that a server and a router share answer each caller alike: with and without keys, here and behind a proxy."""
+    routes = {"DELETE /v1/cache": b"", "GET /v1/models": b"", "DELETE /v1/responses/x": b"", "POST /v1/cache/pin": b"{"}
+    routes |= {"POST /v1/cache/release": b'{"all": true}', "GET /v1/cache/retained": b"", "POST /v1/completions": b"{"}
+    callers = [{"authorization": f"Bearer {key}"} for key in ("alice-key", ADMIN, "wrong")]
+    callers += [{}, {"x-forwarded-for": "10.1.2.3"}]
+    for keyed, admin in ((False, False), (False, True), (True, False), (True, True)):
+        secret = "a secret of the tests"
+        config = ServerConfig(
+            port=0,
+            api_keys=("alice=alice-key",) if keyed else (),
+            admin_key=ADMIN if admin else None,
+            tenant_secret=secret,
+        )
+        given = [*(("--api-keys", "alice=alice-key") if keyed else ()), *(("--admin-key", ADMIN) if admin else ())]
+        with served(shared, config) as (url, _):
+            router = RouterThread("--replica", replica, "--replica-key", ROUTER, "--tenant-secret", secret, *given)
+            try:
+                router.wait_for(1)
+                for caller in callers:
+                    for route, body in routes.items():
+                        method, path = route.split()
+                        headers = {**caller, "content-type": "application/json"}
+                        direct, routed = (http(one)(method, path, headers, body).status for one in (url, router.url))
+                        forbidden = [status if status in (401, 403) else 0 for status in (direct, routed)]
+                        assert forbidden[0] == forbidden[1], (keyed, admin, caller, route, direct, routed)
+            finally:
+                router.kill()

@@ -1,0 +1,237 @@
+"""Erasure while something is broken: what can be reached is erased, the receipt says what is open, and nothing comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foreword.store.disk.striped_store import StripedStore
+from servers import RedisCluster, RedisServer
+from test_erasure import named
+
+import foreword.store.base
+from foreword.blocks.keys import Scope
+from foreword.blocks.salt import Salt
+from foreword.conformance import FlakyStore, make_frames, present, put_all, soon
+from foreword.prefixes.erasure import PlaceOutcome, Receipt, forget_prefix, forget_tenant
+from foreword.store.base import Name, Store
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.frame import Frame
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.redis.redis_store import RedisStore
+from foreword.store.tiered import TieredStore
+
+ANN, BOB = Salt(b"ann"), Salt(b"bob")
+COUNT = 40
+RECORD = f"prefixes/model/{ANN.prefix.hex()}/manual"
+
+
+def of(salt: Salt, seed: int) -> list[Frame]:
+    return make_frames(seed, COUNT, 500, root=Scope(b"model", 16, salt).root())
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that does not answer is given up sooner."""
+    monkeypatch.setattr(foreword.store.base, "STEP_SECONDS", 1.0)
+    monkeypatch.setattr("foreword.store.tier.STEP_SECONDS", 1.0)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+def filled(stack: ExitStack, *stores: Store) -> tuple[TieredStore, list[Frame], list[Frame]]:
+    """Blocks of ann and bob in every store, and a record of ann."""
+    store = stack.enter_context(closing(TieredStore(stores)))
+    mine, theirs = of(ANN, 1), of(BOB, 2)
+    for one in stores:
+        put_all(one, mine)
+        put_all(one, theirs)
+        one.put_record(RECORD, b"a text of ann", deadline=soon())
+    return store, mine, theirs
+
+
+def outcomes(receipt: Receipt) -> dict[str, PlaceOutcome]:
+    return {one.name: one.outcome for one in receipt.places}
+
+
+def test_one_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
+    """With a Redis that hangs, the disk loses blocks and records of the tenant; the receipt names Redis; a repetition once it
+    answers is complete."""
+    server = RedisServer(tmp_path)
+    stack.callback(server.kill)
+    redis, disk = RedisStore(server.url), DiskStore(tmp_path / "kv", 8 << 20)
+    store, mine, theirs = filled(stack, disk, redis)
+    with server.stopped():
+        receipt = forget_tenant(store, ANN)
+        assert outcomes(receipt) == {"disk": PlaceOutcome.ERASED, "redis": PlaceOutcome.UNREACHABLE}
+        assert not receipt.complete and receipt.removed == {"disk": COUNT, "redis": 0}
+        assert list(receipt.plain())[:3] == ["what", "complete", "unreachable"]
+    assert not any(present(disk, mine)) and disk.get_record(RECORD, deadline=soon()) is None
+    assert all(present(redis, mine)) and all(present(store, theirs))
+    again = forget_tenant(store, ANN)
+    assert again.complete and again.removed == {"disk": 0, "redis": COUNT} and again.records == [RECORD]
+    assert not any(present(redis, mine)) and all(present(redis, theirs))
+
+
+def test_a_named_prefix_while_a_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
+    """A prefix whose record is on the disk is removed there; the receipt names the Redis that hangs."""
+    server = RedisServer(tmp_path)
+    stack.callback(server.kill)
+    redis, disk = RedisStore(server.url), DiskStore(tmp_path / "kv", 8 << 20)
+    store, mine, theirs = filled(stack, disk, redis)
+    named(store, mine[-1], b"ann")
+    with server.stopped():
+        receipt = forget_prefix(store, "p")
+        assert not receipt.complete and "redis" in receipt.unreachable and receipt.removed["disk"] == COUNT
+    assert all(present(disk, theirs)) and not any(present(disk, mine))
+
+
+def test_one_node_of_a_cluster_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
+    """Of a cluster with a stopped node, the other nodes are erased, and the receipt counts them and names the node."""
+    cluster = RedisCluster(tmp_path)
+    stack.callback(cluster.kill)
+    redis = RedisStore(cluster.url)
+    store, mine, theirs = filled(stack, redis)
+    there = cluster.names_on(1, "foreword")
+    kept = [one for one in mine if one.name in there]
+    with cluster.nodes[1].stopped():
+        receipt = forget_tenant(store, ANN)
+    assert 0 < len(kept) < COUNT
+    assert receipt.removed == {"redis": COUNT - len(kept)} and not receipt.complete
+    [place] = receipt.open
+    assert place.place and place.outcome is PlaceOutcome.UNREACHABLE
+    assert sum(present(redis, mine)) == len(kept)
+    again = forget_tenant(store, ANN)
+    assert again.complete and again.removed == {"redis": len(kept)} and all(present(redis, theirs))
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Listing this folder fails, also for root."""
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if os.path.abspath(path) == str(folder):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return real(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+
+
+def test_a_folder_of_blocks_cannot_be_read(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of the other folders are erased; the receipt is not complete, and names the folder."""
+    disk = DiskStore(tmp_path, 8 << 20)
+    store, mine, theirs = filled(stack, disk)
+    [path] = tmp_path.rglob(mine[3].header.key.hex())
+    hidden = {one.name for one in path.parent.iterdir()}
+    kept = [one for one in mine if one.header.key.hex() in hidden]
+    with monkeypatch.context() as denied:
+        deny(denied, path.parent)
+        receipt = forget_tenant(store, ANN)
+        assert receipt.removed == {"disk": COUNT - len(kept)}
+        [place] = receipt.open
+        assert place.outcome is PlaceOutcome.UNREADABLE and path.parent.name in place.reason
+    assert sum(present(disk, mine)) == len(kept)
+    assert forget_tenant(store, ANN).complete and not any(present(disk, mine)) and all(present(disk, theirs))
+
+
+def test_a_folder_of_records_cannot_be_read(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks and the other records are erased; a text that may be left is never called erased."""
+    disk = DiskStore(tmp_path, 8 << 20)
+    store, mine, _ = filled(stack, disk)
+    other = RECORD.replace("model", "another")
+    disk.put_record(other, b"another text of ann", deadline=soon())
+    with monkeypatch.context() as denied:
+        deny(denied, tmp_path / "records" / "prefixes=" / "model=")
+        receipt = forget_tenant(store, ANN)
+        assert not receipt.complete and outcomes(receipt) == {"disk": PlaceOutcome.UNREADABLE}
+        assert receipt.records == [other] and not any(present(disk, mine))
+    assert disk.get_record(RECORD, deadline=soon()) is not None
+    again = forget_tenant(store, ANN)
+    assert again.complete and again.records == [RECORD]
+
+
+def test_a_folder_of_several_cannot_be_opened(stack: ExitStack, tmp_path: Path) -> None:
+    """Of a store over three folders of which one cannot be opened, the others are erased and counted."""
+    paths = [str(tmp_path / one) for one in "abc"]
+    whole = StripedStore(paths, 8 << 20)
+    mine, theirs = of(ANN, 1), of(BOB, 2)
+    put_all(whole, mine)
+    put_all(whole, theirs)
+    whole.close()
+    (tmp_path / "b").rename(tmp_path / "away")
+    (tmp_path / "b").write_text("not a folder")
+    store = stack.enter_context(closing(TieredStore([StripedStore(paths, 8 << 20)])))
+    receipt = forget_tenant(store, ANN)
+    found = outcomes(receipt)
+    assert found.pop(f"disk {paths[1]}") is PlaceOutcome.UNREACHABLE and 0 < receipt.removed["disk"] < COUNT
+    assert found[f"disk {paths[0]}"] is found[f"disk {paths[2]}"] is PlaceOutcome.ERASED
+    assert not any(present(store, mine))
+
+
+def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
+    """A store that never returns costs a few seconds, and no other tier its erasure."""
+    stuck, disk = FlakyStore(MemoryStore(8 << 20, label="stuck")), DiskStore(tmp_path, 8 << 20)
+    store, mine, theirs = filled(stack, stuck, disk)
+    stuck.stick()
+    stack.callback(stuck.release)
+    receipt = forget_tenant(store, ANN)
+    assert outcomes(receipt) == {"stuck": PlaceOutcome.UNREACHABLE, "disk": PlaceOutcome.ERASED}
+    assert not any(present(disk, mine)) and all(present(disk, theirs))
+
+
+class Slow(FlakyStore):
+    """A store that goes on, a batch at a time, more slowly than a step may take altogether."""
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        threading.Event().wait(0.3)
+        return super().delete(names, deadline=deadline)
+
+    def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
+        for names in super().list_names(layout, root, deadline=deadline):
+            yield from ([name] for name in names[:9])
+            yield names[9:]
+
+
+def test_a_slow_store_is_waited_for_while_it_goes_on(stack: ExitStack) -> None:
+    """An erasure may take longer than any step of it."""
+    slow = Slow(MemoryStore(8 << 20))
+    store, mine, _ = filled(stack, slow)
+    receipt = forget_tenant(store, ANN)
+    assert receipt.complete and receipt.removed == {"memory": COUNT} and not any(present(slow, mine))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_receipt_is_false(stack: ExitStack, tmp_path: Path, seed: int) -> None:
+    """Erasures under calls that fail at random: after a complete one nothing of the tenant is in any tier, and nothing of the
+    other tenant is ever gone."""
+    draw = random.Random(seed)
+    complete = 0
+    for number in range(16):
+        flaky = [
+            FlakyStore(MemoryStore(8 << 20, label="memory"), seed=draw.randrange(1 << 30)),
+            FlakyStore(DiskStore(tmp_path / str(number), 8 << 20), seed=draw.randrange(1 << 30)),
+        ]
+        with ExitStack() as each:
+            store, mine, theirs = filled(each, *flaky)
+            for one in flaky:
+                one.inject("fail", draw.choice([0.0, 0.0, 0.1, 0.3]))
+            receipt = forget_tenant(store, ANN)
+            for one in flaky:
+                one.inject("fail", 0.0)
+            for one in flaky:
+                assert all(present(one, theirs))
+                gone = not any(present(one, mine)) and one.get_record(RECORD, deadline=soon()) is None
+                assert gone or not receipt.complete
+            complete += receipt.complete
+            assert receipt.complete == (not receipt.unreachable)
+    assert 0 < complete < 16
