@@ -38,7 +38,7 @@ from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, S
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.erasure import Receipt, described, forget_tenant
+from foreword.prefixes.erasure import described
 from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.prefix_service import PinnedKV, Registration
 
@@ -376,27 +376,31 @@ class AsyncEngine:
     async def forget(self, salt: Salt = NO_SALT, *others: Salt) -> dict[str, Any]:
         """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device; of a salt with a
         client's own only what requests with it have cached. What waits to be written is dropped. Returns what was removed, and
-        what was not: `prefixes.erasure.Receipt` as an object, with `device_blocks`."""
-        offload, cleared, salts = self.offload, 0, (salt, *others)
+        what was not: `prefixes.erasure.Receipt` as an object, with `device_blocks` and the id for `erasure`. It is repeated in
+        the background where it is not complete."""
+        cleared, salts = 0, (salt, *others)
+        tenants = [one.tenant for one in salts if not one.client]
 
         def drop_prefixes() -> None:
-            for one in salts:
-                if not one.client:
-                    self.prefixes.service.drop(one.tenant)
-
-        def erase(offload: OffloadManager) -> Receipt:
-            queued = offload.erase_queued([one.prefix for one in salts])
-            receipt = forget_tenant(offload.store, *salts, queued=queued)
-            drop_prefixes()  # those that were read from a store before it was swept
-            return receipt
+            for tenant in tenants:
+                self.prefixes.service.drop(tenant)
 
         await asyncio.to_thread(drop_prefixes)
         for salt in salts:
             self.release(salt=salt)
             cleared += await self.clear_cache(salt)
-        if offload is None:
+        if self._parts.erasures is None:
             return {"what": described(salts), "complete": True, "device_blocks": cleared, "left": 0}
-        return {**(await asyncio.to_thread(erase, offload)).plain(), "device_blocks": cleared}
+        name, receipt = await asyncio.to_thread(self._parts.erasures.erase, salts)
+        await asyncio.to_thread(drop_prefixes)  # those that were read from a store before it was swept
+        return {"id": name, **receipt.plain(), "device_blocks": cleared}
+
+    def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
+        """The receipt of an erasure of this tenant, so far. Raises NotFound."""
+        found = self._parts.erasures.get(name) if self._parts.erasures is not None else None
+        if found is None or not all(one.startswith(salt.prefix) for one in found.prefixes):
+            raise NotFound(f"there is no erasure {name!r}; those that are complete are remembered for a while")
+        return {"id": name, **found.receipt.plain()}
 
     async def drain(self, timeout: float) -> None:
         """Wait until nothing runs, at most `timeout` seconds, then end what is left."""

@@ -38,7 +38,11 @@ from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
+<<<<<<< HEAD:foreword/entrypoints/build_engine.py
 from foreword.prefixes.prefix_service import PrefixService
+=======
+from foreword.prefixes.open_erasures import OpenErasures
+>>>>>>> e87717e (Erasures that are not complete are repeated, also after a restart; DELETE /v1/cache answers 207 and an id then):foreword/entrypoints/build.py
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.store_pins import StorePins
 from foreword.prefixes.stored import StoredPrefixes
@@ -96,7 +100,7 @@ class EngineParts:
     Attributes:
         prefix_budget: bytes of KV that named prefixes may pin.
         offload, stores: the stores behind the device, if any, and their configuration.
-        pins, retentions: of blocks in the stores, if there are any.
+        pins, retentions, erasures: of blocks in the stores, if there are any.
         chains: where each published block is in its chain; None unless other instances may read blocks.
         quarantine: chains that are not reused, because an audit found their KV to be wrong.
     """
@@ -112,6 +116,7 @@ class EngineParts:
     quarantine: ChainQuarantine
     pins: StorePins | None = None
     retentions: StoredRetentions | None = None
+    erasures: OpenErasures | None = None
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have everything; False if that takes longer. True without a store."""
@@ -124,6 +129,8 @@ class EngineParts:
         if self.retentions is not None:
             self.retentions.close(self.stores.flush_seconds)
         self.quarantine.close()
+        if self.erasures is not None:
+            self.erasures.close()
         if self.offload is not None:
             self.offload.close(self.stores.flush_seconds)
 
@@ -207,13 +214,15 @@ def build_engine(
         facts = [_facts(group) for group in cache.groups]
         offload.describe({"model": info.name, "fingerprint": info.fingerprint}, facts)
     budget = prefixes.budget_bytes(info.num_blocks * info.kv_bytes_per_block)
-    pins = retentions = None
+    pins = retentions = erasures = None
     if offload is not None:
+        erasures = OpenErasures(offload.store, offload.erase_queued)
         pins = StorePins(offload, cache.groups, info.block_size)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
-    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, quarantine, pins, retentions)
+    kept_there = pins, retentions, erasures
+    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, quarantine, *kept_there)
 
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import Any, TypeVar
@@ -66,6 +66,7 @@ class PlaceOutcome(StrEnum):
         UNREADABLE: it was reached, and a part of it cannot be read.
         UNREACHABLE: it did not answer, or refused.
         LEFT: it had some again when it was listed once more.
+        ELSEWHERE: what is read there belongs to another instance, which erases for itself.
     """
 
     ERASED = "erased"
@@ -74,6 +75,7 @@ class PlaceOutcome(StrEnum):
     UNREADABLE = "unreadable"
     UNREACHABLE = "unreachable"
     LEFT = "left"
+    ELSEWHERE = "elsewhere"
 
     @property
     def done(self) -> bool:
@@ -165,6 +167,16 @@ class Receipt:
         """Why the erasure is not complete, by place."""
         return {one.name: one.reason or f"{one.left} blocks are left" for one in self.open}
 
+    def followed_by(self, later: Receipt) -> Receipt:
+        """What was done in all, after a repetition where this erasure was open."""
+        again = {one.tier for one in later.places}
+        # What was being written is in the tiers since, or is in the later receipt.
+        kept = [one for one in self.places if one.tier not in again and one.outcome is not PlaceOutcome.QUEUED]
+        before = {(one.tier, one.place): one.removed for one in self.places}
+        places = [replace(one, removed=one.removed + before.get((one.tier, one.place), 0)) for one in later.places]
+        records = sorted({*self.records, *later.records})
+        return replace(later, places=[*kept, *places], records=records)
+
     def plain(self, secret: str | None = None) -> dict[str, object]:
         """As a JSON object, what is open first, with a signature if there is a secret: BLAKE2b of the canonical JSON without
         the signature."""
@@ -225,14 +237,31 @@ def _parse_records(
     return found
 
 
-def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, queued: int = 0) -> Receipt:
+def forget_tenant(store: TieredStore, salt: Salt, *others: Salt) -> Receipt:
     """Erase all blocks, named prefixes and retentions of tenants; of a salt with a client's own the blocks of requests with it.
-    Does not raise: the receipt says what failed. `queued`: blocks that an engine is still writing to its tiers."""
+    Does not raise: the receipt says what failed."""
     salts = (salt, *others)
-    prefixes = tuple(one.prefix.hex() for one in salts)
-    erasure = _Erasure(store, queued)
-    erasure.sweep([(b"", one.prefix) for one in salts], lambda key: key.split("/")[2].startswith(prefixes))
-    return erasure.receipt(described(salts))
+    return erase_prefixes(store, [one.prefix for one in salts], described(salts))
+
+
+def erase_prefixes(
+    store: TieredStore,
+    prefixes: Sequence[bytes],
+    what: str,
+    *,
+    queued: int = 0,
+    only: Collection[str] | None = None,
+) -> Receipt:
+    """As `forget_tenant`, given the first bytes of the chains' roots.
+
+    Args:
+        queued: blocks that an engine is still writing to its tiers.
+        only: labels of the tiers to erase; None: all.
+    """
+    digits = tuple(one.hex() for one in prefixes)
+    erasure = _Erasure(store, queued, only)
+    erasure.sweep([(b"", one) for one in prefixes], lambda key: key.split("/")[2].startswith(digits))
+    return erasure.receipt(what)
 
 
 def described(salts: Iterable[Salt]) -> str:
@@ -290,8 +319,9 @@ def forget_chain(store: TieredStore, root: bytes, key: bytes, depth: int) -> Rec
 class _Erasure:
     """One erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
 
-    def __init__(self, store: TieredStore, queued: int = 0) -> None:
+    def __init__(self, store: TieredStore, queued: int = 0, only: Collection[str] | None = None) -> None:
         self._store = store
+        self._tiers = [tier for tier in store.tiers if only is None or tier.label in only]
         self._places: dict[tuple[str, str], Place] = {}
         if queued:
             reason = f"{queued} blocks are still being written"
@@ -299,7 +329,7 @@ class _Erasure:
         self._lock = threading.Lock()
         self._records: set[str] = set()
         self._widened = False
-        for tier in store.tiers:
+        for tier in self._tiers:
             self._place(tier)
 
     def _place(self, tier: StoreTier, place: str = "") -> Place:
@@ -338,7 +368,8 @@ class _Erasure:
 
         def work(tier: StoreTier) -> None:
             if isinstance(tier.store, ReadOnlyStore):
-                self._place(tier).fail("another instance has its own blocks: erase there too")
+                reason = "another instance has its own blocks: erase there too"
+                self._place(tier).fail(reason, PlaceOutcome.ELSEWHERE)
                 return
             for prefix in prefixes:
                 self._sweep_tier(tier, prefix, chosen)
@@ -346,7 +377,7 @@ class _Erasure:
             if self._store.keeps_records(tier) and self._place(tier).outcome is not PlaceOutcome.UNREACHABLE:
                 self._remove_records(tier, wanted)
 
-        self._each(self._store.tiers, work)
+        self._each(self._tiers, work)
 
     def _sweep_tier(self, tier: StoreTier, prefix: tuple[bytes, bytes], chosen: Collection[Name] | None) -> None:
         """Erase until a sweep finds nothing more. Places that fail are not tried again, since that takes its time."""

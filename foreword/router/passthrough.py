@@ -185,7 +185,8 @@ async def erase_everywhere(router: Router, call: Call) -> Answer:
     complete = not unreachable and all(one.get("complete", not one.get("left")) for one in each)
     merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
     done = {"x-foreword-replicas": f"{len(receipts)} of {len(router.upstreams)}"}
-    return Answer.json({**merged, "unreachable": unreachable, "replicas": receipts}, headers=done)
+    receipt = {**merged, "unreachable": unreachable, "replicas": receipts}
+    return Answer.json(receipt, 200 if complete else 207, done)
 
 
 async def send_once(router: Router, call: Call, upstream: Upstream, path: str, body: bytes) -> Answer:

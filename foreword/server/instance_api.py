@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from foreword.api.front import Call, Handler
+from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.blocks.salt import Salt, tenant_digest
@@ -26,11 +26,12 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         return {**describe(engine, salt), "draining": admission.draining}
 
     @routes.add("DELETE", "/v1/cache", right=Right.OWNER_OR_OPERATOR, meter=Meter.FREE, body=NO_BODY, tag="cache")
-    async def forget(call: Call) -> dict[str, Any]:
+    async def forget(call: Call) -> Answer | dict[str, Any]:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
         receipt. Blocks that running requests use stay on the device until those end. `cache_salt`, which may be repeated,
-        removes the blocks of requests with it instead. With `scope=device` an operator drops the unused blocks of all tenants
-        from the device, and with `cache_salt` a caller those of its requests with it."""
+        removes the blocks of requests with it instead. The status is 207 if a place is open: it is erased as soon as it can be
+        reached, which `GET /v1/cache/erasures/{id}` tells. With `scope=device` an operator drops the unused blocks of all
+        tenants from the device, and with `cache_salt` a caller those of its requests with it."""
         given = [one for one in call.query("cache_salt") if one]
         scope = (call.query("scope") or ["tenant"])[-1]
         if scope == "device" and not given:
@@ -44,7 +45,16 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
             return {"what": "device", "device_blocks": sum([await engine.clear_cache(salt) for salt in salts])}
         if not given:
             context.responses.forget(tenant.salt)
-        return await engine.forget(*salts)
+        receipt = await engine.forget(*salts)
+        return Answer.json(receipt, 200 if receipt["complete"] else 207)
+
+    @routes.add(
+        "GET", "/v1/cache/erasures/{name}", right=Right.OWNER_OR_OPERATOR, meter=Meter.FREE, body=NO_BODY, tag="cache"
+    )
+    async def erasure(call: Call) -> dict[str, Any]:
+        """The receipt of an erasure, so far."""
+        tenant = call.require(Right.OWNER, "the receipt of an erasure")
+        return context.admission.engine().erasure(call.names["name"], Salt(tenant.salt))
 
 
 def describe(engine: AsyncEngine, salt: bytes) -> dict[str, Any]:

@@ -1,0 +1,161 @@
+"""Erasures that are not complete yet. They are repeated where they are open until they are, also after a restart.
+
+A record `erasures/<id>` in the stores that could be reached names what is erased: digests of tenants and salts. A process that
+starts adopts the records that it finds, since the one that wrote them may be gone. Several may repeat an erasure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt
+from foreword.errors import StoreError
+from foreword.prefixes.erasure import PlaceOutcome, Receipt, described, erase_prefixes
+from foreword.store.background import use_background_cores
+from foreword.store.tiered import TieredStore
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE: Final = 5.0
+_LONGEST_PAUSE: Final = 60.0
+_MAX: Final = 1024
+_TIMEOUT: Final = 5.0
+_RECORDS: Final = "erasures/"
+
+
+@dataclass(slots=True)
+class OpenErasure:
+    """One erasure.
+
+    Attributes:
+        prefixes: first bytes of the roots of what is erased.
+        tiers: labels of the tiers where it is not complete.
+        receipt: what was done so far.
+    """
+
+    id: str
+    prefixes: tuple[bytes, ...]
+    what: str
+    tiers: frozenset[str]
+    receipt: Receipt
+    since: float = field(default_factory=time.time)
+
+    @property
+    def record(self) -> bytes:
+        prefixes = [one.hex() for one in self.prefixes]
+        return json.dumps({"prefixes": prefixes, "what": self.what, "tiers": sorted(self.tiers)}).encode()
+
+
+class OpenErasures:
+    """The erasures of one engine.
+
+    Args:
+        drop: drops what waits to be written of chains whose roots begin with these bytes; returns how many blocks are being
+            written.
+    """
+
+    def __init__(self, store: TieredStore, drop: Callable[[Sequence[bytes]], int]) -> None:
+        self._store = store
+        self._drop = drop
+        self._lock = threading.Lock()
+        self._known: dict[str, OpenErasure] = {}
+        self._wake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="foreword-erasures", daemon=True)
+        self._thread.start()
+
+    def erase(self, salts: Sequence[Salt]) -> tuple[str, Receipt]:
+        """Erase what these tenants, or requests with these salts, have stored. Returns the erasure's id and its receipt. It is
+        repeated in the background where it is not complete."""
+        prefixes, what = tuple(one.prefix for one in salts), described(salts)
+        receipt = erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes))
+        one = OpenErasure(os.urandom(12).hex(), prefixes, what, _open_tiers(receipt), receipt)
+        with self._lock:
+            while len(self._known) >= _MAX:
+                self._known.pop(
+                    next((name for name, old in self._known.items() if not old.tiers), next(iter(self._known)))
+                )
+            self._known[one.id] = one
+        if one.tiers:
+            self._write(one)
+            self._wake.set()
+        return one.id, receipt
+
+    def get(self, name: str) -> OpenErasure | None:
+        """An erasure by its id: one that was made here or adopted, until 1,024 others have followed."""
+        return self._known.get(name)
+
+    def close(self) -> None:
+        self._closed = True
+        self._wake.set()
+        self._thread.join(_TIMEOUT)
+
+    def _write(self, one: OpenErasure) -> None:
+        try:
+            self._store.put_record(_RECORDS + one.id, one.record, deadline=time.monotonic() + _TIMEOUT)
+        except StoreError as error:
+            log.warning("erasure %s: it ends with this process, no store takes its record: %s", one.id, error.message)
+
+    # The thread
+
+    def _run(self) -> None:
+        use_background_cores()
+        self._adopt()
+        pause = _FIRST_PAUSE
+        while not self._closed:
+            left = [one for one in list(self._known.values()) if one.tiers]
+            self._wake.wait(pause if left else None)
+            if self._wake.is_set():
+                self._wake.clear()
+                pause = _FIRST_PAUSE
+                continue
+            for one in left:
+                if not self._closed:
+                    self._repeat(one)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _repeat(self, one: OpenErasure) -> None:
+        queued = self._drop(one.prefixes)
+        receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
+        one.receipt = one.receipt.followed_by(receipt)
+        one.tiers = _open_tiers(one.receipt)
+        if one.tiers:
+            return
+        log.info("erasure %s is complete", one.id)
+        try:
+            self._store.delete_record(_RECORDS + one.id, deadline=time.monotonic() + _TIMEOUT)
+        except StoreError as error:
+            log.warning("erasure %s: its record stays, and it is repeated at the next start: %s", one.id, error.message)
+
+    def _adopt(self) -> None:
+        """Read the records that are in the stores."""
+
+        def failed(*_: object) -> None:
+            """What is there is adopted at the next start."""
+
+        for key in self._store.records(_RECORDS, deadline=time.monotonic() + _TIMEOUT, failed=failed)[:_MAX]:
+            data = self._store.get_record(key, deadline=time.monotonic() + _TIMEOUT)
+            name = key.removeprefix(_RECORDS)
+            try:
+                read: dict[str, Any] = json.loads(data or b"")
+                prefixes = tuple(bytes.fromhex(one) for one in read["prefixes"])
+                tiers, what = frozenset(map(str, read["tiers"])), str(read["what"])
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                continue
+            # A record that somebody else has written must not name everything.
+            if prefixes and all(len(one) in (TENANT_BYTES, DIGEST_BYTES) for one in prefixes):
+                log.info("erasure %s is continued: %s", name, what)
+                with self._lock:
+                    self._known.setdefault(name, OpenErasure(name, prefixes, what, tiers, Receipt(what, [])))
+
+
+def _open_tiers(receipt: Receipt) -> frozenset[str]:
+    """The tiers where an erasure may be completed by a repetition."""
+    return frozenset(one.tier for one in receipt.open if one.outcome is not PlaceOutcome.ELSEWHERE)

@@ -1,0 +1,79 @@
+"""`DELETE /v1/cache` while a store does not answer: 207 and an id. The rest is erased later, also after a restart."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import http_client
+import httpx
+import pytest
+from server_process import ServerProcess
+from servers import RedisServer
+from shared_server import until
+from test_store import TEXT, Start, cached, metric, post
+
+KEY = {"authorization": "Bearer k1"}
+
+
+def blocks_in(redis: RedisServer) -> int:
+    with redis.client() as client:
+        return sum(1 for _ in client.scan_iter("*:b:*"))
+
+
+def erase(url: str) -> tuple[int, dict[str, Any]]:
+    answer = httpx.delete(f"{url}/v1/cache", headers=KEY, timeout=120)
+    return answer.status_code, answer.json()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: bool) -> None:
+    """With a Redis that hangs the answer is 207: the disk is erased, Redis is named. Once Redis answers, its blocks go too,
+    without a request, and the receipt says so. If the server has ended in between, the next one continues."""
+    redis = RedisServer(tmp_path)
+    flags = [
+        "--store",
+        f"disk://{tmp_path}/kv?size=64MiB",
+        "--store",
+        redis.url,
+        "--api-keys",
+        "ann=k1",
+        "--api-keys",
+        "bob=k2",
+    ]
+    flags += ["--tenant-secret", "a long random text"]
+    try:
+        process: ServerProcess = start(*flags)
+        url = process.wait_ready()
+        post(url, "k1", prompt=TEXT, max_tokens=1)
+        post(url, "k2", prompt=TEXT, max_tokens=1)
+        until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
+        before = blocks_in(redis)
+        with redis.stopped():
+            status, receipt = erase(url)
+            assert status == 207 and not receipt["complete"] and list(receipt["unreachable"]) == ["redis"]
+            assert receipt["removed"]["disk"] > 0 and receipt["left"] == 0
+            shown = http_client.get(f"{url}/v1/cache/erasures/{receipt['id']}", headers=KEY).json()
+            assert not shown["complete"]
+            hidden = httpx.get(
+                f"{url}/v1/cache/erasures/{receipt['id']}", headers={"authorization": "Bearer k2"}, timeout=60
+            )
+            assert hidden.status_code == 404
+            if restarted:
+                process.popen.send_signal(signal.SIGKILL)
+                process.popen.wait(60)
+        if restarted:
+            url = start(*flags).wait_ready()
+        until(lambda: blocks_in(redis) == before // 2)
+        if not restarted:
+            done = f"{url}/v1/cache/erasures/{receipt['id']}"
+            until(lambda: http_client.get(done, headers=KEY).json()["complete"])
+            assert http_client.get(done, headers=KEY).json()["removed"]["redis"] == before // 2
+        until(lambda: not list((tmp_path / "kv" / "records").glob("erasures=/*~")))
+        assert cached(post(url, "k1", prompt=TEXT, max_tokens=1)) == 0
+        assert cached(post(url, "k2", prompt=TEXT, max_tokens=1)) > 0
+        status, receipt = erase(url)
+        assert status == 200 and receipt["complete"] and not receipt["unreachable"]
+    finally:
+        redis.kill()
