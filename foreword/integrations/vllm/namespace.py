@@ -53,6 +53,9 @@ _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_conf
 _TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.01, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
 
 
+_STRETCH = 2.0  # by how much less than the tolerance a half row may be longer
+
+
 def tolerance(dtype: str) -> float:
     """The largest distance of two computations of the same values that counts as equal, as a share of their norm."""
     return _TOLERANCE.get(dtype, 0.0)
@@ -64,7 +67,8 @@ class ProbeSample:
 
     Attributes:
         values: float32 `[rows, count]`; a row is a layer's sample, or a position's embedding.
-        tolerance: two rows are equal if their distance is at most this share of their norm.
+        tolerance: two rows are equal if their distance is at most this share of their norm, and neither half is longer by more
+            than half of it.
         open: one server may have more rows than the other, such as more positions.
     """
 
@@ -86,6 +90,15 @@ class ProbeSample:
         worst = int(distances.argmax()) if rows else 0
         if rows and distances[worst] > self.tolerance:
             return f"distance {distances[worst]:.2g} in row {worst}, {self.tolerance:.2g} counts as equal"
+        # Rounding points in any direction, so of a half row it changes the length by an eighth of the distance or less. Keys
+        # and values are halves of most layouts.
+        half = mine.shape[1] // 2
+        for part in (slice(0, half), slice(half, None)) if half else ():
+            squares = np.maximum((mine[:, part] ** 2).sum(axis=1), 1e-30)
+            stretched = np.abs((mine[:, part] * theirs[:, part]).sum(axis=1) / squares - 1.0)
+            longest = int(stretched.argmax()) if rows else 0
+            if rows and squares[longest] > 1e-20 and stretched[longest] > self.tolerance / _STRETCH:
+                return f"{stretched[longest]:.2%} longer or shorter in a half of row {longest}"
         return ""
 
     def plain(self) -> dict[str, object]:
