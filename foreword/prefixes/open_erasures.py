@@ -149,7 +149,7 @@ class OpenErasures:
                 tiers, what = frozenset(map(str, read["tiers"])), str(read["what"])
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 continue
-            # A record that somebody else has written must not name everything.
+            # An empty prefix would name the blocks of all tenants.
             if prefixes and all(len(one) in (TENANT_BYTES, DIGEST_BYTES) for one in prefixes):
                 log.info("erasure %s is continued: %s", name, what)
                 with self._lock:
