@@ -25,8 +25,8 @@ $(VENV)/.server: pyproject.toml
 demo: $(VENV)/.server
 	@$(BIN)/foreword demo
 
-# One test process per core, one computing thread each: OpenMP threads that outnumber the cores wait for each other. Compiled
-# modules are kept: the tests start hundreds of processes.
+# A test process per core and one more (tests/conftest.py), one computing thread each: OpenMP threads that outnumber the cores
+# wait for each other. Compiled modules are kept: the tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: setup

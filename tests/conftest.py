@@ -7,6 +7,8 @@ Tests do not depend on their order: `make test MORE=--shuffle=7` runs the files,
 from 7.
 """
 
+import atexit
+import gc
 import os
 import random
 from collections import Counter
@@ -17,9 +19,24 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 from hypothesis import settings
 
+# Until all tests are imported there is next to no garbage, and later collections need not walk through the libraries.
+gc.disable()
+
 settings.register_profile("foreword", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores: tests also wait, for other processes, and for what takes its time."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    gc.enable()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

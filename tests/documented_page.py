@@ -4,6 +4,7 @@ Blocks marked `sh` run in bash, blocks marked `python` in one interpreter; other
 page, which its readers do not see, say the rest:
 
     <!-- not run: REASON -->      the next block is not run
+    <!-- given: COMMAND -->       runs now: what the reader has, such as a server with traffic
     <!-- name: NAME -->           names the next block
     <!-- again: stop NAME ... --> what the text tells the reader to repeat; `stop` is Ctrl-C in the terminal of the server
     <!-- expect: REGEX -->        is found in what the block before, or the repetition, printed
@@ -34,15 +35,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+DIRECTIVES = ("given", "again", "expect")
 LANGUAGES = {"sh", "python", "json", "yaml", "toml", "text", "nginx", "promql"}
 BLOCK_SECONDS, START_SECONDS = 600, 900
 _SERVERS = ("foreword serve", "foreword route", "vllm serve")
-_DIRECTIVE = re.compile(r"^ *<!-- (not run|name|again|expect): (.*?) -->$")
+_DIRECTIVE = re.compile(r"^ *<!-- (not run|given|name|again|expect): (.*?) -->$")
 
 
 @dataclass
 class Step:
-    """A block of commands, or a directive that stands for itself (`again`, `expect`)."""
+    """A block of commands, or a directive that stands for itself (`DIRECTIVES`)."""
 
     kind: str
     text: str
@@ -128,7 +130,7 @@ class Session:
             elif step.kind == "expect":
                 if not re.search(step.text, self.printed):
                     raise BlockFailed(f"line {step.line}: {step.text!r} is not in:\n{self.printed[-4000:]}")
-            elif step.kind in ("sh", "python") and not step.skipped:
+            elif step.kind in ("sh", "python", "given") and not step.skipped:
                 self.run(step)
 
     def run(self, step: Step) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from documented_page import LANGUAGES, ROOT, Step, steps
+from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, steps
 
 PAGES = [
     "README.md",
@@ -105,7 +105,7 @@ def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_have_a_language(page: str) -> None:
     """Each block says whether it is a command; one that is not run says why."""
-    blocks = [step for step in steps((ROOT / page).read_text(encoding="utf-8")) if step.kind not in ("again", "expect")]
+    blocks = [step for step in steps((ROOT / page).read_text(encoding="utf-8")) if step.kind not in DIRECTIVES]
     assert not [f"{page}:{block.line}" for block in blocks if block.kind not in LANGUAGES]
     assert not [f"{page}:{block.line}" for block in blocks if block.skipped and len(block.skipped) < 10]
 

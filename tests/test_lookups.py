@@ -176,7 +176,7 @@ def test_a_hung_remote_tier_takes_nothing_from_a_local_one(over: Callable[..., R
         store.inner.put(frames_of(1, 4), deadline=soon())
     local.inner.put(frames_of(2, 2), deadline=soon())
     requests = over(remote, local, lookup_timeout=0.02)
-    requests.rate = 1.0  # computing would take 64 s
+    requests.rate = 8.0  # computing would take 8 s
     remote.stick()
     assert [requests.ask(chain) for chain in (1, 2, 1, 3)] == [64, 32, 64, 0]
     remote.release()

@@ -110,6 +110,7 @@ SERVE = [
     ("--tool-parser hermes3", "unknown tool parser 'hermes3'. Did you mean 'hermes'"),
     ("--reasoning-parser thought", "unknown reasoning parser 'thought'"),
     ("--kv-events nonsense", "--kv-events"),
+    ("--kv-events tcp://127.0.0.1:99999", "there is no port 99999"),
     ("--kv-events-replay tcp://127.0.0.1:0", "server.kv_events_replay needs server.kv_events"),
     ("--record {folder}/none/trace.jsonl", "{folder}/none/trace.jsonl"),
     ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),

@@ -48,6 +48,7 @@ class FlakyStore(StoreWrapper):
         self._gate = threading.Event()
         self._gate.set()
         self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def fail_next(self, count: int = 1, error: Callable[[], StoreError] | None = None) -> None:
         """Make the next `count` calls raise StoreUnavailable, or the result of `error`."""
@@ -57,8 +58,10 @@ class FlakyStore(StoreWrapper):
                 self._error = error
 
     def inject(self, fault: Fault, rate: float = 1.0) -> None:
-        """Set the probability of a fault; 0.0 ends it."""
-        self._rates[fault] = rate
+        """Set the probability of a fault; 0.0 ends it, also for the calls that hang."""
+        with self._changed:
+            self._rates[fault] = rate
+            self._changed.notify_all()
 
     def delay(self, seconds: float) -> None:
         """Make every call wait this long first. If its deadline comes first, the call raises StoreTimeout."""
@@ -125,8 +128,9 @@ class FlakyStore(StoreWrapper):
         self._gate.wait()
         left = time_left(deadline)
         if self._happens("hang"):
-            time.sleep(left)
-            raise StoreTimeout("injected hang until the deadline")
+            with self._changed:
+                self._changed.wait_for(lambda: not self._rates["hang"], left)
+            raise StoreTimeout("injected hang")
         if self._seconds:
             self.injected["delay"] += 1
             time.sleep(min(left, self._seconds))

@@ -38,11 +38,8 @@ from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import PrefixBook
-<<<<<<< HEAD:foreword/entrypoints/build_engine.py
-from foreword.prefixes.prefix_service import PrefixService
-=======
 from foreword.prefixes.open_erasures import OpenErasures
->>>>>>> e87717e (Erasures that are not complete are repeated, also after a restart; DELETE /v1/cache answers 207 and an id then):foreword/entrypoints/build.py
+from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.store_pins import StorePins
 from foreword.prefixes.stored import StoredPrefixes

@@ -300,6 +300,9 @@ def _place(url: str) -> PublisherPlace:
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     """Listen, and return where. Raises ConfigError."""
+    port = endpoint.rpartition(":")[2]
+    if port.isdecimal() and int(port) > 65535:  # ZeroMQ would take the remainder
+        raise ConfigError(f"cannot publish KV events on {endpoint}: there is no port {port} (--kv-events)")
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:

@@ -52,11 +52,12 @@ def reference(folder: Folder) -> Callable[[str], tiny.Reference]:
 
 @pytest.fixture(scope="session")
 def engine(folder: Folder) -> Callable[..., LLM]:
-    """An engine of a family: blocks of 4 tokens, and room for 1024 unless the options say otherwise. What is found in
-    stores given by their URLs is loaded; a `StoreConfig` is taken as it is."""
+    """An engine of a family: blocks of 4 tokens, room for 1024, and no check at start unless the options say otherwise. What
+    is found in stores given by their URLs is loaded; a `StoreConfig` is taken as it is."""
 
     def make(family: str, **options: Any) -> LLM:
         settings: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
+        settings["self_check"] = False
         if isinstance(options.get("store"), str | list):
             return unhurried(LLM(str(folder(family)), **(settings | options | {"store": patient(options["store"])})))
         return LLM(str(folder(family)), **(settings | options))

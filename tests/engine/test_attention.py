@@ -120,9 +120,11 @@ class Case:
         paged.k.fill_(math.nan)
         paged.v.fill_(math.nan)
         for (start, _), blocks, k, v in zip(self.chunks, self.tables, self.keys, self.values, strict=True):
-            for position in range(start):
-                slot = blocks[position // self.block_size] * self.block_size + position % self.block_size
-                paged.k[slot], paged.v[slot] = k[position], v[position]
+            slots = [
+                blocks[position // self.block_size] * self.block_size + position % self.block_size
+                for position in range(start)
+            ]
+            paged.k[slots], paged.v[slots] = k[:start], v[:start]
         return paged
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,23 +144,21 @@ class Case:
         return step.attend(0, *self.packed(), self.params)[0]
 
     def expected(self) -> Tensor:
-        """The definition, a token and a head at a time."""
+        """The definition, a token at a time."""
         rows = []
         for (start, count), query, k, v in zip(self.chunks, self.queries, self.keys, self.values, strict=True):
+            # `[heads, tokens, dim]`
+            k, v = (each.double().repeat_interleave(self.groups, 1).transpose(0, 1) for each in (k, v))
             for i in range(count):
-                position = start + i
-                first = 0 if self.window is None else max(0, position - self.window + 1)
-                heads = []
-                for head in range(self.kv_heads * self.groups):
-                    kv = head // self.groups
-                    scores = k[first : position + 1, kv].double() @ query[i, head].double() * self.scale
-                    if self.softcap is not None:
-                        scores = torch.tanh(scores / self.softcap) * self.softcap
-                    if self.sink_values is not None:
-                        scores = torch.cat([scores, self.sink_values[head].double().reshape(1)])
-                    weights = torch.softmax(scores, 0)[: position + 1 - first]
-                    heads.append(weights @ v[first : position + 1, kv].double())
-                rows.append(torch.stack(heads))
+                end = start + i + 1
+                first = 0 if self.window is None else max(0, end - self.window)
+                scores = (k[:, first:end] @ query[i].double()[:, :, None])[:, :, 0] * self.scale
+                if self.softcap is not None:
+                    scores = torch.tanh(scores / self.softcap) * self.softcap
+                if self.sink_values is not None:
+                    scores = torch.cat([scores, self.sink_values.double()[:, None]], 1)
+                weights = torch.softmax(scores, 1)[:, None, : end - first]
+                rows.append((weights @ v[:, first:end])[:, 0])
         return torch.stack(rows)
 
 

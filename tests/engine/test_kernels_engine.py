@@ -80,7 +80,8 @@ def fused_layers(model: Any) -> int:
     return sum(isinstance(module.__dict__.get("forward"), DecoderForward) for module in model.modules())
 
 
-@pytest.mark.parametrize("kernels", ["auto", "native", "torch"])
+# `auto` measures, and then uses what the others do.
+@pytest.mark.parametrize("kernels", [pytest.param("auto", marks=pytest.mark.slow), "native", "torch"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_same_output(family: str, kernels: str, engine: Make, reference: Find) -> None:
     """Greedy output is `generate()`'s with the kernels and without, cold and cached."""

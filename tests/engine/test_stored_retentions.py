@@ -34,9 +34,9 @@ def pinned(llm: LLM) -> int:
     return llm.offload.store.status().pinned_bytes
 
 
-def flood(llm: LLM, count: int = 40, length: int = 60) -> None:
-    for number in range(count):
-        llm.generate(prompt(length, 1000 + number), greedy(2))
+def flood(llm: LLM, count: int = 40, length: int = 60, together: int = 10) -> None:
+    for first in range(1000, 1000 + count, together):
+        llm.generate([prompt(length, seed) for seed in range(first, first + together)], greedy(2))
         assert llm.flush()
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
 
 MEMORY = "memory://?size=16MiB"
+# For stores that hang: waits, of which nothing is expected, are short.
+BRIEF = StoreConfig(urls=(MEMORY,), lookup_timeout=0.01, flush_seconds=0.1)
 # One KV group of full attention, one of windows, one of each, and one of full attention beside five of windows.
 # How many groups of full attention and of windows each has.
 GROUPS = {"llama": (1, 0), "mistral": (0, 1), "gpt_oss": (1, 1), "gemma3_5to1": (1, 5)}
@@ -172,7 +175,7 @@ def test_what_a_store_lost_is_written_again(engine: Make) -> None:
 
 def test_a_tier_that_hangs_holds_up_no_other(engine: Make) -> None:
     """While a write to one tier hangs, the other tiers are still written."""
-    with engine("llama", store=StoreConfig(urls=(MEMORY, MEMORY), flush_seconds=0.1)) as llm:
+    with engine("llama", store=replace(BRIEF, urls=(MEMORY, MEMORY))) as llm:
         fast, slow = llm.offload.store.tiers
         slow.store = hanging = FlakyStore(slow.store)
         hanging.inject("hang")
@@ -242,7 +245,7 @@ def test_damaged_blocks(fault: Fault, family: str, engine: Make, reference: Find
 def test_a_store_that_does_not_answer(trouble: Fault, engine: Make, reference: Find) -> None:
     """A store that fails at everything or never answers is a miss: requests are computed, errors are counted, and after
     a few of them the circuit opens."""
-    with flaky(engine, store=StoreConfig(urls=(MEMORY,), flush_seconds=0.5)) as (llm, store):
+    with flaky(engine, store=BRIEF) as (llm, store):
         fill(llm, prompt(40, 8))
         store.inject(trouble)
         [tier] = llm.offload.store.tiers

@@ -8,14 +8,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from explained import broken, explain, sound
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, make_byte_model
-
-from foreword.cli import main as cli
 
 pytestmark = needs_vllm
 
@@ -23,13 +20,6 @@ pytestmark = needs_vllm
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_byte_model(tmp_path_factory.mktemp("vllm") / "model")
-
-
-def explain(url: str, *options: str) -> list[dict[str, Any]]:
-    done = CliRunner().invoke(cli.app, ["explain", url, "--json", *options], catch_exceptions=False)
-    links: list[dict[str, Any]] = json.loads(done.stdout)
-    assert done.exit_code == (1 if links[-1]["ok"] is False else 0)
-    return links
 
 
 @contextmanager
@@ -69,10 +59,7 @@ def test_a_broken_vllm(
     """The first broken link of a vLLM server, and the setting to change."""
     urls = None if stores is None else [url.replace("{folder}", str(tmp_path)) for url in stores]
     with serving(model, tmp_path, urls, *flags) as url:
-        links = explain(url)
-        last = links[-1]
-        assert (last["ok"], last["name"]) == (False, link), links
-        assert words in f"{last['text']} -> {last['setting']}", links
+        broken(explain(url), link, words)
 
 
 def test_a_store_that_fails(model: Path, tmp_path: Path) -> None:
@@ -80,19 +67,19 @@ def test_a_store_that_fails(model: Path, tmp_path: Path) -> None:
     with serving(model, tmp_path, [f"disk://{tmp_path}/kv?size=64MiB"]) as url:
         shutil.rmtree(tmp_path / "kv")
         (tmp_path / "kv").write_text("in the way")
-        links = explain(url)
-        last = links[-1]
-        assert (last["ok"], last["name"]) == (False, "written"), links
-        assert "disk" in last["text"] and "the store" in last["setting"], links
+        said = explain(url)
+        broken(said, "written", "the store")
+        assert "disk" in said.last["text"]
 
 
 def test_a_healthy_vllm(model: Path, tmp_path: Path) -> None:
     """Nothing is called broken, with and without a reset of vLLM's cache; after it the probe comes back from the stores."""
     stores = ["memory://?size=64MiB", f"disk://{tmp_path}/kv?size=64MiB"]
     with serving(model, tmp_path, stores) as url:
-        links = explain(url)
-        assert [link for link in links if link["ok"] is False] == []
-        assert [link["name"] for link in links if link["ok"] is None] == ["loaded"]
-        links = explain(url, "--reset")
-        assert [(link["name"], link["ok"]) for link in links if not link["ok"]] == []
-        assert any(link["name"] == "loaded" and "gone from the device" in link["text"] for link in links)
+        said = explain(url)
+        sound(said)
+        assert [link["name"] for link in said.links if link["ok"] is None] == ["loaded"]
+        said = explain(url, "--reset")
+        sound(said)
+        assert [link["name"] for link in said.links if not link["ok"]] == []
+        assert any(link["name"] == "loaded" and "gone from the device" in link["text"] for link in said.links)

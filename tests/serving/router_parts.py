@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +19,7 @@ import httpx
 import openai
 import typer
 import uvloop
+from server_process import CommandProcess
 from shared_server import until
 from typer.testing import CliRunner
 
@@ -39,8 +38,7 @@ QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{n
 class RunningRouter:
     """A router and its log, however it runs."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = []
+    lines: list[str]
 
     @property
     def text(self) -> str:
@@ -80,41 +78,19 @@ class RunningRouter:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in wanted))
 
 
-class RouterProcess(RunningRouter):
+class RouterProcess(CommandProcess, RunningRouter):
     """A `foreword route` process."""
 
-    def __init__(self, *arguments: str) -> None:
-        super().__init__()
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-        command = [sys.executable, "-m", "foreword", "route", "--port", "0", *QUICK, *arguments]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        with self.popen.stderr as stream:
-            self.lines.extend(iter(stream.readline, ""))
-
-    def ended(self) -> bool:
-        return self.popen.poll() is not None
-
-    def end(self, seconds: float = 120) -> int:
-        status = self.popen.wait(seconds)
-        self._reader.join(60)
-        return status
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
+    def __init__(self, *arguments: str, forked: bool = True) -> None:
+        super().__init__("route", "--port", "0", *QUICK, *arguments, forked=forked)
 
 
 class RouterThread(RunningRouter, logging.Handler):
     """The same router on an event loop of this process, which starts much faster."""
 
     def __init__(self, *arguments: str) -> None:
-        RunningRouter.__init__(self)
         logging.Handler.__init__(self, logging.INFO)
+        self.lines = []
         config = _config(*QUICK, *arguments)
         self._loop = uvloop.new_event_loop()
         self._task = self._loop.create_task(self._serve(config, bind(config.server)))

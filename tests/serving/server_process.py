@@ -1,4 +1,5 @@
-"""`foreword serve` as a subprocess, forked from one that has imported its modules: that takes most of the time of a start."""
+"""`foreword serve` and other commands as processes, forked from one that has imported their modules: that takes most of the
+time of a start."""
 
 from __future__ import annotations
 
@@ -22,18 +23,25 @@ from foreword.referee.process import Forked, Forks
 
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 _ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
-_MODULES = ("foreword.cli.serve", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build_engine")
+_MODULES = (
+    *("foreword.cli.main", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build_engine"),
+    *("foreword.router.process", "uvloop"),
+)
 _forks = Forks(sys.executable, _ENVIRONMENT, _MODULES)
 atexit.register(_forks.close)
 
 
-class ServerProcess:
-    """`foreword serve` with what it wrote to stderr."""
+class CommandProcess:
+    """A command of `foreword` with what it writes to stderr.
+
+    Args:
+        forked: it shares the imports, and so the limits and the hash seed, of the process that it is forked from.
+    """
 
     program: tuple[str, ...] = (str(Path(foreword.__file__).with_name("__main__.py")),)
 
     def __init__(self, *arguments: str, forked: bool = True) -> None:
-        command = [*self.program, "serve", *FLAGS, *arguments]
+        command = [*self.program, *arguments]
         self.popen: Forked | subprocess.Popen[str]
         said, stderr = os.pipe()
         with os.fdopen(stderr, "w") as theirs, open(os.devnull, "w") as nothing:
@@ -56,22 +64,36 @@ class ServerProcess:
     def text(self) -> str:
         return "".join(self.lines)
 
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def end(self, seconds: float = 120) -> int:
+        status = self.popen.wait(seconds)
+        self._reader.join(60)
+        return status
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+class ServerProcess(CommandProcess):
+    """`foreword serve`."""
+
+    def __init__(self, *arguments: str, forked: bool = True) -> None:
+        super().__init__("serve", *FLAGS, *arguments, forked=forked)
+
     def url(self) -> str:
-        until(lambda: "listens on" in self.text or self.popen.poll() is not None, 120)
+        until(lambda: "listens on" in self.text or self.ended(), 120)
         found = re.search(r"http://\S+:\d+", self.text)
         assert found is not None, self.text
         return found[0]
 
     def wait_ready(self) -> str:
         url = self.url()
-        until(lambda: self.popen.poll() is not None or http_client.get(f"{url}/ready").status_code == 200, 200)
-        assert self.popen.poll() is None, self.text
+        until(lambda: self.ended() or http_client.get(f"{url}/ready").status_code == 200, 200)
+        assert not self.ended(), self.text
         return url
-
-    def end(self, seconds: float = 120) -> int:
-        status = self.popen.wait(seconds)
-        self._reader.join(60)
-        return status
 
 
 class ControlledProcess(ServerProcess):

@@ -15,41 +15,20 @@ import httpx
 import pytest
 import torch
 from aiohttp.web import Request, Response, RouteDef, json_response, post
+from explained import broken, explain, sound
 from router_parts import Loop, RouterProcess
 from safetensors.torch import load_file, save_file
 from scripted_replica import ScriptedReplica
 from server_process import ControlledProcess, ServerProcess
 from shared_server import until
-from typer.testing import CliRunner
 
 import foreword
-from foreword.cli import main as cli
 
 KEY = "0123456789abcdef"
 KEYED = ("--api-keys", f"ann={KEY}", "--tenant-secret", "a secret of these tests")
 MODEL = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 # An address where nothing listens.
 NOWHERE = "127.0.0.1:1"
-
-
-def explain(url: str, *arguments: str) -> list[dict[str, Any]]:
-    """The links; the exit status is 1 if and only if one is broken, which is the last."""
-    done = CliRunner().invoke(cli.app, ["explain", url, "--json", *arguments], catch_exceptions=False)
-    links: list[dict[str, Any]] = json.loads(done.stdout)
-    assert [link for link in links[:-1] if link["ok"] is False] == []
-    assert done.exit_code == (1 if links[-1]["ok"] is False else 0)
-    return links
-
-
-def broken(links: Sequence[dict[str, Any]], name: str, words: str) -> None:
-    """The last link has this name, and its text and setting have the words."""
-    last = links[-1]
-    assert (last["ok"], last["name"]) == (False, name), links
-    assert words in f"{last['text']} -> {last['setting']}", links
-
-
-def sound(links: Sequence[dict[str, Any]]) -> None:
-    assert [link for link in links if link["ok"] is False] == []
 
 
 @contextmanager
@@ -142,9 +121,9 @@ def test_a_healthy_server(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "empty").mkdir()
     with serving(*(one.replace("{folder}", str(tmp_path)) for one in arguments)) as url:
         options = ("--api-key", KEY) if "--api-keys" in arguments else ()
-        links = explain(url, *options)
-        sound(links)
-        names = [link["name"] for link in links]
+        said = explain(url, *options)
+        sound(said)
+        names = said.names
         assert names[:4] == ["server", "computed", "device", "salt"] and names[-1] == "template"
         assert names[4:-1] == (["written", "loaded"] if "--store" in arguments else ["stores"])
         cached = [
@@ -306,9 +285,9 @@ HEALTHY_ROUTERS = [
 def test_a_healthy_router(two: list[str], arguments: tuple[str, ...]) -> None:
     """No link of a healthy router is called broken, and the stores of both replicas are looked at."""
     with routing(2, *given(two), *arguments) as url:
-        links = explain(url)
-        sound(links)
-        places = [link["text"].partition(": ")[0] for link in links if link["name"] == "loaded"]
+        said = explain(url)
+        sound(said)
+        places = [link["text"].partition(": ")[0] for link in said.links if link["name"] == "loaded"]
         assert places == ([] if "--admin-key" in arguments else two)
 
 
@@ -342,9 +321,9 @@ def test_a_server_that_only_reads(tmp_path: Path) -> None:
     (tmp_path / "kv").mkdir()
     for store in (f"disk://{tmp_path}/kv?read_only=1", f"peer://{NOWHERE}"):
         with serving("--store", store) as url:
-            links = explain(url)
-            sound(links)
-            [written] = [link for link in links if link["name"] == "written"]
+            said = explain(url)
+            sound(said)
+            [written] = [link for link in said.links if link["name"] == "written"]
             assert written["ok"] is None and "`read_only=`" in written["setting"]
 
 

@@ -36,7 +36,8 @@ class Barrier:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        await request.read()
+        if not (await request.json()).get("stream"):
+            return web.json_response({}, status=400)  # the router's own question
         out = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await out.prepare(request)
         for number in range(EVENTS):
@@ -87,7 +88,7 @@ def test_the_limit_of_open_files_is_raised() -> None:
     hard = before[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(1000, hard), hard))
     try:
-        router = RouterProcess("--replica", "http://127.0.0.1:9")
+        router = RouterProcess("--replica", "http://127.0.0.1:9", forked=False)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     try:

@@ -7,7 +7,6 @@ import asyncio
 import json
 from typing import Any
 
-import agents
 import openai
 import pydantic
 import pytest
@@ -138,6 +137,8 @@ def test_langchain(server: SharedServer) -> None:
 @pytest.mark.parametrize("api", ["responses", "chat"])
 def test_agents_sdk(server: SharedServer, api: str) -> None:
     """OpenAI's agent framework runs unchanged: it calls the tool and continues with the result, over several turns."""
+    import agents  # takes seconds
+
     agents.set_tracing_disabled(True)
     called: list[str] = []
 
