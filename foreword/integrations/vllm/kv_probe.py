@@ -33,7 +33,7 @@ _NAME = "foreword-probe"
 # Tokens: enough for every kind of layer to show what it does, and a fraction of a second on a small model.
 _TOKENS = 256
 # Elements per layer and block.
-_SAMPLE = 128
+_SAMPLE = 1024
 _POSITIONS = (
     1,
     17,

@@ -42,7 +42,7 @@ RECORDS = "namespaces/"
 _FORMAT = 1
 # Reading and writing records at start; a store that takes longer is not compared with.
 _WITHIN = 5.0
-# A record has some hundred KiB for a large model: a row of a sample is half a KiB.
+# A record has up to a MiB for a large model: a row of a sample is 4 KiB.
 _MOST_RECORDS, _LONGEST_RECORD = 256, 4 << 20
 _FAILED = b"failed"  # in place of a record that a tier did not read
 # Files of a model's folder that vLLM reads its configuration from.
@@ -53,7 +53,8 @@ _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_conf
 _TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.01, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
 
 
-_STRETCH = 2.0  # by how much less than the tolerance a half row may be longer
+# How much longer a half row may be: this share of the tolerance, or so many standard deviations of what rounding does.
+_STRETCH, _DEVIATIONS = 0.1, 6.0
 
 
 def tolerance(dtype: str) -> float:
@@ -67,8 +68,8 @@ class ProbeSample:
 
     Attributes:
         values: float32 `[rows, count]`; a row is a layer's sample, or a position's embedding.
-        tolerance: two rows are equal if their distance is at most this share of their norm, and neither half is longer by more
-            than half of it.
+        tolerance: two rows are equal if their distance is at most this share of their norm, and neither half is longer than
+            rounding explains.
         open: one server may have more rows than the other, such as more positions.
     """
 
@@ -90,15 +91,16 @@ class ProbeSample:
         worst = int(distances.argmax()) if rows else 0
         if rows and distances[worst] > self.tolerance:
             return f"distance {distances[worst]:.2g} in row {worst}, {self.tolerance:.2g} counts as equal"
-        # Rounding points in any direction, so of a half row it changes the length by an eighth of the distance or less. Keys
-        # and values are halves of most layouts.
+        # Rounding errors have any direction, so together they change the length of many values by their root as a share of the
+        # distance. A change of meaning, such as longer keys, has one direction. Keys and values are halves of most layouts.
         half = mine.shape[1] // 2
         for part in (slice(0, half), slice(half, None)) if half else ():
             squares = np.maximum((mine[:, part] ** 2).sum(axis=1), 1e-30)
-            stretched = np.abs((mine[:, part] * theirs[:, part]).sum(axis=1) / squares - 1.0)
-            longest = int(stretched.argmax()) if rows else 0
-            if rows and squares[longest] > 1e-20 and stretched[longest] > self.tolerance / _STRETCH:
-                return f"{stretched[longest]:.2%} longer or shorter in a half of row {longest}"
+            stretched = np.abs((mine[:, part] * theirs[:, part]).sum(axis=1) / squares - 1.0) * (squares > 1e-20)
+            allowed = np.maximum(_STRETCH * self.tolerance, _DEVIATIONS * distances / np.sqrt(half))
+            longest = int((stretched - allowed).argmax()) if rows else 0
+            if rows and stretched[longest] > allowed[longest]:
+                return f"a half of row {longest} is {stretched[longest]:.2%} longer or shorter"
         return ""
 
     def plain(self) -> dict[str, object]:
