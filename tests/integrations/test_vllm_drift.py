@@ -92,7 +92,7 @@ def test_changes_are_listed(tmp_path: Path) -> None:
     assert found[f"{base}.save_kv_layer"].startswith(
         "parameters (self, layer_name, kv_layer, attn_metadata, **kwargs) -> "
     )
-    assert found[f"{core}.maybe_convert_block_hash"] == "gone (events.py)"
+    assert found[f"{core}.maybe_convert_block_hash"] == "gone (tier_events.py)"
     assert re.fullmatch(r"gone \(.*scheduler\.py\)", found["vllm.v1.engine.core.EngineCore.set_weight_version"])
     assert found["vllm.v1.request.Request.cache_salt"] == "gone (read)"
     assert found[f"{base}.vanishes"] == "gone (not used)"
