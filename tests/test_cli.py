@@ -54,7 +54,7 @@ def seen_config(*arguments: str) -> Config:
 
 def test_help_is_light() -> None:
     """`foreword --help` imports neither torch nor the web framework."""
-    heavy = "torch transformers starlette uvicorn httpx prometheus_client"
+    heavy = "torch transformers aiohttp httpx prometheus_client"
     code = f"import sys, foreword.cli.main; print([name for name in '{heavy}'.split() if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
     shown = subprocess.run([sys.executable, "-m", "foreword", "--help"], capture_output=True, text=True)

@@ -21,7 +21,6 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from benchmarks.harness import table
 
@@ -64,16 +63,14 @@ def main() -> None:
     sys.setprofile(profile)
     # The router on a thread is that of the tests.
     sys.path[:0] = [str(ROOT / "tests" / "serving")]
-    import uvicorn
-
     router_parts = importlib.import_module("router_parts")
 
+    from foreword.api.http import serving
     from foreword.api.listener import bind
     from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.observability.metrics import PrometheusObserver
     from foreword.server.app import ServerApp
-    from foreword.server.process import limited_connections
 
     observer = PrometheusObserver()
     store = StoreConfig(urls=("memory://?size=64MiB", f"disk://{tempfile.mkdtemp()}?size=64MiB"))
@@ -84,10 +81,13 @@ def main() -> None:
     )
     config = Config(server=ServerConfig(port=0))
     listener = bind(config.server)
-    application = ServerApp(engine, observer, config)
-    protocol: Any = limited_connections(config.server).protocol
-    server = uvicorn.Server(uvicorn.Config(application, http=protocol, log_config=None, lifespan="off"))
-    threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True).start()
+    front = ServerApp(engine, observer, config).front
+
+    async def serve() -> None:
+        async with serving(front, listener, config.server):
+            await asyncio.Event().wait()
+
+    threading.Thread(target=lambda: asyncio.run(serve()), daemon=True).start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     chat(url, f"warm-up {TEXT}")

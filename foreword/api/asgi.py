@@ -97,7 +97,7 @@ class AsgiExchange:
         await self._begin(answer.status, {**answer.headers, **length})
         await self._send({"type": "http.response.body", "body": answer.body})
 
-    async def open(self, status: int, headers: Mapping[str, str]) -> AsgiExchange:
+    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> AsgiExchange:
         await self._begin(status, headers)
         return self
 

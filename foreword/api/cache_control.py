@@ -1,11 +1,11 @@
-"""`/v1/cache/*`: retain, pin, prefetch and release a prefix. Bodies and answers."""
+"""`/v1/cache/*`: retain, pin, prefetch and release a prefix. Routes, bodies and answers."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -16,12 +16,58 @@ from foreword.api.dialects.chat import MessageBody, messages_of
 from foreword.api.dialects.decode import check_length, decode, refuse
 from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
 from foreword.api.dialects.tools import ToolBody, tools_of
+from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import Message, Tool
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 
 DEFAULT_TTL: Final = 300.0
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION: Final = re.compile(r"([0-9]{1,9})([smhd])")
+
+
+_VERBS: Final = (
+    (
+        "retain",
+        Right.TENANT,
+        Meter.TOKENS,
+        "Keep the KV of a prefix for a time after its last use, computed if necessary.",
+    ),
+    ("pin", Right.OWNER, Meter.TOKENS, "Keep the KV of a prefix until it is released. It is computed if necessary."),
+    ("prefetch", Right.TENANT, Meter.REQUEST, "Load what the stores have of a coming prompt. Nothing is computed."),
+    (
+        "release",
+        Right.TENANT,
+        Meter.FREE,
+        "End what is kept along a prompt, or with all: true all that the caller keeps.",
+    ),
+)
+
+
+def add_routes(
+    routes: Routes[Handler],
+    parse: Callable[[str], Callable[[bytes, Limits], Any]],
+    answer: Callable[[Call, str], Coroutine[Any, Any, Reply]],
+    retained: Handler,
+) -> None:
+    """Add `/v1/cache/*`.
+
+    Args:
+        parse: parses the bodies of a verb.
+        answer: answers a call of a verb.
+        retained: answers what the caller keeps.
+    """
+    for name, right, meter, text in _VERBS:
+
+        async def handler(call: Call, name: str = name) -> Reply:
+            return await answer(call, name)
+
+        handler.__name__, handler.__doc__ = name, text
+        body = JsonBody(parse(name), CacheBody)
+        routes.add("POST", f"/v1/cache/{name}", right=right, meter=meter, body=body, tag="cache")(handler)
+    tenant, free = Right.TENANT, Meter.FREE
+    routes.add("GET", "/v1/cache/retained", right=tenant, meter=free, body=NO_BODY, tag="cache")(retained)
 
 
 class CacheBody(Struct, kw_only=True):

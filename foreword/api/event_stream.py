@@ -69,7 +69,7 @@ class EventStream:
         """
         self._writes += 1
         if self._out is None:
-            self._out = await self._call.open(self._headers(given or {}))
+            self._out = await self._call.open(self._headers(given or {}), at_once=not data)
         if last:
             await self._end(self._out, data)
         elif data and not self._ended:

@@ -83,8 +83,8 @@ class Exchange(Protocol):
     def watch(self) -> None:
         """No body is read from now on. The call is cancelled if the client leaves."""
 
-    async def open(self, status: int, headers: Mapping[str, str]) -> ByteStream:
-        """Begin a response in pieces. Raises ClientGone."""
+    async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> ByteStream:
+        """Begin a response in pieces. Its head may wait for the first one, unless `at_once`. Raises ClientGone."""
 
 
 Reply = Answer | Mapping[str, Any] | None
@@ -189,9 +189,9 @@ class Call:
         """The bytes of the body are not needed any more."""
         self.held.release()
 
-    async def open(self, headers: Mapping[str, str]) -> ByteStream:
-        """Begin to stream the answer. Raises ClientGone."""
-        stream = await self.exchange.open(200, {**headers, "x-request-id": self.id})
+    async def open(self, headers: Mapping[str, str], *, at_once: bool) -> ByteStream:
+        """Begin to stream the answer, at once or with its first bytes. Raises ClientGone."""
+        stream = await self.exchange.open(200, {**headers, "x-request-id": self.id}, at_once)
         self._streams = True
         return stream
 

@@ -6,9 +6,12 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.errors import NotFound
 
 _TENANT_RESPONSES: Final = 1000
@@ -110,3 +113,19 @@ class StoredResponses:
 def _message_size(message: Message) -> int:
     calls = sum(len(call.arguments) + len(call.name) + _MESSAGE_BYTES for call in message.tool_calls)
     return 4 * (len(message.content) + len(message.reasoning)) + calls + _MESSAGE_BYTES
+
+
+def add_routes(routes: Routes[Handler], responses: StoredResponses) -> None:
+    """Add `/v1/responses/{name}`."""
+
+    @routes.add("GET", "/v1/responses/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="generate")
+    async def stored_response(call: Call) -> Answer:
+        """A stored response."""
+        body = responses.get(call.tenant.salt, call.names["name"]).body
+        return Answer(200, body, {"content-type": "application/json"})
+
+    @routes.add("DELETE", "/v1/responses/{name}", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="generate")
+    async def forget_response(call: Call) -> dict[str, Any]:
+        """Remove a stored response. Responses that continue it stay."""
+        responses.remove(call.tenant.salt, call.names["name"])
+        return {"id": call.names["name"], "object": "response", "deleted": True}

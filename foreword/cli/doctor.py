@@ -22,7 +22,7 @@ from foreword.cli.help import described
 from foreword.config import Config, EngineConfig, StoreConfig
 from foreword.errors import ForewordError
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "starlette", "uvicorn", "prometheus_client")
+_PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIB = 2**30

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
-from foreword.api.cache_control import CacheBody
+from foreword.api import cache_control
 from foreword.api.dialects.limits import Limits
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
@@ -31,34 +32,11 @@ _RANKS: Final = {"accepted": 2, "clipped": 1}
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
-    body = JsonBody(_parse, CacheBody)
-
-    @routes.add("GET", "/v1/cache/retained", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="cache")
     async def retained(call: Call) -> Answer:
         """What the tenant keeps with cache control, and on which replicas."""
         return _retained(await _ask(router, call, _able(healthy(router))))
 
-    @routes.add("POST", "/v1/cache/retain", right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="cache")
-    async def retain(call: Call) -> Answer:
-        """Keep the KV of a prefix for a time after its last use. It is computed if necessary."""
-        return await _control(router, call, "retain")
-
-    @routes.add("POST", "/v1/cache/pin", right=Right.OWNER, meter=Meter.TOKENS, body=body, tag="cache")
-    async def pin(call: Call) -> Answer:
-        """Keep the KV of a prefix until it is released. It is computed if necessary."""
-        return await _control(router, call, "pin")
-
-    @routes.add("POST", "/v1/cache/prefetch", right=Right.TENANT, meter=Meter.REQUEST, body=body, tag="cache")
-    async def prefetch(call: Call) -> Answer:
-        """Load what the stores have of a coming prompt to the device. Nothing is computed."""
-        return await _control(router, call, "prefetch")
-
-    @routes.add("POST", "/v1/cache/release", right=Right.TENANT, meter=Meter.FREE, body=body, tag="cache")
-    async def release(call: Call) -> Answer:
-        """End what is kept along a prompt, or with all: true everything that the caller keeps."""
-        if call.body.get("all") is True:
-            call.require(Right.OWNER, "releasing everything")
-        return await _control(router, call, "release")
+    cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
 
 
 def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
@@ -72,6 +50,8 @@ def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
 
 async def _control(router: Router, call: Call, verb: str) -> Answer:
     body, computes = dict(call.body), verb in ("retain", "pin")
+    if body.get("all") is True:
+        call.require(Right.OWNER, "releasing everything")
     body["cache_salt"] = router.audit.salts.all_of(call.tenant.salt, body.get("cache_salt"))[-1]
     targets, tokens = await _targets(router, call, body, verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid

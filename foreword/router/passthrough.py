@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
+from foreword.api import stored_responses
 from foreword.api.callers import credentials
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
@@ -42,17 +43,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             router.responses.forget(call.tenant.salt)
         return await erase_everywhere(router, call)
 
-    @routes.add("GET", "/v1/responses/{name}", right=Right.TENANT, meter=free, body=NO_BODY, tag="generate")
-    async def stored_response(call: Call) -> Answer:
-        """A stored response."""
-        body = router.responses.get(call.tenant.salt, call.names["name"]).body
-        return Answer(200, body, {"content-type": "application/json"})
-
-    @routes.add("DELETE", "/v1/responses/{name}", right=Right.OWNER, meter=free, body=NO_BODY, tag="generate")
-    async def forget_response(call: Call) -> dict[str, Any]:
-        """Remove a stored response. Responses that continue it stay."""
-        router.responses.remove(call.tenant.salt, call.names["name"])
-        return {"id": call.names["name"], "object": "response", "deleted": True}
+    stored_responses.add_routes(routes, router.responses)
 
     async def tokenize(call: Call) -> Answer:
         """Tokenization, by a replica of the model."""

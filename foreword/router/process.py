@@ -7,14 +7,12 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
 
-from aiohttp import web
-
 from foreword import __version__
+from foreword.api import http
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, check_source
 from foreword.errors import ConfigError
@@ -22,7 +20,6 @@ from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
 from foreword.router.gateway.server import check_config, picking
-from foreword.router.http import handler_of
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
@@ -30,8 +27,6 @@ from foreword.store.types import check_folder
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 2048
-_FLUSH_SECONDS = 2.0
 # Thresholds of the garbage collector. A collection of a few thousand objects takes less than a millisecond, a full one tens of
 # milliseconds, during which all streams wait.
 _GC_THRESHOLDS = (5_000, 10, 100)
@@ -58,50 +53,17 @@ def run(config: Config) -> int:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
     RouterAuth(config)  # raises configuration errors early
     listener = bind(config.server)
-    _raise_open_files()
+    if (files := http.open_files()) < _MIN_OPEN_FILES:
+        logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", files, files // 2)
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with _runner() as runner:
+    with http.event_loop() as runner:
         return runner.run(_serve(config, listener, specs))
-
-
-def _runner() -> asyncio.Runner:
-    try:
-        import uvloop
-    except ImportError:  # not on every platform
-        return asyncio.Runner()
-    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
-
-
-def _raise_open_files() -> None:
-    """Raise the limit of open files to the system's maximum."""
-    try:
-        import resource
-    except ImportError:  # not on every platform
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (ValueError, OSError) as error:
-            logger.warning("cannot raise the limit of open files above %d: %s", soft, error)
-    if 0 <= soft < _MIN_OPEN_FILES:
-        logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", soft, soft // 2)
 
 
 async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal(number: int) -> None:
-        if stop.is_set():  # a second signal does not wait for requests
-            logging.shutdown()
-            os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+    http.catch_signals(stop.set)
     async with serving(config, listener, specs) as router:
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
@@ -118,25 +80,15 @@ async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSp
     router = Router(config)
     await router.start()
     discovery = Discovery(router, config.router)
-    http = web.Server(
-        handler_of(create_front(router), router.connections),
-        handler_cancellation=True,
-        keepalive_timeout=config.server.keep_alive,
-        access_log=None,
-    )
-    runner = web.ServerRunner(http, shutdown_timeout=_FLUSH_SECONDS)
-    await runner.setup()
-    factory = router.connections.factory(http)
-    server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
-    discovery.start(specs)
-    logger.info("Foreword %s routes on %s", __version__, url_of(listener))
+    front = create_front(router)
     try:
-        async with picking(router, config.server):
-            yield router
+        async with http.serving(front, listener, config.server):
+            discovery.start(specs)
+            logger.info("Foreword %s routes on %s", __version__, url_of(listener))
+            async with picking(router, config.server):
+                yield router
     finally:
         discovery.stop()
-        server.close()
-        await runner.cleanup()
         await router.stop()
 
 

@@ -26,7 +26,6 @@ from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.auth import RouterAuth
 from foreword.router.canary import is_alive
-from foreword.router.connections import ClientConnections
 from foreword.router.decision_log import DecisionLog
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.misses import RouterMisses
@@ -97,9 +96,6 @@ class Router:
         self._limits: tuple[int, Limits] = (0, Limits())
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
-        self.connections = ClientConnections(
-            config.server.max_connections, config.server.head_timeout, config.server.write_timeout
-        )
         self.stream_keep_alive = config.server.stream_keep_alive
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
@@ -136,7 +132,6 @@ class Router:
         self.background(self._watchdog())
         if self.config.audit_every or self.config.audit_reports is not None:
             self.background(self.audit.run(self._probe_session))
-        self.background(self.connections.sweep())
 
     def _client_session(self, **options: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(

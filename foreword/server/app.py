@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class ServerApp(AsgiFront):
-    """The ASGI application.
+    """All endpoints over one engine. It is an ASGI application as well, for other servers than Foreword's.
 
     Args:
         engine: a loaded engine, or an admission control that gets its engine later.

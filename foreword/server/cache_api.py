@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foreword.api import cache_control
-from foreword.api.cache_control import CacheBody, CacheRequest
+from foreword.api.cache_control import CacheRequest
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
 from foreword.blocks.salt import Salt
@@ -22,43 +22,30 @@ if TYPE_CHECKING:
 
 Verb = Callable[["AsyncEngine", Sequence[int], CacheRequest, Salt], Awaitable[RetentionAnswer]]
 
-_BODY = JsonBody(cache_control.parse, CacheBody)
-_RELEASE = JsonBody(partial(cache_control.parse, releases=True), CacheBody)
-
 
 def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
-    @routes.add("POST", "/v1/cache/retain", right=Right.TENANT, meter=Meter.TOKENS, body=_BODY, tag="cache")
-    async def retain(call: Call) -> dict[str, Any]:
-        """Keep the KV of a prefix for a time after its last use. It is computed if necessary."""
-        return await _answer(context, call, "retain", _retain)
-
-    @routes.add("POST", "/v1/cache/pin", right=Right.OWNER, meter=Meter.TOKENS, body=_BODY, tag="cache")
-    async def pin(call: Call) -> dict[str, Any]:
-        """Keep the KV of a prefix until it is released. It is computed if necessary."""
-        return await _answer(context, call, "pin", _pin)
-
-    @routes.add("POST", "/v1/cache/prefetch", right=Right.TENANT, meter=Meter.REQUEST, body=_BODY, tag="cache")
-    async def prefetch(call: Call) -> dict[str, Any]:
-        """Load what the stores have of a coming prompt to the device. Nothing is computed."""
-        return await _answer(context, call, "prefetch", _prefetch)
-
-    @routes.add("POST", "/v1/cache/release", right=Right.TENANT, meter=Meter.FREE, body=_RELEASE, tag="cache")
-    async def release(call: Call) -> dict[str, Any]:
-        """End what is kept along a prompt, or with all: true everything that the caller keeps."""
-        body: CacheRequest = call.body
-        if body.all:
-            call.require(Right.OWNER, "releasing everything")
-        engine = context.admission.engine()
-        tokens = None if body.all else await _tokens(context, engine, body)
-        salt = _salt(call.tenant, body)
-        released = await context.work.run(len(tokens or ()), partial(engine.release, tokens, salt=salt))
-        return {"object": "cache.release", "released": [dataclasses.asdict(one) for one in released]}
-
-    @routes.add("GET", "/v1/cache/retained", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="cache")
     async def retained(call: Call) -> dict[str, Any]:
         """What the caller keeps with cache control."""
         found = context.admission.engine().retentions(call.tenant.salt)
         return {"object": "list", "data": [dataclasses.asdict(one) for one in found]}
+
+    async def answer(call: Call, verb: str) -> dict[str, Any]:
+        return await (_release(context, call) if verb == "release" else _answer(context, call, verb))
+
+    cache_control.add_routes(
+        routes, lambda verb: partial(cache_control.parse, releases=verb == "release"), answer, retained
+    )
+
+
+async def _release(context: ServerContext, call: Call) -> dict[str, Any]:
+    body: CacheRequest = call.body
+    if body.all:
+        call.require(Right.OWNER, "releasing everything")
+    engine = context.admission.engine()
+    tokens = None if body.all else await _tokens(context, engine, body)
+    salt = _salt(call.tenant, body)
+    released = await context.work.run(len(tokens or ()), partial(engine.release, tokens, salt=salt))
+    return {"object": "cache.release", "released": [dataclasses.asdict(one) for one in released]}
 
 
 async def _retain(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
@@ -75,13 +62,17 @@ async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheReque
     return await (prefetch() if body.seconds is None else prefetch(seconds=body.seconds))
 
 
-async def _answer(context: ServerContext, call: Call, name: str, verb: Verb) -> dict[str, Any]:
+_VERBS: dict[str, Verb] = {"retain": _retain, "pin": _pin, "prefetch": _prefetch}
+
+
+async def _answer(context: ServerContext, call: Call, name: str) -> dict[str, Any]:
     body: CacheRequest = call.body
     with context.admission.admit(1) as engine:
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":
             call.charge(len(tokens))
-        return cache_control.answered(name, len(tokens), await verb(engine, tokens, body, _salt(call.tenant, body)))
+        answer = await _VERBS[name](engine, tokens, body, _salt(call.tenant, body))
+        return cache_control.answered(name, len(tokens), answer)
 
 
 def _salt(tenant: Tenant, body: CacheRequest) -> Salt:

@@ -6,16 +6,17 @@ from typing import Any
 
 from msgspec import Struct
 
+from foreword.api import stored_responses
 from foreword.api.dialects import messages, responses
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.conversations import continued
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.event_stream import send_events
-from foreword.api.front import Answer, Call, Handler, Reply
+from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import GenerateRequest
 from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.server import generation
 from foreword.server.endpoint import ServerContext, check_model
 from foreword.server.job import Caller, Job
@@ -49,17 +50,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
             outcome=dialect.name,
         )(_endpoint(context, dialect))
 
-    @routes.add("GET", "/v1/responses/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="generate")
-    async def stored_response(call: Call) -> Reply:
-        """A stored response."""
-        body = context.responses.get(call.tenant.salt, call.names["name"]).body
-        return Answer(200, body, {"content-type": "application/json"})
-
-    @routes.add("DELETE", "/v1/responses/{name}", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="generate")
-    async def forget_response(call: Call) -> dict[str, Any]:
-        """Remove a stored response. Responses that continue it stay."""
-        context.responses.remove(call.tenant.salt, call.names["name"])
-        return {"id": call.names["name"], "object": "response", "deleted": True}
+    stored_responses.add_routes(routes, context.responses)
 
     @routes.add(
         "POST",

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import math
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, cast
-
-import uvicorn
+from typing import TYPE_CHECKING
 
 from foreword import __version__
+from foreword.api import http
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, ServerConfig, TransferConfig
 from foreword.engine import preflight
@@ -30,7 +26,6 @@ from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.observability.tracing import EngineTraces, tracer_for
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
-from foreword.server.http_protocol import ConnectionLimits, Connections
 from foreword.store.types import Reach
 from foreword.store.urls import parse
 from foreword.transfer.sockets import parse_address
@@ -42,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Seconds for the last bytes to reach slow clients after the engine has ended their requests.
-_FLUSH_SECONDS = 5
 # Seconds between two checks for transfers that are still running.
 _POLL_SECONDS = 0.05
 
@@ -52,7 +45,7 @@ def run(config: Config) -> int:
     """Serve until a signal arrives or loading fails. Returns the exit status. Raises ConfigError before it starts."""
     configure_logging(config.server.log_level)
     # The lines of these libraries repeat ours.
-    for name in ("httpx", "httpcore", "uvicorn"):
+    for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
     check_salts(config)
     check_transfer(config)
@@ -63,36 +56,16 @@ def run(config: Config) -> int:
     events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
     traces = EngineTraces(tracer) if tracer is not None else None
     app = ServerApp(admission, registry, config, events.source if events else None, traces)
-    listener = bind(config.server)
-    settings = uvicorn.Config(
-        app,
-        http=cast(type[asyncio.Protocol], limited_connections(config.server).protocol),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=math.ceil(config.server.keep_alive),
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
-    )
-    server = DrainingServer(settings, admission, config.server.drain_seconds, app.migrate_all)
+    server = DrainingServer(app, bind(config.server), admission, config.server)
     observers: list[Observer] = [one for one in (registry, events, traces, recorder) if one is not None]
     loader = ModelLoader(config, registry, observers, events, server)
-    server.on_started = loader.start
-    server.catch_signals()
-    logger.info("Foreword %s listens on %s; loading the model", __version__, url_of(listener))
-    server.run(sockets=[listener])
+    with http.event_loop() as runner:
+        runner.run(server.serve(loader.start))
     status = _leave(server, loader)
     for one in (recorder, events, tracer):
         if one is not None:
             one.close()
     return status
-
-
-def limited_connections(config: ServerConfig) -> Connections:
-    """The connections of a server with this configuration."""
-    limits = ConnectionLimits(config.max_connections, config.head_timeout, config.body_timeout, config.write_timeout)
-    return Connections(limits.within_open_files())
 
 
 def _publish_events(config: Config) -> KvEvents | None:
@@ -137,79 +110,53 @@ def check_transfer(config: Config) -> None:
         )
 
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn's server, but a first signal drains it and a second one exits at once.
+class DrainingServer:
+    """Serves until a first signal has drained it; a second one exits at once.
 
     While it drains it still listens: it answers probes, `/ready` with status 503, and new requests with an error.
-
-    Args:
-        migrate_all: migrates running requests to other servers, within so many `seconds`.
     """
 
-    def __init__(
-        self,
-        settings: uvicorn.Config,
-        admission: Admission,
-        drain_seconds: float,
-        migrate_all: Callable[..., Awaitable[object]],
-    ) -> None:
-        super().__init__(settings)
-        self._migrate_all = migrate_all
+    def __init__(self, app: ServerApp, listener: socket.socket, admission: Admission, config: ServerConfig) -> None:
         self.admission = admission
         self.exit_status = 0
-        self.on_started: Callable[[asyncio.AbstractEventLoop], None] | None = None
-        self._drain_seconds = drain_seconds
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
+        self._app = app
+        self._listener = listener
+        self._config = config
+        self._stop = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
-    def catch_signals(self) -> None:
-        """Handle signals from now on, before the loop runs: the log says already that the server listens."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.handle_exit)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
-        if self.on_started is not None:
-            self.on_started(self._loop)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # The base class would raise the signal again at the end, and the process would not exit with status 0.
-        if self._stopping:
-            logging.shutdown()
-            os._exit(128 + sig)
-        self._stopping = True
-        if self._loop is None:
-            self.should_exit = True
-        else:
-            self._loop.call_soon_threadsafe(self._begin_drain)
+    async def serve(self, on_started: Callable[[asyncio.AbstractEventLoop], None]) -> None:
+        http.catch_signals(self._begin_drain)
+        async with http.serving(self._app.front, self._listener, self._config):
+            logger.info("Foreword %s listens on %s; loading the model", __version__, url_of(self._listener))
+            on_started(asyncio.get_running_loop())
+            await self._stop.wait()
 
     def fail(self, reason: str, status: int = 1) -> None:
         """End the process with an exit status. On the loop's thread."""
         logger.error("%s", reason)
         self.exit_status = status
-        self.should_exit = True
+        self._stop.set()
 
     def _begin_drain(self) -> None:
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        seconds = self._config.drain_seconds
         if self.admission.loaded is not None:
             if self.admission.busy:
-                logger.info("shutting down: running requests may take %g s more", self._drain_seconds)
+                logger.info("shutting down: running requests may take %g s more", seconds)
             else:
                 logger.info("shutting down")
-            deadline = time.monotonic() + self._drain_seconds
-            await self._migrate_all(seconds=self._drain_seconds)
+            deadline = time.monotonic() + seconds
+            await self._app.migrate_all(seconds=seconds)
             await self.admission.drain(max(deadline - time.monotonic(), 0))
             instance = self.admission.loaded.instance
             while instance is not None and instance.busy and time.monotonic() < deadline:
                 await asyncio.sleep(_POLL_SECONDS)  # prompts of other instances are still being sent
         else:
             logger.info("shutting down: the model is not loaded yet")
-        self.should_exit = True
+        self._stop.set()
 
 
 class ModelLoader:

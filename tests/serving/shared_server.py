@@ -8,21 +8,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import openai
-import uvicorn
 
+from foreword.api.front import Front
+from foreword.api.http import serving
 from foreword.api.listener import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.app import ServerApp
-from foreword.server.process import limited_connections
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(
@@ -89,27 +89,37 @@ def shared_servers() -> Iterator[SharedServers]:
     registry = PrometheusObserver()
     engine = AsyncEngine.from_config(ENGINE, prefixes=PREFIXES, observers=[registry])
     registry.watch(engine)
-    servers, made = [], []
+    fronts, made = [], []
     for config in (OPEN, KEYED, SHORT, LIMITED):
         listener = bind(config)
         if config is LIMITED:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         app = ServerApp(engine, registry, Config(ENGINE, config, PREFIXES))
-        protocol: Any = limited_connections(config).protocol
-        settings = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-        servers.append((uvicorn.Server(settings), listener))
+        fronts.append((app.front, listener, config))
         made.append(SharedServer("http://{}:{}".format(*listener.getsockname()[:2]), engine))
+    with served(*fronts):
+        yield SharedServers(*made)
+    engine.close()
+
+
+@contextmanager
+def served(*fronts: tuple[Front, socket.socket, ServerConfig]) -> Iterator[None]:
+    """Serve fronts on an event loop of another thread."""
+    loop, stop, begun = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
     async def run() -> None:
-        await asyncio.gather(*(server.serve([listener]) for server, listener in servers))
+        async with AsyncExitStack() as stack:
+            for one in fronts:
+                await stack.enter_async_context(serving(*one))
+            begun.set()
+            await stop.wait()
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread = threading.Thread(target=lambda: loop.run_until_complete(run()), daemon=True)
     thread.start()
-    yield SharedServers(*made)
-    for server, _ in servers:
-        server.should_exit = True
+    assert begun.wait(60)
+    yield
+    loop.call_soon_threadsafe(stop.set)
     thread.join(60)
-    engine.close()
 
 
 def until(condition: Callable[[], bool], seconds: float = 150) -> None:

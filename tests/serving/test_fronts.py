@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -13,10 +11,9 @@ from typing import Any
 
 import http_client
 import pytest
-import uvicorn
 from envoy_gateway import free_port
 from router_parts import RouterThread
-from shared_server import ENGINE, PREFIXES, SharedServers
+from shared_server import ENGINE, PREFIXES, SharedServers, served
 
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
@@ -49,21 +46,17 @@ def http(url: str) -> Callable[[str, str, Mapping[str, str], bytes], Asked]:
 
 
 @contextmanager
-def served(shared: SharedServers, config: ServerConfig) -> Iterator[tuple[str, ServerApp]]:
+def serving(shared: SharedServers, config: ServerConfig) -> Iterator[tuple[str, ServerApp]]:
     app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
     listener = bind(config)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    yield "http://{}:{}".format(*listener.getsockname()[:2]), app
-    server.should_exit = True
-    thread.join(60)
+    with served((app.front, listener, config)):
+        yield "http://{}:{}".format(*listener.getsockname()[:2]), app
 
 
 @pytest.fixture(scope="module")
 def replica(shared: SharedServers) -> Iterator[str]:
     """A server that believes the router's key."""
-    with served(shared, ServerConfig(port=0, router_key=ROUTER)) as (url, _):
+    with serving(shared, ServerConfig(port=0, router_key=ROUTER)) as (url, _):
         yield url
 
 
@@ -94,7 +87,7 @@ def server_front(shared: SharedServers) -> Iterator[RunningFront]:
         admin_key=ADMIN,
         tenant_secret="a secret of the tests",
     )
-    with served(shared, config) as (url, app):
+    with serving(shared, config) as (url, app):
         yield RunningFront(
             app.front.routes,
             http(url),
@@ -337,7 +330,7 @@ def test_equal_rights_at_a_server_and_at_a_router(shared: SharedServers, replica
             tenant_secret=secret,
         )
         given = [*(("--api-keys", "alice=alice-key") if keyed else ()), *(("--admin-key", ADMIN) if admin else ())]
-        with served(shared, config) as (url, _):
+        with serving(shared, config) as (url, _):
             router = RouterThread("--replica", replica, "--replica-key", ROUTER, "--tenant-secret", secret, *given)
             try:
                 router.wait_for(1)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import httpx
-from starlette.types import ASGIApp, Receive, Scope, Send
 
+from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage, PinnedBlocks
 from foreword.prefixes.async_service import AsyncPrefixes
@@ -34,7 +34,7 @@ class InnerServer:
         key: an API key that the server accepts, or None.
     """
 
-    def __init__(self, app: ASGIApp, host: Any, key: str | None) -> None:
+    def __init__(self, app: App, host: Any, key: str | None) -> None:
         async def call(scope: Scope, receive: Receive, send: Send) -> None:
             await app({**scope, "app": host, "state": {}}, receive, send)
 
