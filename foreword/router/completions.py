@@ -24,6 +24,8 @@ from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
 from foreword.router.translation import Translation, chat_request
 
+# About, where a prompt is not tokenized.
+_BYTES_PER_TOKEN: Final = 4
 # Those that replicas need not know.
 TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
 
@@ -123,7 +125,8 @@ async def _proxy(
                 return await proxy_response(proxied)
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
-                proxied.used_tokens = proxied.used_tokens or (len(prompt.tokens) if proxied.was_sent else 0)
+                if proxied.was_sent and not proxied.used_tokens:
+                    proxied.used_tokens = len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN
                 raise
             finally:
                 call.charge(proxied.used_tokens)

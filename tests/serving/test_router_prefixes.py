@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import http_client
 import httpx
@@ -121,3 +124,28 @@ def test_prefixes_are_kept_in_a_file(loop: Loop, tmp_path: Path) -> None:
         body = {"prompt": "a time", "prefix": "rules"}
         assert call(router, "POST", "/v1/completions", body=body).status_code == 200
         assert replica.bodies("/v1/completions")[-1]["prompt"] == "Once upon a time"
+
+
+def test_prefixes_before_prompts_are_charged(loop: Loop) -> None:
+    """What replicas compute for a named prefix counts against its tenant's quota, when they have computed it."""
+    with routed(ChatReplica(loop), flags=("--quota", "a tokens=1", "--quota", "b tokens=1000")) as router:
+        assert call(router, "POST", "/v1/prefixes", body={"name": "rules", "content": "Be brief."}).status_code == 201
+        until(lambda: call(router, "POST", "/v1/prefixes", body={"name": "x", "content": "y"}).status_code == 429)
+        assert call(router, "POST", "/v1/prefixes", "bob", {"name": "rules", "content": "Be brief."}).status_code == 201
+
+
+def test_a_client_that_leaves_has_paid(loop: Loop) -> None:
+    """A client that gives up before its answer is charged for its prompt, which a replica computes meanwhile."""
+    replica = ChatReplica(loop)
+    chat = {"messages": [{"role": "user", "content": "What is the weather in Rome today?"}]}
+    with routed(replica, flags=("--quota", "a tokens=1")) as router:
+        replica.hold()
+        parts, data = urlsplit(router.url), json.dumps(chat).encode()
+        with socket.create_connection((str(parts.hostname), parts.port or 80), 60) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+            client.sendall(
+                f"{head}authorization: Bearer alice\r\ncontent-type: application/json\r\n\r\n".encode() + data
+            )
+            until(lambda: bool(replica.bodies("/v1/chat/completions")))
+        replica.release()
+        until(lambda: call(router, "POST", "/v1/messages/count_tokens", body=chat).status_code == 429)
