@@ -96,10 +96,9 @@ class Rights:
     def _refusal(self, headers: Mapping[str, str], what: str) -> Forbidden | Unauthorized:
         if self._open:
             return Forbidden(f"{what} is possible from this server's own host only, or with --admin-key")
-        if self.tenants.require_keys:
-            self.tenant(headers)  # a caller without any key gets that error
         if self._admin_key is None:
             return Forbidden(f"{what} takes the key of the operator: start with --admin-key")
         if self.tenants.require_keys:
+            self.tenant(headers)  # a caller without any key gets that error
             return Forbidden(f"{what} takes the key of the operator (--admin-key)")
         return Unauthorized(f"{what} takes the key of the operator (--admin-key), as Authorization: Bearer KEY")

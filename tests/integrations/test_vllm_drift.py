@@ -93,13 +93,13 @@ def test_changes_are_listed(tmp_path: Path) -> None:
         "parameters (self, layer_name, kv_layer, attn_metadata, **kwargs) -> "
     )
     assert found[f"{core}.maybe_convert_block_hash"] == "gone (tier_events.py)"
-    assert re.fullmatch(r"gone \(.*scheduler\.py\)", found["vllm.v1.engine.core.EngineCore.set_weight_version"])
+    assert re.fullmatch(r"gone \(.*scheduler_side\.py\)", found["vllm.v1.engine.core.EngineCore.set_weight_version"])
     assert found["vllm.v1.request.Request.cache_salt"] == "gone (read)"
     assert found[f"{base}.vanishes"] == "gone (not used)"
     assert found[f"{base}.sleeps_well"] == "new (self, hours=8) (not used)"
     assert found["vllm.distributed.kv_events.BlockStored.more"] == "new (not used)"
     assert found[f"{SPECS}.NewSpec"] == "new (not used)" and found[f"{SPECS}.KVCacheSpec.is_draft"].startswith("new")
-    assert found["vllm.v1.attention.backends.cpu_attn._get_attn_isa"].startswith("inside (config.py")
+    assert found["vllm.v1.attention.backends.cpu_attn._get_attn_isa"].startswith("inside (connector_config.py")
     for same in (f"{base}.start_load_kv", f"{base}.wait_for_save", f"{core}.resolve_block_hashes"):
         assert same not in found
     assert len(found) == 10

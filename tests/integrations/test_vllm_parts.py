@@ -124,7 +124,7 @@ def test_handoff_message(vllm: Callable[[str], Any]) -> None:
 )
 def test_settings_of_the_portable_layout(vllm: Callable[[str], Any], settings: dict[str, Any], reason: str) -> None:
     """Settings of the portable layout that are wrong, or of no use, are errors that say what is wrong."""
-    read = vllm("config").ConnectorSettings.read
+    read = vllm("connector_config").ConnectorSettings.read
     with pytest.raises(ConfigError, match=reason):
         read({"store": "memory://", **settings})
     units = read({"store": "memory://", "layout": "portable", "unit_tokens": 32}).units
@@ -217,8 +217,8 @@ class FakeVllm:
 def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]:
     """The middleware's routes before those of a fake vLLM, and its prefixes."""
     storage = MemoryStorage(vllm("prefix_storage"))
-    inner = vllm("prefixes").InnerServer(fake.app, fake.app, None)
-    prefixes, middleware = vllm("prefixes").VllmPrefixes(storage, inner), vllm("middleware")
+    inner = vllm("vllm_prefixes").InnerServer(fake.app, fake.app, None)
+    prefixes, middleware = vllm("vllm_prefixes").VllmPrefixes(storage, inner), vllm("middleware")
     prefetch = vllm("middleware").PrefetchEndpoint(storage, inner)
     front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch)
     return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
@@ -432,7 +432,7 @@ def test_a_stop_that_loses_work(
     vllm: Callable[[str], Any], caplog: pytest.LogCaptureFixture, command: list[str], timeout: int, warns: bool
 ) -> None:
     """A server that is stopped without time for its write queue gets one warning at its start, and what to do."""
-    vllm("config").warn_of_lost_writes(SimpleNamespace(shutdown_timeout=timeout), command)
+    vllm("connector_config").warn_of_lost_writes(SimpleNamespace(shutdown_timeout=timeout), command)
     assert [one.levelname for one in caplog.records] == ["WARNING"] * warns
     assert all("--shutdown-timeout 30" in one.message for one in caplog.records)
 
@@ -440,7 +440,7 @@ def test_a_stop_that_loses_work(
 def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     """The scheduler's statistics and those of a worker add up: outcomes by tier and by request, and the state of a tier in each
     process. vLLM's log line has the outcomes, and the tiers that are not ok."""
-    metrics, outcome = vllm("metrics"), LookupOutcome
+    metrics, outcome = vllm("connector_metrics"), LookupOutcome
     stores = [TieredStore([FlakyStore(MemoryStore(1 << 20, label="disk"))]) for _ in range(2)]
     lookups = [StoreLookups(store, 60.0, 60.0, lambda: 0.0) for store in stores]
     scheduler, worker = (
@@ -468,7 +468,7 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
 def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
     """The scheduler's report of the weights is in vLLM's metrics as a router reads it, from the first report on; after the
     weights were replaced in place it is the new one. Reports without it change nothing."""
-    metrics, registry = vllm("metrics"), CollectorRegistry()
+    metrics, registry = vllm("connector_metrics"), CollectorRegistry()
     for name, kind in (("_counter_cls", Counter), ("_gauge_cls", Gauge), ("_histogram_cls", Histogram)):
         setattr(metrics.ForewordPromMetrics, name, staticmethod(partial(kind, registry=registry)))
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}))

@@ -50,8 +50,8 @@ class FakeWorker:
             layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), portable=False, separate=False,
             events=False, model=LAYOUT.model, settle=lambda namespace: None, key_size=BLOCK, divisible=True,
         )  # fmt: skip
-        settings = vllm("config").ConnectorSettings.read({"store": "memory://?size=1MiB", "load_timeout": WITHIN})
-        self.connector = vllm("worker").ForewordConnectorWorker(info, settings, "engine")
+        settings = vllm("connector_config").ConnectorSettings.read({"store": "memory://?size=1MiB", "load_timeout": WITHIN})
+        self.connector = vllm("worker_side").ForewordConnectorWorker(info, settings, "engine")
         self.connector.register_kv_caches(self.caches)
         self.connector.open(None)
         self.offload = self.connector.offload
