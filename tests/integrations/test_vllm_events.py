@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         forked=False,
         VLLM_LOGGING_LEVEL="INFO",
     )
-    return {**result(done), "lines": [line for line in done.stdout.splitlines() if "KV Transfer metrics" in line]}
+    return {**result(done), "lines": [line for line in done.stderr.splitlines() if "KV Transfer metrics" in line]}
 
 
 def of_device(event: dict[str, Any]) -> bool:

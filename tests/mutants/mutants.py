@@ -215,8 +215,8 @@ MUTANTS = (
     Mutant(
         "tier: damaged block kept",
         "foreword/store/tier.py",
-        "            self._delete_bad(list(bad), deadline)",
-        "            pass",
+        "                self._delete_bad(bad, deadline)",
+        "                pass",
         TIERED,
     ),
     Mutant(
