@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from foreword.dashboard.history import MetricsHistory
 
 from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.config import Config
+from foreword.dashboard.metric_history import MetricsHistory
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.app import routes_of as router_routes
 from foreword.router.service import Router

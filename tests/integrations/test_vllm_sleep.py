@@ -50,7 +50,9 @@ class FakeWorker:
             layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), portable=False, separate=False,
             events=False, model=LAYOUT.model, settle=lambda namespace: None, key_size=BLOCK, divisible=True,
         )  # fmt: skip
-        settings = vllm("connector_config").ConnectorSettings.read({"store": "memory://?size=1MiB", "load_timeout": WITHIN})
+        settings = vllm("connector_config").ConnectorSettings.read(
+            {"store": "memory://?size=1MiB", "load_timeout": WITHIN}
+        )
         self.connector = vllm("worker_side").ForewordConnectorWorker(info, settings, "engine")
         self.connector.register_kv_caches(self.caches)
         self.connector.open(None)

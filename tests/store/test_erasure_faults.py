@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreword.store.disk.striped_store import StripedStore
 from servers import RedisCluster, RedisServer
 from test_erasure import named
 
@@ -158,24 +157,6 @@ def test_a_folder_of_records_cannot_be_read(stack: ExitStack, tmp_path: Path, mo
     assert disk.get_record(RECORD, deadline=soon()) is not None
     again = forget_tenant(store, ANN)
     assert again.complete and again.records == [RECORD]
-
-
-def test_a_folder_of_several_cannot_be_opened(stack: ExitStack, tmp_path: Path) -> None:
-    """Of a store over three folders of which one cannot be opened, the others are erased and counted."""
-    paths = [str(tmp_path / one) for one in "abc"]
-    whole = StripedStore(paths, 8 << 20)
-    mine, theirs = of(ANN, 1), of(BOB, 2)
-    put_all(whole, mine)
-    put_all(whole, theirs)
-    whole.close()
-    (tmp_path / "b").rename(tmp_path / "away")
-    (tmp_path / "b").write_text("not a folder")
-    store = stack.enter_context(closing(TieredStore([StripedStore(paths, 8 << 20)])))
-    receipt = forget_tenant(store, ANN)
-    found = outcomes(receipt)
-    assert found.pop(f"disk {paths[1]}") is PlaceOutcome.UNREACHABLE and 0 < receipt.removed["disk"] < COUNT
-    assert found[f"disk {paths[0]}"] is found[f"disk {paths[2]}"] is PlaceOutcome.ERASED
-    assert not any(present(store, mine))
 
 
 def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
