@@ -27,7 +27,7 @@ def erase(url: str) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json()
 
 
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("restarted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: bool) -> None:
     """With a Redis that hangs the answer is 207: the disk is erased, Redis is named. Once Redis answers, its blocks go too,
     without a request, and the receipt says so. If the server has ended in between, the next one continues."""
