@@ -117,6 +117,31 @@ def test_servers_that_differ_do_not(
     store.close()
 
 
+def rounded(values: np.ndarray[Any, Any]) -> ProbeSample:
+    """As bfloat16 has them: eight bits, rounded to the nearest."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ProbeSample(((bits + 0x8000) & 0xFFFF0000).view(np.float32), 0.01)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_change_of_one_direction_is_seen_below_rounding(seed: int) -> None:
+    """In bfloat16 keys that are 1 % longer are within the rounding of each value, and other than rounding in their sum: where
+    keys and values take turns, too. Rounding alone, of any size below the tolerance, is no difference."""
+    draw = np.random.default_rng(seed)
+    values = draw.standard_normal((8, 1024)) * draw.uniform(0.1, 10.0, (8, 1))
+    sample = rounded(values)
+    for noise in (0.0, 1e-4, 0.003, 0.006):
+        assert not sample.difference(rounded(values * (1.0 + noise * draw.standard_normal(values.shape))))
+    longer = values.copy()
+    longer[3, :512] *= 1.01
+    assert "longer or shorter" in sample.difference(rounded(longer))
+    turns = values.copy()
+    turns[3, ::4] *= 1.01
+    turns[3, 1::4] *= 1.01
+    assert "longer or shorter" in sample.difference(rounded(turns))
+    assert "distance" in sample.difference(rounded(values * (1.0 + 0.02 * draw.standard_normal(values.shape))))
+
+
 def test_without_records_equal_settings_agree(tmp_path: Path) -> None:
     """Servers that share no store, such as prefill and decode instances, agree if settings and attributes are equal; another
     base, setting or attribute gives another namespace."""

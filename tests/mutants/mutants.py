@@ -29,6 +29,8 @@ FRAME = ("tests/store/test_frame.py",)
 MEMORY = ("tests/store/test_memory.py", "tests/store/test_contract_machine.py")
 TIERED = ("tests/store/test_tiered.py",)
 DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
+SOUND = ("tests/store/test_sound_blocks_stay.py",)
+ERASURE = ("tests/store/test_erasure_faults.py",)
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
 
 _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model, self.salt.tenant)"
@@ -218,6 +220,63 @@ MUTANTS = (
         "                self._delete_bad(bad, deadline)",
         "                pass",
         TIERED,
+    ),
+    # Deleting: only what is proven, and all of what a receipt says
+    Mutant(
+        "disk: what cannot be read is damaged",
+        "foreword/store/disk/files.py",
+        "    return UNREADABLE if error.errno in _UNREADABLE else FAILED",
+        "    return BAD if error.errno in _UNREADABLE else FAILED",
+        SOUND,
+    ),
+    Mutant(
+        "tier: damage is not looked at twice",
+        "foreword/store/tier.py",
+        "            damaged = [name for name, one in zip(batch, outcomes, strict=True) if isinstance(one, str)]",
+        "            damaged = batch",
+        SOUND,
+    ),
+    Mutant(
+        "tier: lookups hide reads that fail",
+        "foreword/store/tier.py",
+        "certain=self._unread >= _UNREAD_TO_OPEN",
+        "certain=False",
+        SOUND,
+    ),
+    Mutant(
+        "integrity: an unknown key is damage",
+        "foreword/store/frame.py",
+        'FOREIGN_REASONS: Final = frozenset({"unknown_key", "version"})',
+        'FOREIGN_REASONS: Final = frozenset({"version"})',
+        SOUND,
+    ),
+    Mutant(
+        "write queue: an erasure leaves what waits",
+        "foreword/offload/writer.py",
+        "            self._batches = [batch for batch in self._batches if batch not in idle]",
+        "            idle = []",
+        ("tests/test_offload.py",),
+    ),
+    Mutant(
+        "write queue: what was erased is promoted",
+        "foreword/offload/writer.py",
+        "            if any(started <= at and batch.is_of(roots) for roots, at in self._erased):",
+        "            if False:",
+        ("tests/test_offload.py",),
+    ),
+    Mutant(
+        "erasure: a place that failed is forgotten",
+        "foreword/prefixes/erasure.py",
+        "        if step.problem:",
+        "        if False:",
+        ERASURE,
+    ),
+    Mutant(
+        "erasure: a partial listing is a whole one",
+        "foreword/prefixes/erasure.py",
+        "            if problem is not None:",
+        "            if False:",
+        ERASURE,
     ),
     Mutant(
         "tier: circuit breaker never opens",
