@@ -20,6 +20,8 @@ _REPLAY_SECONDS: Final = 5.0
 _BATCH: Final = 32
 _IDLE_SECONDS: Final = 2
 _MAX_QUEUED: Final = 10_000
+# A replica that sends a larger message is disconnected. One has the blocks of a step, or a part of a snapshot.
+_MESSAGE_BYTES: Final = 64 << 20
 
 
 class KvEventSubscription:
@@ -38,6 +40,7 @@ class KvEventSubscription:
     async def run(self) -> None:
         socket = self._context.socket(zmq.SUB)
         socket.set_hwm(_MAX_QUEUED)
+        socket.maxmsgsize = _MESSAGE_BYTES
         try:
             socket.connect(self.endpoint)
             socket.subscribe(b"")
@@ -71,6 +74,7 @@ class KvEventSubscription:
         if self._replay is None:
             return
         socket = self._context.socket(zmq.DEALER)
+        socket.maxmsgsize = _MESSAGE_BYTES
         try:
             socket.connect(self._replay)
             await socket.send_multipart([b"", encode_number(self.feed.next)])

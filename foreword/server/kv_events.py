@@ -49,6 +49,8 @@ _POLL_SECONDS: Final = 0.05
 # A replay can be 64 MB and a snapshot. Subscribers that ask again and again must not delay the events.
 _REPLAYS: Final = 8
 _REPLAY_PAUSE_SECONDS: Final = 1.0
+# A part of a subscription or of a request for a replay. The sender of a larger one is disconnected before it is in memory.
+_REQUEST_BYTES: Final = 64
 # Blocks whose tokens are kept for the events of tiers: about 400 bytes per block of 16 tokens.
 _KNOWN_BLOCKS: Final = 1 << 14
 # Changes of tiers that are not published yet; further ones are dropped.
@@ -117,6 +119,7 @@ class KvEvents:
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._log = KvEventLog()
         self._pub.set_hwm(_WAITING)
+        self._pub.maxmsgsize = self._router.maxmsgsize = _REQUEST_BYTES
         self._router.sndhwm = self._log.messages + 2  # what is above this limit is dropped: a whole replay fits
         self._replays_from = 0.0
         try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import zmq
 
@@ -165,3 +168,32 @@ def test_requests_for_replays_do_not_stop_the_events(asking: tuple[KvEvents, zmq
         while asker.poll(200):
             answers += asker.recv_multipart()[-2] == REPLAY_END
     assert 0 < answers < 400
+
+
+STRANGER = """
+import sys, time, zmq
+with zmq.Context() as context, context.socket(getattr(zmq, sys.argv[2])) as socket:
+    socket.linger = 0
+    socket.connect(sys.argv[1])
+    for _ in range(40):
+        socket.send(bytes(4 << 20), zmq.SNDMORE)
+    socket.send(b"end")
+    time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(("which", "kind"), [("endpoint", "XSUB"), ("replay_endpoint", "DEALER")])
+def test_a_stranger_cannot_fill_the_memory(asking: tuple[KvEvents, zmq.Socket[bytes]], which: str, kind: str) -> None:
+    """A message of any size is not kept: its sender is disconnected. Replays go on."""
+    publisher, asker = asking
+    while not replayed(asker, 3999):
+        pass
+    before = psutil.Process().memory_info().rss
+    sender = subprocess.Popen([sys.executable, "-c", STRANGER, getattr(publisher.source, which), kind])
+    most = before
+    while sender.poll() is None:
+        most = max(most, psutil.Process().memory_info().rss)
+        time.sleep(0.005)
+    assert sender.returncode == 0 and most - before < 32 << 20
+    while not replayed(asker, 3999):
+        pass
