@@ -229,9 +229,8 @@ def _parse_records(
     store: TieredStore, prefix: str, parse: Callable[[str, bytes], Parsed | None], failed: OnFailure
 ) -> dict[str, Parsed]:
     found = {}
-    for key in store.records(prefix, deadline=_deadline(), failed=failed):
-        data = store.get_record(key, deadline=step_deadline(math.inf))
-        record = parse(key, data) if data is not None else None
+    for key, data in store.read_records(prefix, failed).items():
+        record = parse(key, data)
         if record is not None:
             found[key] = record
     return found

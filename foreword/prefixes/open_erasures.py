@@ -140,11 +140,10 @@ class OpenErasures:
         def failed(*_: object) -> None:
             """What is there is adopted at the next start."""
 
-        for key in self._store.records(_RECORDS, deadline=time.monotonic() + _TIMEOUT, failed=failed)[:_MAX]:
-            data = self._store.get_record(key, deadline=time.monotonic() + _TIMEOUT)
+        for key, data in list(self._store.read_records(_RECORDS, failed).items())[:_MAX]:
             name = key.removeprefix(_RECORDS)
             try:
-                read: dict[str, Any] = json.loads(data or b"")
+                read: dict[str, Any] = json.loads(data)
                 prefixes = tuple(bytes.fromhex(one) for one in read["prefixes"])
                 tiers, what = frozenset(map(str, read["tiers"])), str(read["what"])
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

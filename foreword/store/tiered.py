@@ -364,19 +364,41 @@ class TieredStore(Store):
         ]
         return any(gone)
 
-    def records(self, prefix: str, *, deadline: float, failed: OnFailure = raise_failure) -> list[str]:
-        """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted. Unless `failed`
-        takes the error."""
+    def records(self, prefix: str, *, deadline: float) -> list[str]:
+        """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted."""
         keys: set[str] = set()
         for tier in self._record_tiers:
+            keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
+        return sorted(keys)
+
+    def read_records(self, prefix: str, failed: OnFailure = raise_failure) -> dict[str, bytes]:
+        """The records whose keys start with `prefix`, of all tiers. Each tier has a step's time for each call, so one that
+        hangs takes none from the others; `failed` is called with its error."""
+        found: dict[str, bytes] = {}
+        for tier in self._record_tiers:
             try:
-                # Where a tier may fail, it leaves the others their time.
-                until = deadline if failed is raise_failure else step_deadline(deadline)
-                keys.update(tier.call(partial(tier.store.records, prefix, deadline=until), until))
+                keys, problem = self._keys(tier, prefix)
+                for key in keys:
+                    until = step_deadline(math.inf)
+                    data = None
+                    if key not in found:
+                        data = tier.call(partial(tier.store.get_record, key, deadline=until), until)
+                    if data is not None:
+                        found[key] = bytes(data)
+                if problem is not None:
+                    failed(tier, problem)
             except StoreError as error:
                 failed(tier, error)
-                keys.update(error.keys if isinstance(error, PartialListing) else ())
-        return sorted(keys)
+        return found
+
+    @staticmethod
+    def _keys(tier: StoreTier, prefix: str) -> tuple[list[str], StoreError | None]:
+        """The keys that a tier lists, and why these are not all."""
+        until = step_deadline(math.inf)
+        try:
+            return tier.call(partial(tier.store.records, prefix, deadline=until), until), None
+        except PartialListing as error:
+            return error.keys, error
 
     # Status
 
