@@ -50,6 +50,7 @@ TAG_BYTES: Final = 16
 FOREIGN_REASONS: Final = frozenset({"unknown_key", "version"})
 _KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
 _KEY_AT: Final = 128
+_LIKELY_VERSIONS: Final = 2
 _PREFIX_AT: Final = 8
 _HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIHHQQI{NONCE_BYTES}s16s")
 _SUMMED = _HEAD.size
@@ -156,10 +157,23 @@ def read_header(data: bytes | memoryview) -> Header:
     if magic != MAGIC:
         raise BadFrame("magic", "this is not a Foreword block, or not all of it")
     if version != VERSION:
-        raise BadFrame("version", f"format version {version} is not {VERSION}, which this program reads")
+        # A later version counts up. Other numbers, and a frame that is whole once its version is ours, are damage.
+        likely = VERSION < version <= VERSION + _LIKELY_VERSIONS and not _is_whole_as_ours(data, start)
+        reason = "version" if likely else "reserved"
+        raise BadFrame(reason, f"format version {version} is not {VERSION}, which this program reads")
+    if key_id not in (UNKEYED, UNAUTHENTICATED) and not any(data[-TAG_BYTES:]):
+        raise BadFrame("reserved", "there is a key without a signature")
     if reserved or more != _RESERVED or (key_id != UNAUTHENTICATED and (key_id == UNKEYED) == any(nonce)):
         raise BadFrame("reserved", "reserved bytes are not zero, or there is a key without a nonce")
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
+
+
+def _is_whole_as_ours(data: bytes | memoryview, start: int) -> bool:
+    """Whether the checksum is right if the version is this program's."""
+    head = bytearray(data[start : start + _SUMMED])
+    head[4:6] = VERSION.to_bytes(2, "little")
+    _KEY.pack_into(head, _KEY_AT, UNKEYED, bytes(NONCE_BYTES))
+    return _checksum(memoryview(data)[:start], memoryview(head))[:-TAG_BYTES] == data[start + _SUMMED : -TAG_BYTES]
 
 
 def read_key(data: memoryview) -> tuple[bytes, int, bytes]:

@@ -147,6 +147,8 @@ class AuthenticatedStore(FormChanger):
             scope, number, nonce = read_key(data)
         except BadFrame:
             return length
+        if number != UNKEYED and not any(data[-TAG_BYTES:]):
+            return length  # a damaged header: `frame.check` says so
         if not self._keys.knows(number):
             self._count("unauthenticated")
             if number == UNKEYED:

@@ -77,6 +77,7 @@ def test_a_frame_of_version_1_is_refused_as_such():
 def test_a_signed_frame_is_refused_without_the_key():
     """A frame that is signed is refused with the reason `unknown_key` where its signature was not verified."""
     data = frame(replace(HEADER, key_id=7, nonce=bytes(range(12))), bytes(100)).data
+    data[-16:] = bytes(range(16))
     with pytest.raises(BadFrame) as raised:
         check(data)
     assert raised.value.reason == "unknown_key"
@@ -147,12 +148,13 @@ def test_arbitrary_bytes_raise_badframe(noise: bytes, dressed: bool):
     ("offset", "value", "reason"),
     [
         (0, b"FWKX", "magic"),
-        (4, b"\x03\x00", "version"),
+        (4, b"\x03\x00", "reserved"),  # whole once its version is 2
+        (4, b"\xff\x7f", "reserved"),
         (110, b"\x01", "reserved"),
         (140, b"\x01", "reserved"),
         (120, b"\x65", "length"),
         (128, b"\x01", "reserved"),
-        (128, b"\x01\x00\x00\x00\x01", "unknown_key"),
+        (128, b"\x01\x00\x00\x00\x01", "reserved"),
     ],
 )
 def test_the_reason_names_the_defect(offset: int, value: bytes, reason: str):

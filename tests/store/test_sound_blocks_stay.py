@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from foreword.blocks.layout import Layout
 from foreword.cli.store import _verify_tier
@@ -154,6 +155,7 @@ def newer(frame: Frame) -> Frame:
     """A frame of the next version of the format."""
     data = bytearray(frame.data)
     data[-HEADER_BYTES + 4 : -HEADER_BYTES + 6] = (VERSION + 1).to_bytes(2, "little")
+    data[-32:-16] = xxhash.xxh3_128(bytes(data[:-32])).digest()
     return replace(frame, data=memoryview(data))
 
 
