@@ -249,10 +249,12 @@ def test_a_store_that_does_not_answer(trouble: Fault, engine: Make, reference: F
         fill(llm, prompt(40, 8))
         store.inject(trouble)
         [tier] = llm.offload.store.tiers
-        for seed in range(8, 40):
+        # A success counts for a quarter of a second, in which a fast machine answers many requests.
+        for seed in range(8, 2000):
             [output] = llm.generate(prompt(40, seed), greedy(4))
             assert output.cached_tokens == 0
-            reference("llama").check(prompt(40, seed), output.outputs[0], 4)
+            if seed < 40:
+                reference("llama").check(prompt(40, seed), output.outputs[0], 4)
             if seed >= 11 and tier.counters.skipped:
                 break
         assert sum(tier.counters.errors.values()) >= 3 and tier.counters.skipped >= 1
