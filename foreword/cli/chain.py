@@ -191,7 +191,7 @@ class Chain:
         return iter(())
 
     def remove_probes(self) -> None:
-        """Remove the probes' blocks, as far as this caller may. They are evicted otherwise."""
+        """Remove the probes' blocks, if this caller may. Otherwise they are evicted in time."""
         if self.prompt:
             with contextlib.suppress(NoAnswer):
                 self.target.call("DELETE", f"/v1/cache?cache_salt={self.salt}&cache_salt={self.other_salt}")

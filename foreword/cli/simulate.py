@@ -119,8 +119,8 @@ Sample = Annotated[
     int,
     typer.Option(
         "--sample",
-        help="Simulate one in so many of the sessions, on as many times fewer replicas. --replicas, --prefill and --shared are "
-        "those of the whole fleet.",
+        help="With N: one in N of the sessions, on one in N of the replicas. --replicas, --prefill and --shared are those of "
+        "the whole fleet.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

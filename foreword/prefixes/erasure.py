@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
-from foreword.errors import NotFound, StoreError, StoreUnreadable
+from foreword.errors import NotFound, StoreError, StoreReadOnly, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
 from foreword.store.tier import StoreTier
@@ -65,6 +65,7 @@ class PlaceOutcome(StrEnum):
         QUEUED: blocks are still being written there.
         UNREADABLE: it was reached, and a part of it cannot be read.
         UNREACHABLE: it did not answer, or refused.
+        READ_ONLY: it may not be written from here.
         LEFT: it had some again when it was listed once more.
         ELSEWHERE: what is read there belongs to another instance, which erases for itself.
     """
@@ -74,12 +75,22 @@ class PlaceOutcome(StrEnum):
     QUEUED = "queued"
     UNREADABLE = "unreadable"
     UNREACHABLE = "unreachable"
+    READ_ONLY = "read_only"
     LEFT = "left"
     ELSEWHERE = "elsewhere"
 
     @property
     def done(self) -> bool:
         return self in (PlaceOutcome.ERASED, PlaceOutcome.NOTHING)
+
+
+_REFUSED: Any = (PlaceOutcome.UNREACHABLE, PlaceOutcome.READ_ONLY)
+
+
+def outcome_of(error: StoreError) -> PlaceOutcome:
+    if isinstance(error, StoreUnreadable):
+        return PlaceOutcome.UNREADABLE
+    return PlaceOutcome.READ_ONLY if isinstance(error, StoreReadOnly) else PlaceOutcome.UNREACHABLE
 
 
 @dataclass(slots=True)
@@ -105,8 +116,8 @@ class Place:
 
     def add(self, step: Erased) -> None:
         self.removed += step.removed
-        if step.problem:
-            self.fail(step.problem, PlaceOutcome.UNREADABLE if step.unreadable else PlaceOutcome.UNREACHABLE)
+        if step.problem is not None:
+            self.fail(step.problem.message, outcome_of(step.problem))
         elif step.removed and self.outcome is PlaceOutcome.NOTHING:
             self.outcome = PlaceOutcome.ERASED
 
@@ -336,8 +347,7 @@ class _Erasure:
             return self._places.setdefault((tier.label, place), Place(tier.label, place))
 
     def fail(self, tier: StoreTier, error: StoreError) -> None:
-        unreadable = isinstance(error, StoreUnreadable)
-        self._place(tier).fail(error.message, PlaceOutcome.UNREADABLE if unreadable else PlaceOutcome.UNREACHABLE)
+        self._place(tier).fail(error.message, outcome_of(error))
 
     def in_words(self) -> str:
         """What a listing could not see, for a message; "" if nothing."""
@@ -373,7 +383,7 @@ class _Erasure:
             for prefix in prefixes:
                 self._sweep_tier(tier, prefix, chosen)
             # One that does not answer is not asked twice.
-            if self._store.keeps_records(tier) and self._place(tier).outcome is not PlaceOutcome.UNREACHABLE:
+            if self._store.keeps_records(tier) and self._place(tier).outcome not in _REFUSED:
                 self._remove_records(tier, wanted)
 
         self._each(self._tiers, work)
@@ -386,13 +396,18 @@ class _Erasure:
             for step in tier.erase(*prefix, chosen, time.monotonic() + SCAN_WITHIN):
                 self._place(tier, step.place).add(step)
                 found += step.removed
-            if not found or any(not one.outcome.done for one in self._places.values() if one.tier == tier.label):
+            if not found or not self._done(tier):
                 return
         left = sum(map(len, _listed(tier, prefix, chosen)))
         if left:
             place = self._place(tier)
             place.left += left
             place.fail("blocks were written meanwhile", PlaceOutcome.LEFT)
+
+    def _done(self, tier: StoreTier) -> bool:
+        """Whether no place of the tier has failed."""
+        with self._lock:
+            return all(one.outcome.done for one in self._places.values() if one.tier == tier.label)
 
     def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool]) -> None:
         """Delete a named prefix, given its tenant, the key of its last block and which record keys it has."""

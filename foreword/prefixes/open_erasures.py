@@ -159,4 +159,4 @@ def _open_tiers(receipt: Receipt) -> frozenset[str]:
     """The tiers where an erasure may be completed by a repetition: all of them while blocks are still being written."""
     queued = any(one.outcome is PlaceOutcome.QUEUED for one in receipt.places)
     open_ = receipt.places if queued else receipt.open
-    return frozenset(one.tier for one in open_ if one.outcome is not PlaceOutcome.ELSEWHERE)
+    return frozenset(one.tier for one in open_ if one.outcome not in (PlaceOutcome.ELSEWHERE, PlaceOutcome.READ_ONLY))

@@ -43,6 +43,19 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             router.responses.forget(call.tenant.salt)
         return await erase_everywhere(router, call)
 
+    @routes.add("GET", "/v1/cache/erasures/{name}", right=Right.OWNER, meter=free, body=NO_BODY, tag="cache")
+    async def erasure(call: Call) -> Answer:
+        """The receipt of a replica's erasure, so far: its `id` is in the replica's receipt."""
+        able = [one for one in router.upstreams.values() if one.kind == "foreword"]
+        sent = (send_once(router, call, one, call.path, b"") for one in able)
+        answers = await asyncio.gather(*sent, return_exceptions=True)
+        known = [one for one in answers if isinstance(one, Answer)]
+        found = next((one for one in known if one.status < 400), None)
+        failed = next((one for one in answers if isinstance(one, ForewordError)), None)
+        if found is None and (failed is not None or not known):
+            raise failed or NoReplica("No replica can remove cached blocks")
+        return found or chosen(known)
+
     stored_responses.add_routes(routes, router.responses)
 
     async def tokenize(call: Call) -> Answer:

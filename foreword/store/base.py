@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
-from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnavailable, StoreUnreadable
+from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
 from foreword.store.frame import Frame, read_header
 
 Name = bytes
@@ -42,7 +42,7 @@ _RECORD_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 class PartialListing(StoreUnreadable):
     """A listing of records that is not complete. `keys`: what was found."""
 
-    def __init__(self, message: str, keys: Sequence[str]) -> None:
+    def __init__(self, message: str, keys: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.keys = sorted(keys)
 
@@ -114,18 +114,16 @@ class Erased:
     Attributes:
         removed: how many copies of blocks, or records, were there.
         place: a folder or a node; "" for the store as a whole.
-        problem: why the place may still have some; "" if it has none.
-        unreadable: the place was reached, and could not be read.
+        problem: why the place may still have some; None if it has none.
     """
 
     removed: int = 0
     place: str = ""
-    problem: str = ""
-    unreadable: bool = False
+    problem: StoreError | None = None
 
     @classmethod
     def failed(cls, error: StoreError, place: str = "") -> Erased:
-        return cls(0, place, error.message, isinstance(error, StoreUnreadable))
+        return cls(0, place, copy_error(error))
 
 
 class Store(Protocol):
@@ -236,9 +234,9 @@ class Store(Protocol):
     def erase(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> int:
         """Delete blocks as `erase_steps` does. Returns how many were there. Raises StoreError if some may be left."""
         steps = list(self.erase_steps(layout, root, deadline=deadline))
-        problem = next((one.problem for one in steps if one.problem), "")
-        if problem:
-            raise StoreUnavailable(problem)
+        problem = next((one.problem for one in steps if one.problem is not None), None)
+        if problem is not None:
+            raise problem
         return sum(one.removed for one in steps)
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:

@@ -267,7 +267,7 @@ MUTANTS = (
     Mutant(
         "erasure: a place that failed is forgotten",
         "foreword/prefixes/erasure.py",
-        "        if step.problem:",
+        "        if step.problem is not None:",
         "        if False:",
         ERASURE,
     ),

@@ -9,6 +9,7 @@ from typing import Any
 import http_client
 import httpx
 import pytest
+from router_parts import RouterProcess
 from server_process import ServerProcess
 from servers import RedisServer
 from shared_server import until
@@ -77,3 +78,16 @@ def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: 
         assert status == 200 and receipt["complete"] and not receipt["unreachable"]
     finally:
         redis.kill()
+
+
+def test_receipts_through_a_router(start: Start, tmp_path: Path) -> None:
+    """A router answers with the replicas' receipts, and finds the replica that knows an erasure by its id."""
+    url = start("--store", f"disk://{tmp_path}/kv?size=64MiB").wait_ready()
+    router = RouterProcess("--replica", url).wait_for(1)
+    try:
+        receipt = http_client.delete(f"{router.url}/v1/cache").raise_for_status().json()
+        name = receipt["replicas"][url]["id"]
+        assert http_client.get(f"{router.url}/v1/cache/erasures/{name}").json()["complete"]
+        assert http_client.get(f"{router.url}/v1/cache/erasures/unknown").status_code == 404
+    finally:
+        router.kill()

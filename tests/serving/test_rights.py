@@ -22,7 +22,7 @@ def test_clearing_the_cache_leaves_other_tenants_alone(shared: SharedServers) ->
 
 @pytest.mark.parametrize(("method", "path"), [("POST", "/v1/drain"), ("DELETE", "/v1/cache?scope=device")])
 def test_tenants_are_no_operators(shared: SharedServers, method: str, path: str) -> None:
-    """With API keys, draining and clearing the whole device take the operator's key; where there is none, nobody can."""
+    """With API keys, draining and clearing the whole device take the operator's key; without one they are refused."""
     with shared.keyed.http("alice4-secret") as alice:
         answer = alice.request(method, path, json={})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")

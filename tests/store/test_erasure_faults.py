@@ -19,6 +19,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, make_frames, present, put_all, soon
 from foreword.prefixes.erasure import PlaceOutcome, Receipt, forget_prefix, forget_tenant
+from foreword.prefixes.open_erasures import OpenErasures
 from foreword.store.base import Name, Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame
@@ -37,7 +38,7 @@ def of(salt: Salt, seed: int) -> list[Frame]:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A place that does not answer is given up sooner."""
+    """A place that does not answer is given up after a second."""
     monkeypatch.setattr(foreword.store.base, "STEP_SECONDS", 1.0)
     monkeypatch.setattr("foreword.store.tier.STEP_SECONDS", 1.0)
 
@@ -159,6 +160,23 @@ def test_a_folder_of_records_cannot_be_read(stack: ExitStack, tmp_path: Path, mo
     assert again.complete and again.records == [RECORD]
 
 
+def test_a_store_that_is_only_read(stack: ExitStack, tmp_path: Path) -> None:
+    """What may only be read is named as that, and is not tried again; the other tiers are erased."""
+    disk, memory = DiskStore(tmp_path, 8 << 20), MemoryStore(8 << 20)
+    mine = of(ANN, 1)
+    put_all(disk, mine)
+    disk.close()
+    store = stack.enter_context(closing(TieredStore([memory, DiskStore(tmp_path, 8 << 20, read_only=True)])))
+    put_all(memory, mine)
+    erasures = OpenErasures(store, lambda _: 0)
+    stack.callback(erasures.close)
+    name, receipt = erasures.erase([ANN])
+    assert outcomes(receipt) == {"memory": PlaceOutcome.ERASED, "disk": PlaceOutcome.READ_ONLY} and not receipt.complete
+    found = erasures.get(name)
+    assert found is not None and not found.tiers
+    assert not any(present(memory, mine)) and all(present(store.tiers[1].store, mine))
+
+
 def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
     """A store that never returns costs a few seconds, and no other tier its erasure."""
     stuck, disk = FlakyStore(MemoryStore(8 << 20, label="stuck")), DiskStore(tmp_path, 8 << 20)
@@ -171,7 +189,7 @@ def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
 
 
 class Slow(FlakyStore):
-    """A store that goes on, a batch at a time, more slowly than a step may take altogether."""
+    """A store whose batches come in time, and together take longer than one step may."""
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         threading.Event().wait(0.3)

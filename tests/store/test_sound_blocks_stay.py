@@ -176,7 +176,7 @@ READERS: dict[str, tuple[Callable[[Store], Store], set[str]]] = {
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_reader_without_the_key(stack: ExitStack, writer: str, reader: str) -> None:
-    """Whoever reads a signed store without the right secret misses, and does not delete: those who have it still find all."""
+    """A reader of a signed store without the right secret misses, and does not delete: one that has it still finds all."""
     inner = Undeleted(memory(stack))
     frames = make_frames(1, LENGTH, PAYLOAD)
     put_all(WRITERS[writer](inner), frames)

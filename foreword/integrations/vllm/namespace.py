@@ -53,7 +53,7 @@ _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_conf
 _TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.01, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
 
 
-# How much longer a half row may be: this share of the tolerance, or so many standard deviations of what rounding does.
+# By how much a half row may be longer: this share of the tolerance, or this number of standard deviations of rounding.
 _STRETCH, _DEVIATIONS = 0.1, 6.0
 
 

@@ -226,7 +226,8 @@ class DiskStore(Store):
         for frame in frames if self._unreadable else ():
             if frame.name in self._unreadable:
                 self._unreadable.discard(frame.name)
-                self._files.replace(frame.name, frame.data, self._writer.token())
+                with contextlib.suppress(StoreError):  # it stays as it is, and is found out again
+                    self._files.replace(frame.name, frame.data, self._writer.token())
         kept, full, now = 0, False, 0
         for part in in_groups(frames):
             if full:  # do not write the rest of the chain: it would lie behind a gap
