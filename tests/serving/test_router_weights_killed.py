@@ -106,6 +106,16 @@ def while_one_is_killed(router: RouterProcess, victim: ControlledProcess, all_of
         return [one.result(300) for one in streams]
 
 
+def served_by_all(router: RouterProcess, urls: set[str]) -> None:
+    """Send requests until each replica has answered some: one that has just come back gets few until then."""
+    left = dict.fromkeys(urls, 4)
+    while any(left.values()):
+        body = {"prompt": "x", "model": "stdlib-nano", "max_tokens": 1}
+        answer = http_client.post(f"{router.url}/v1/completions", json=body).raise_for_status()
+        url = answer.headers["x-foreword-route"].partition(": ")[0]
+        left[url] = max(left[url] - 1, 0)
+
+
 def counted(found: list[tuple[str, str]], right: list[str], other: list[str]) -> Counter[str]:
     """Of which weights the streams are. One that ended with an error is of those whose answer begins like it."""
     counts: Counter[str] = Counter()
@@ -143,6 +153,7 @@ def test_no_stream_is_spliced_when_a_replica_is_killed(fleet: Fleet) -> None:
         replicas = (again, second, other)
         urls = {one.url() for one in replicas}
         until(lambda: urls == up(router))
+        served_by_all(router, urls)
         counts = counted(while_one_is_killed(router, again, list(replicas)), right, wrong)
         print(dict(counts))
         assert set(counts) == {"right", "other"} and counts.total() == NUM_STREAMS
@@ -167,6 +178,7 @@ def test_another_model_takes_the_address(fleet: Fleet) -> None:
         wrong = answers_of(back)
         until(lambda: up(router) == {url, second.url()})
         assert "its replicas have different weights" in router.text
+        served_by_all(router, up(router))
         counts = counted(while_one_is_killed(router, second, [back, second]), right, wrong)
         print(dict(counts))
         assert not counts["SPLICED"] and counts["right, broken off"] >= 20 and counts["other"] >= 40
