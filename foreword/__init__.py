@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
-    from foreword.blocks import PrefixCache
+    from foreword.blocks.prefix_cache import PrefixCache
     from foreword.config import EngineConfig
     from foreword.engine.request import Request, SamplingParams
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -77,7 +77,7 @@ class Foreword:
     """Ours."""
 
     def __init__(self, num_blocks: int) -> None:
-        from foreword.blocks import PrefixCache
+        from foreword.blocks.prefix_cache import PrefixCache
 
         self._cache: Any = PrefixCache(num_blocks, BLOCK)
 
@@ -175,7 +175,7 @@ class Floor:
     references and shares nothing; how its times grow is what the processor's caches make of any table of that size."""
 
     def __init__(self, num_blocks: int) -> None:
-        from foreword.blocks import PrefixCache
+        from foreword.blocks.prefix_cache import PrefixCache
 
         self._names: Any = PrefixCache(1, BLOCK)
         self._blocks: OrderedDict[bytes, int] = OrderedDict((bytes([0]) + b.to_bytes(31), b) for b in range(num_blocks))

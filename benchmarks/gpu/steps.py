@@ -63,7 +63,7 @@ class Bench:
     def __init__(
         self, model: Any, settings: Any, device: Any, options: dict[str, Any], store: str | None = None
     ) -> None:
-        from foreword.blocks import PrefixCache
+        from foreword.blocks.prefix_cache import PrefixCache
         from foreword.config import EngineConfig
         from foreword.engine.loop import EngineCore, EngineLimits
         from foreword.engine.model import prepare_model

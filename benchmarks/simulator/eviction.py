@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from foreword.blocks import PrefixCache
+from foreword.blocks.prefix_cache import PrefixCache
 from foreword.routing.directory import CacheTier
 from foreword.sim.report import as_file, svg
 from foreword.sim.stores import SimulatedTier

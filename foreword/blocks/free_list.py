@@ -1,19 +1,17 @@
-"""The free list: free blocks in eviction order, as a doubly linked list.
+"""The free list: free blocks in eviction order, as doubly linked rings: one for empty blocks, and one for each tenant.
 
-Block `b` is node `b` of two lists of links: an operation changes a few integers and creates no object. The node after the
-last block is a sentinel that closes the ring. The list does not check whether a block is in it. `BlockPool` knows that from
-its reference counts.
+Block `b` is node `b` of two lists of links: an operation changes a few integers and creates no object. The nodes after the
+last block are sentinels, each of which closes a ring. Ring 0 is there from the start. The list does not check whether a block
+is in it. `BlockPool` knows that from its reference counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from foreword.errors import IntegrityError
-
 
 class FreeList:
-    """Blocks `0..num_blocks-1`, all free at first, in ascending order."""
+    """Blocks `0..num_blocks-1`, all in ring 0 at first, in ascending order."""
 
     __slots__ = ("_end", "_length", "_next", "_prev")
 
@@ -29,38 +27,56 @@ class FreeList:
         return self._length
 
     def __iter__(self) -> Iterator[int]:
-        """From front (evicted next) to back."""
-        node = self._next[self._end]
-        while node != self._end:
+        """Ring by ring, each from front (evicted next) to back."""
+        for number in range(len(self._next) - self._end):
+            yield from self.ring(number)
+
+    def ring(self, number: int) -> Iterator[int]:
+        """One ring, from front to back."""
+        end = self._end + number
+        node = self._next[end]
+        while node != end:
             yield node
             node = self._next[node]
 
-    def take(self, count: int) -> list[int]:
-        """Remove `count` blocks from the front. Raises IntegrityError if there are fewer."""
-        if count > self._length:
-            raise IntegrityError(f"free list: {count} blocks asked for, {self._length} are free")
-        following, end = self._next, self._end
+    def front(self, number: int) -> int | None:
+        """The first block of a ring, None if it is empty."""
+        node = self._next[self._end + number]
+        return node if node < self._end else None
+
+    def add_ring(self) -> int:
+        """Make an empty ring and return its number."""
+        sentinel = len(self._next)
+        self._next.append(sentinel)
+        self._prev.append(sentinel)
+        return sentinel - self._end
+
+    def take(self, most: int, number: int = 0) -> list[int]:
+        """Remove up to `most` blocks from the front of a ring."""
+        following, end = self._next, self._end + number
         node = following[end]
         taken: list[int] = []
         append = taken.append
-        for _ in range(count):
+        for _ in range(most):
+            if node == end:
+                break
             append(node)
             node = following[node]
         following[end] = node
         self._prev[node] = end
-        self._length -= count
+        self._length -= len(taken)
         return taken
 
     def remove(self, block: int) -> None:
-        """Remove a block from any position."""
+        """Remove a block from any position of its ring."""
         before, after = self._prev[block], self._next[block]
         self._next[before] = after
         self._prev[after] = before
         self._length -= 1
 
-    def append(self, blocks: Sequence[int]) -> None:
-        """Add blocks at the back in their order: the last one is evicted last."""
-        following, previous, end = self._next, self._prev, self._end
+    def append(self, blocks: Sequence[int], number: int = 0) -> None:
+        """Add blocks at the back of a ring in their order: the last one is evicted last."""
+        following, previous, end = self._next, self._prev, self._end + number
         last = previous[end]
         for block in blocks:
             following[last] = block
@@ -71,7 +87,7 @@ class FreeList:
         self._length += len(blocks)
 
     def push_front(self, blocks: Iterable[int]) -> None:
-        """Add blocks at the front one after the other: the last one is evicted first."""
+        """Add blocks at the front of ring 0 one after the other: the last one is evicted first."""
         following, previous, end = self._next, self._prev, self._end
         first = following[end]
         for block in blocks:

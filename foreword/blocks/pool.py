@@ -2,9 +2,12 @@
 
 A block is in one of three states. `BlockPool.check` verifies them:
 
-    free, empty     no reference, no key        in the free list, towards the front
-    free, cached    no reference, a key         in the free list; lookups find it; evicted when it is allocated
+    free, empty     no reference, no key        in the free list, taken first
+    free, cached    no reference, a key         in its tenant's ring of the free list; lookups find it; may be evicted
     in use          references, maybe a key     not in the free list, never evicted
+
+With one tenant the least recently used block is evicted. With several, `fair_share` chooses whose, so that a tenant that
+floods the pool evicts its own blocks. A tenant has its cached blocks and those in use for its sequences.
 
 Several blocks in use may have the same key. Of free blocks, at most one has a given key. `_index` maps a key to the block
 that lookups return, `_copies` to the other blocks with that key, in the order in which they were published.
@@ -14,11 +17,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foreword.blocks.fair_share import TenantUse, choose, compared, share
 from foreword.blocks.free_list import FreeList
 from foreword.blocks.runs import consecutive_runs
+from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import ConfigError, IntegrityError
 
 _MIN_RUN = 4
+_IDLE_TURNS = 64  # a tenant that allocates nothing while the pool is allocated so many times over has no share any more
+
+
+class _Tenant:
+    """The ring of a tenant's cached blocks, how many blocks it has, and when it last allocated one."""
+
+    __slots__ = ("amount", "id", "ring", "used_at")
+
+    def __init__(self, id: bytes, ring: int) -> None:
+        self.id = id
+        self.ring = ring
+        self.amount = self.used_at = 0
+
+    def usage(self) -> TenantUse:
+        return TenantUse(self.amount, self.used_at)
 
 
 class BlockPool:
@@ -26,11 +46,11 @@ class BlockPool:
 
     Args:
         num_blocks: size of the pool.
-        unfilled_first: evict freed blocks without a key before all others.
         on_removed: called with the keys that no block has any more.
     """
 
     __slots__ = (
+        "_clock",
         "_copies",
         "_free",
         "_index",
@@ -38,26 +58,25 @@ class BlockPool:
         "_on_removed",
         "_owners",
         "_refs",
-        "_unfilled_first",
+        "_spare_rings",
+        "_tenants",
+        "_used",
         "num_blocks",
     )
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        unfilled_first: bool = True,
-        on_removed: Callable[[list[bytes]], None] | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, *, on_removed: Callable[[list[bytes]], None] | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks = num_blocks
-        self._unfilled_first = unfilled_first
         self._on_removed = on_removed
         self._free = FreeList(num_blocks)
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
-        self._owners = [b""] * num_blocks  # of blocks with a key
+        self._owners: list[bytes | None] = [None] * num_blocks  # None: empty, or in use only as the source of a copy
+        self._used = [0] * num_blocks  # the clock when a cached block was freed
+        self._clock = 0  # advances with each allocated block and each release
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._spare_rings: list[int] = []
         self._index: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
 
@@ -72,7 +91,7 @@ class BlockPool:
         return len(self._index)
 
     def free_blocks(self) -> list[int]:
-        """The free list, from the block that is evicted next."""
+        """The free list: empty blocks, then tenant by tenant the cached ones, from the block that is evicted next."""
         return list(self._free)
 
     def references(self, block: int) -> int:
@@ -102,21 +121,31 @@ class BlockPool:
         refs = self._refs
         return sum(1 for block in blocks if not refs[block])
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks from the front of the free list and evict what they cache. None if too few are free.
+    def allocate(self, count: int, owner: bytes = b"") -> list[int] | None:
+        """Take `count` blocks, empty ones first, and evict what the others cache. None if too few are free.
 
-        Each block has one reference and no key. The order is that of the free list, except that longer descending runs are
-        reversed: blocks that were freed together, last one first, become consecutive again.
+        Each block has one reference and no key. `owner` is the root key of the chain: it names the tenant. The order is that of
+        the free list, except that longer descending runs are reversed: blocks that were freed together, last one first, become
+        consecutive again.
         """
         if count > len(self._free):
             return None
+        if not count:
+            return []
+        self._clock += count
+        tenant = self._tenants.get(owner[:TENANT_BYTES]) or self._add_tenant(owner[:TENANT_BYTES])
+        tenant.amount += count
+        tenant.used_at = self._clock
         blocks = self._free.take(count)
+        if len(blocks) < count:
+            self._evict(count - len(blocks), blocks)
         if count >= _MIN_RUN:
             _reverse_descending_runs(blocks)
-        refs, keys, index, copies = self._refs, self._keys, self._index, self._copies
+        refs, keys, owners, index, copies = self._refs, self._keys, self._owners, self._index, self._copies
         removed: list[bytes] = []
         for block in blocks:
             refs[block] = 1
+            owners[block] = owner
             key = keys[block]
             if key is not None:
                 keys[block] = None
@@ -128,6 +157,58 @@ class BlockPool:
         self._report_removed(removed)
         return blocks
 
+    def _add_tenant(self, id: bytes) -> _Tenant:
+        ring = self._spare_rings.pop() if self._spare_rings else self._free.add_ring()
+        tenant = self._tenants[id] = _Tenant(id, ring)
+        return tenant
+
+    def _evict(self, count: int, blocks: list[int]) -> None:
+        """Take `count` cached blocks out of the free list, from one tenant after the other, and append them to `blocks`."""
+        while count:
+            tenant, most = self._choose(count)
+            taken = self._free.take(most, tenant.ring)
+            blocks += taken
+            count -= len(taken)
+            self._disown(taken)
+
+    def _choose(self, count: int) -> tuple[_Tenant, int]:
+        """The tenant to evict from, and how many blocks, at most `count`, before another one may have to give some."""
+        if len(self._tenants) == 1:
+            return next(iter(self._tenants.values())), count
+        free, used, now, idle = self._free, self._used, self._clock, _IDLE_TURNS * self.num_blocks
+        oldest: dict[_Tenant, int] = {}
+        for group in (compared(self._tenants.values()), self._tenants.values()):
+            fronts = ((one, free.front(one.ring)) for one in group)
+            oldest = oldest or {one: used[front] for one, front in fronts if front is not None}
+        usage = {one: one.usage() for one in self._tenants.values()}
+        fair = share(usage.values(), self.num_blocks, now, idle)
+        tenant = choose(oldest, usage, fair, now, idle)
+        most = min(count, max(int(tenant.amount - fair), 1))
+        together = 0
+        for block in free.ring(tenant.ring):  # those that were freed at one time are taken at one time
+            if together == most or used[block] != oldest[tenant]:
+                break
+            together += 1
+        return tenant, max(together, 1)
+
+    def _disown(self, blocks: Sequence[int]) -> None:
+        """Blocks of one tenant are empty now."""
+        if not blocks:
+            return
+        tenant = self._tenant_of(blocks[0])
+        for block in blocks:
+            self._owners[block] = None
+        tenant.amount -= len(blocks)
+        if not tenant.amount:
+            del self._tenants[tenant.id]
+            self._spare_rings.append(tenant.ring)
+
+    def _tenant_of(self, block: int) -> _Tenant:
+        """The tenant of a block that has an owner."""
+        owner = self._owners[block]
+        assert owner is not None
+        return self._tenants[owner[:TENANT_BYTES]]
+
     def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block. Free blocks leave the free list."""
         refs, remove = self._refs, self._free.remove
@@ -136,13 +217,11 @@ class BlockPool:
                 remove(block)
             refs[block] += 1
 
-    def publish(self, blocks: Sequence[int], keys: Sequence[bytes], owner: bytes = b"") -> None:
-        """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block. `owner`
-        is the chain's root key, for `clear`."""
-        block_keys, owners, index = self._keys, self._owners, self._index
+    def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Give full blocks in use their keys, so that lookups find them. A known key stays mapped to its first block."""
+        block_keys, index = self._keys, self._index
         for block, key in zip(blocks, keys, strict=True):
             block_keys[block] = key
-            owners[block] = owner
             first = index.setdefault(key, block)
             if first != block:
                 self._copies.setdefault(key, []).append(block)
@@ -164,9 +243,12 @@ class BlockPool:
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference of each block of a block table, last block first, so that a chain is evicted from its end.
 
-        No two blocks of the table may have the same key. Chained keys guarantee that for the table of one sequence.
+        No two blocks of the table may have the same key, and all must have the same owner. Chained keys guarantee that for the
+        table of one sequence.
         """
-        refs, keys, index = self._refs, self._keys, self._index
+        refs, keys, index, owners = self._refs, self._keys, self._index, self._owners
+        self._clock += 1
+        used, now = self._used, self._clock
         cached: list[int] = []
         empty: list[int] = []
         for block in reversed(table):
@@ -174,16 +256,17 @@ class BlockPool:
             refs[block] = left
             if left:
                 continue
+            used[block] = now
             key = keys[block]
             if key is not None and (index[key] == block or self._release_copy(key, block)):
                 cached.append(block)
-            elif self._unfilled_first:
-                empty.append(block)
             else:
-                cached.append(block)
-        self._free.append(cached)
+                empty.append(block)
+        if cached:
+            self._free.append(cached, self._tenant_of(cached[0]).ring)
         if empty:
             self._free.push_front(empty)
+            self._disown([block for block in empty if owners[block] is not None])
 
     def _release_copy(self, key: bytes, block: int) -> bool:
         """Free a copy. True if it keeps its key.
@@ -199,6 +282,7 @@ class BlockPool:
         self._keys[first] = None
         self._free.remove(first)
         self._free.push_front((first,))
+        self._disown([first])
         return True
 
     def _drop_copy(self, key: bytes, block: int) -> None:
@@ -235,10 +319,13 @@ class BlockPool:
         """Drop the cached content of all free blocks, or of those whose owners begin with `owner`, and return their number.
         Blocks in use keep their keys."""
         cached = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
-        dropped = [(block, key) for block, key in cached if self._owners[block].startswith(owner)]
+        dropped = [(block, key) for block, key in cached if (self._owners[block] or b"").startswith(owner)]
         removed = []
         for block, key in dropped:
             self._keys[block] = None
+            self._free.remove(block)
+            self._free.append((block,))
+            self._disown([block])
             if self._unindex(key):
                 removed.append(key)
         self._report_removed(removed)
@@ -270,6 +357,16 @@ class BlockPool:
         _require(
             self._copies.keys() <= holders.keys() and all(self._copies.values()), "no empty or stray list of copies"
         )
+        for tenant in self._tenants.values():
+            ring = list(self._free.ring(tenant.ring))
+            owned = [*ring, *(block for block, refs in enumerate(self._refs) if refs)]
+            owners = (self._owners[block] for block in owned)
+            amount = sum(owner is not None and owner[:TENANT_BYTES] == tenant.id for owner in owners)
+            _require(tenant.amount == amount > 0, "a tenant is counted with its blocks")
+            _require(all(self._tenant_of(block) is tenant for block in ring), "a ring has one tenant's blocks")
+            _require(
+                [*map(self._used.__getitem__, ring)] == sorted(map(self._used.__getitem__, ring)), "a ring is in order"
+            )
 
 
 def _require(condition: bool, invariant: str) -> None:

@@ -133,7 +133,6 @@ class PrefixCache:
         model: fingerprint of the weights, part of every key.
         enabled: False disables caching: no block is published and no lookup hits.
         partial_reuse: `lookup` also offers partly filled blocks, to be copied.
-        unfilled_first: see `BlockPool`.
         lookahead_blocks: extra blocks to allocate with each allocation of a sequence while enough are free.
         on_published: called with `(table, start, end)` when blocks `[start, end)` of a table are published.
         on_removed: called with the keys that no block holds any more.
@@ -152,7 +151,6 @@ class PrefixCache:
         model: bytes = b"",
         enabled: bool = True,
         partial_reuse: bool = True,
-        unfilled_first: bool = True,
         lookahead_blocks: int = 0,
         on_published: Callable[[BlockTable, int, int], None] | None = None,
         on_removed: Callable[[list[bytes]], None] | None = None,
@@ -161,7 +159,7 @@ class PrefixCache:
         _check_groups(self.groups, block_size)
         if on_removed is not None and len(self.groups) > 1:
             on_removed = _of_first_group(on_removed)
-        self.pool = BlockPool(num_blocks, unfilled_first=unfilled_first, on_removed=on_removed)
+        self.pool = BlockPool(num_blocks, on_removed=on_removed)
         self.block_size = block_size
         self.windows = tuple(number for number, group in enumerate(self.groups) if not group.whole)
         self._simple = not self.windows and len(self.groups) == 1
@@ -301,7 +299,7 @@ class PrefixCache:
             return True
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing > 0:
-            blocks = self._allocate(missing if self._simple else missing * len(self.groups))
+            blocks = self._allocate(table, missing if self._simple else missing * len(self.groups))
             if blocks is None:
                 return False
             if self._simple:
@@ -340,7 +338,7 @@ class PrefixCache:
         """
         length = len(table.blocks)
         starts = [max(_first_needed(group, num_blocks), length) for group in self.groups]
-        fresh = self._allocate(sum(max(num_blocks - start, 0) for start in starts), ahead=False)
+        fresh = self._allocate(table, sum(max(num_blocks - start, 0) for start in starts), ahead=False)
         if fresh is not None:
             rest = iter(fresh)
             for blocks, start in zip(table.groups, starts, strict=True):
@@ -366,7 +364,7 @@ class PrefixCache:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
         if self._simple:
-            self.pool.publish(table.blocks[start:num_blocks], keys, table.chain.root)
+            self.pool.publish(table.blocks[start:num_blocks], keys)
         else:
             self._publish_groups(table, start, keys)
         if self._on_published is not None:
@@ -385,7 +383,7 @@ class PrefixCache:
         for number, blocks in enumerate(table.groups):
             pairs = zip(blocks[start : start + len(keys)], keys, strict=True)
             held = [(block, group_key(number, key)) for block, key in pairs if block != HOLE]
-            self.pool.publish([block for block, _ in held], [key for _, key in held], table.chain.root)
+            self.pool.publish([block for block, _ in held], [key for _, key in held])
 
     def whole_run(self, table: BlockTable) -> int:
         """Tokens up to which the groups of full attention have every block cached; 0 if there is no such group."""
@@ -402,11 +400,12 @@ class PrefixCache:
         else:
             table.next_block_at = len(table.blocks) * self.block_size + 1
 
-    def _allocate(self, count: int, *, ahead: bool = True) -> list[int] | None:
+    def _allocate(self, table: BlockTable, count: int, *, ahead: bool = True) -> list[int] | None:
         """`count` blocks or, with `ahead`, more. None if too few are free."""
-        blocks = self.pool.allocate(count + self._lookahead) if self._lookahead and ahead else None
+        owner = table.chain.root
+        blocks = self.pool.allocate(count + self._lookahead, owner) if self._lookahead and ahead else None
         if blocks is None:
-            blocks = self.pool.allocate(count)
+            blocks = self.pool.allocate(count, owner)
         if blocks is not None and self._partial_parents:
             for block in blocks:
                 if block in self._partial_parents:

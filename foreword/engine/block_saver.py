@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from foreword.blocks import PrefixCache
 from foreword.blocks.checkpoints import CheckpointPlan
-from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.prefix_cache import HOLE, PrefixCache
 from foreword.blocks.runs import consecutive_runs
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.offload.manager import OffloadManager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import Explanation, MissHistory
+from foreword.blocks.prefix_cache import PrefixCache
 from foreword.engine.request import CacheReport
 from foreword.engine.sequence import SequenceState
 from foreword.offload.manager import OffloadManager

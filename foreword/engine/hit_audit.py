@@ -22,8 +22,7 @@ from typing import Final, Protocol
 
 import torch
 
-from foreword.blocks import Match, PrefixCache
-from foreword.blocks.prefix_cache import HOLE, BlockTable, group_key
+from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache, group_key
 from foreword.engine.attention.kv_tensors import block_bytes, block_distances, copy_block, distances
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step

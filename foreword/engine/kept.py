@@ -6,8 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from foreword.blocks import PrefixCache
-from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from foreword.blocks import PrefixCache
 from foreword.blocks.miss_history import MissHistory
-from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.salt import Salt
 from foreword.engine.block_saver import BlockSaver

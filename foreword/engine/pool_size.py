@@ -7,7 +7,7 @@ import gc
 import psutil
 import torch
 
-from foreword.blocks import PrefixCache
+from foreword.blocks.prefix_cache import PrefixCache
 from foreword.config import KV_MEMORY_FORMS, EngineConfig
 from foreword.engine.model import LoadedModel
 from foreword.engine.request import Request, SamplingParams

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.blocks import Match, PrefixCache
-from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
 from foreword.engine.external_kv import StoreKV, StorePosition
 
 MAX_PREFETCHES: Final = 64

@@ -17,8 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from foreword.blocks import Copy, Match, PrefixCache
-from foreword.blocks.prefix_cache import NO_MATCH
+from foreword.blocks.prefix_cache import NO_MATCH, Copy, Match, PrefixCache
 from foreword.engine.external_kv import BlockStores, ExternalKV, GroupedStores, KVArrival, StoreKV, StorePosition
 from foreword.engine.prefetch import Prefetches
 from foreword.engine.prompt_logprobs import MAX_ROWS

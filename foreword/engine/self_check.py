@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from foreword.blocks import BlockTable, PrefixCache
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.engine.attention import backend as attention
 from foreword.engine.model import FORWARD_ERRORS, LoadedModel, first_line, has_window
 from foreword.engine.request import Request, SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foreword.blocks import BlockTable, Copy
 from foreword.blocks.checkpoints import CheckpointPlan
+from foreword.blocks.prefix_cache import BlockTable, Copy
 from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV, StorePosition
 from foreword.engine.kept import PromptRetentions
 from foreword.engine.request import CacheReport, Request

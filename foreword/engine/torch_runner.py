@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foreword.blocks import Copy
+from foreword.blocks.prefix_cache import Copy
 from foreword.engine.attention.backend import AttentionBackend, LayerRecorder, StepAttention, forward_context
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned

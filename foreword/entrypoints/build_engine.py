@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from foreword.blocks import PrefixCache
 from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
-from foreword.blocks.prefix_cache import BlockTable
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.resume import KVGroup
 from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post

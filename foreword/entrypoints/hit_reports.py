@@ -18,7 +18,7 @@ from foreword.engine.hit_audit import HitAudit, Mismatch
 from foreword.prefixes.quarantine import ChainQuarantine
 
 if TYPE_CHECKING:
-    from foreword.blocks import PrefixCache
+    from foreword.blocks.prefix_cache import PrefixCache
     from foreword.config import EngineConfig
     from foreword.engine.torch_runner import TorchRunner
     from foreword.offload.manager import OffloadManager

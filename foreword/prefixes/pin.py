@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foreword.blocks import PrefixCache, Salt
+from foreword.blocks.prefix_cache import PrefixCache
+from foreword.blocks.salt import Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import SequenceState
 from foreword.prefixes.prefix_service import PinnedKV

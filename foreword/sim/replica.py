@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.blocks import BlockTable, PrefixCache, Salt
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
+from foreword.blocks.salt import Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step

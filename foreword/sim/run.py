@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from foreword.api.quotas import Admitted, Quotas
-from foreword.blocks import BlockTable
 from foreword.blocks.keys import Scope
+from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError, RateLimited
 from foreword.routing.directory import CacheTier, Directory

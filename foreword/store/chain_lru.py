@@ -17,9 +17,9 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+from foreword.blocks.fair_share import TenantUse, choose, compared, share
 from foreword.errors import IntegrityError
 from foreword.store.base import Name
-from foreword.store.fair_share import TenantUse, choose, compared, share
 
 _SLOT_BITS = 40
 _SLOT_MASK = (1 << _SLOT_BITS) - 1

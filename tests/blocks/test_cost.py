@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from foreword.blocks import BlockPool, BlockTable, PrefixCache
 from foreword.blocks.free_list import FreeList
+from foreword.blocks.pool import BlockPool
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 
 
 def bytecodes(operation: Callable[[], object]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreword.blocks import BlockTable, Copy, PrefixCache, chain_keys
+from foreword.blocks.keys import chain_keys
+from foreword.blocks.prefix_cache import BlockTable, Copy, PrefixCache
 from foreword.blocks.salt import NO_SALT
 
 A_PROMPT = list(range(100, 115))  # 15 tokens
@@ -32,7 +33,7 @@ def decode(cache: PrefixCache, table: BlockTable, token: int) -> None:
 
 
 def until_b_ends(cache: PrefixCache) -> None:
-    """The eviction example up to request C. Assertions that hold with and without `unfilled_first` are here."""
+    """The eviction example up to request C."""
     assert cache.pool.free_blocks() == list(range(10))
     a, cached = admit(cache, A_PROMPT)
     assert (a.blocks, a.published, cached) == ([0, 1, 2, 3], 3, 0)
@@ -52,22 +53,8 @@ def until_b_ends(cache: PrefixCache) -> None:
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
-def test_as_in_the_thread(partial_reuse: bool) -> None:
-    """Without the rule for unfilled blocks the free list is 7-8-9-4-3-2-6-5-1-0, and C evicts exactly block 3."""
-    removed: list[bytes] = []
-    cache = PrefixCache(10, 4, unfilled_first=False, partial_reuse=partial_reuse, on_removed=removed.extend)
-    until_b_ends(cache)
-    assert cache.pool.free_blocks() == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
-    key_of_3 = cache.pool.key(3)
-    c, cached = admit(cache, C_PROMPT)
-    assert (c.blocks, cached) == ([0, 1, 2, 7, 8, 9, 4, 3], 12)
-    assert removed == [key_of_3] == [chain_keys(cache.root(NO_SALT), [*A_PROMPT, *A_OUTPUT], 4)[3]]
-    assert cache.pool.free_blocks() == [6, 5]
-
-
-@pytest.mark.parametrize("partial_reuse", [False, True])
 def test_with_unfilled_blocks_first(partial_reuse: bool) -> None:
-    """With the rule, unfilled blocks 4 and 6 are reused before anything is evicted, and C evicts nothing.
+    """Unfilled blocks 4 and 6 are reused before anything is evicted, and C evicts nothing.
 
     By hand: while A and B run, 7-8-9 are free. A ends and gives 4, 3, 2 back (0 and 1 are B's too). 4 holds one token and
     has no key, so it goes to the front; 3 and 2 are cached and go to the back in this order: 4-7-8-9-3-2. B ends and

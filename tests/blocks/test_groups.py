@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from foreword.blocks import BlockTable, Match, PrefixCache
-from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.errors import ConfigError
 

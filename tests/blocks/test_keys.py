@@ -151,7 +151,8 @@ def test_chain_follows_the_written_format(tokens: list[int], block_size: int, ex
 def test_same_keys_in_a_fresh_process(seed: str) -> None:
     """Another process with another hash seed computes the same keys."""
     program = (
-        "from foreword.blocks import Salt, Scope, chain_keys\n"
+        "from foreword.blocks.keys import Scope, chain_keys\n"
+        "from foreword.blocks.salt import Salt\n"
         "scope = Scope(b'model', 4, Salt(b'tenant'))\n"
         "keys = chain_keys(scope.root(), [0, 1, 2**31, 2**32 - 1, 5, 6, 7, 8], 4)\n"
         "print(scope.root().hex(), *(key.hex() for key in keys))\n"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.blocks import BlockPool
+from foreword.blocks.pool import BlockPool
 from foreword.errors import ConfigError, IntegrityError
 
 
@@ -161,26 +161,19 @@ def test_an_unfilled_block_goes_to_the_front() -> None:
     assert pool.free_blocks() == [3, 4, 5, 1, 0, 2]
 
 
-def test_an_unfilled_block_goes_to_the_back_when_the_rule_is_off() -> None:
-    """Without the rule every block goes to the back, in reverse order of its table (the thread's list)."""
-    pool = BlockPool(6, unfilled_first=False)
-    table = [*fill(pool, "c"), *(pool.allocate(2) or ())]
-    pool.release(table)
-    assert pool.free_blocks() == [3, 4, 5, 2, 1, 0]
-
-
 def test_a_chain_that_was_freed_lies_in_a_row_again() -> None:
     """A chain that was freed last block first is allocated again in ascending order; short runs keep their order."""
-    pool = BlockPool(9, unfilled_first=False)
-    blocks = pool.allocate(9)
-    assert blocks is not None
+    pool = BlockPool(9)
+    fill(pool, "abcdefghi")
     pool.release([0, 1, 2, 3, 4])
     pool.release([7, 6, 8, 5])
     assert pool.free_blocks() == [4, 3, 2, 1, 0, 5, 8, 6, 7]
     assert pool.allocate(3) == [4, 3, 2]
+    pool.publish([2, 3, 4], [key("c"), key("d"), key("e")])
     pool.release([2, 3, 4])
     assert pool.free_blocks() == [1, 0, 5, 8, 6, 7, 4, 3, 2]
     assert pool.allocate(9) == [1, 0, 5, 8, 6, 7, 4, 3, 2]
+    pool.publish(range(9), [key(name) for name in "abcdefghi"])
     pool.release([5, 6, 7, 8, 0, 1, 2, 3, 4])
     assert pool.free_blocks() == [4, 3, 2, 1, 0, 8, 7, 6, 5]
     assert pool.allocate(9) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
@@ -189,8 +182,8 @@ def test_a_chain_that_was_freed_lies_in_a_row_again() -> None:
 @given(st.permutations(range(12)), st.integers(0, 12))
 def test_whatever_their_order_the_front_of_the_list_is_taken(order: list[int], count: int) -> None:
     """An allocation takes exactly the blocks at the front of the free list, and what is left keeps its order."""
-    pool = BlockPool(12, unfilled_first=False)
-    assert pool.allocate(12) is not None
+    pool = BlockPool(12)
+    fill(pool, "abcdefghijkl")
     pool.release(order[::-1])
     assert pool.free_blocks() == order
     taken = pool.allocate(count)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
-from foreword.blocks.prefix_cache import MAX_PARTIAL_BLOCKS
+from foreword.blocks.keys import chain_keys
+from foreword.blocks.prefix_cache import MAX_PARTIAL_BLOCKS, BlockTable, Copy, Match, PrefixCache
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, IntegrityError
 
@@ -181,13 +181,6 @@ def test_unfilled_blocks_go_to_the_front() -> None:
     cache = PrefixCache(5, 4)
     serve(cache, ABC)
     assert cache.pool.free_blocks() == [2, 3, 4, 1, 0]
-
-
-def test_unfilled_blocks_go_to_the_back_when_the_rule_is_off() -> None:
-    """Without the rule the table goes back in reverse, filled or not."""
-    cache = PrefixCache(5, 4, unfilled_first=False)
-    serve(cache, ABC)
-    assert cache.pool.free_blocks() == [3, 4, 2, 1, 0]
 
 
 def test_tables_are_append_only() -> None:

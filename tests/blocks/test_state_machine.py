@@ -8,13 +8,15 @@ with garbage when a step fails. Steps are made and run as the scheduler makes an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import permutations
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from foreword.blocks import BlockTable, Copy, Match, PrefixCache, chain_keys
+from foreword.blocks.keys import chain_keys
+from foreword.blocks.prefix_cache import BlockTable, Copy, Match, PrefixCache
 from foreword.blocks.salt import Salt
 
 Prefix = tuple[int, ...]  # the tenant's number, then tokens from the first one on
@@ -44,25 +46,57 @@ def in_rows(blocks: list[int]) -> list[int]:
 class Model:
     """What the pool and the noted partial blocks are, in plain lists and dictionaries."""
 
-    def __init__(self, num_blocks: int, size: int, unfilled_first: bool, lookahead: int) -> None:
+    def __init__(self, num_blocks: int, size: int, lookahead: int) -> None:
         self.size = size
-        self.unfilled_first = unfilled_first
         self.lookahead = lookahead
-        self.free = list(range(num_blocks))
+        self.empty = list(range(num_blocks))
+        self.cached: list[int] = []  # free blocks with a name, the least recently used first
+        self.owner: list[int | None] = [None] * num_blocks  # the tenant of blocks that are cached or in use
+        self.clock = 0
+        self.used_at: dict[int, int] = {}  # of tenants that own blocks, the oldest tenant first
         self.refs = [0] * num_blocks
         self.name: list[Prefix | None] = [None] * num_blocks
         self.holders: dict[Prefix, list[int]] = {}  # who holds a prefix; lookups find the first
         self.partials: list[tuple[Prefix, int, Prefix]] = []  # (what comes before, block, its tokens), latest last
 
-    def take(self, count: int, order: list[int]) -> list[int]:
+    @property
+    def num_free(self) -> int:
+        return len(self.empty) + len(self.cached)
+
+    def take(self, count: int, order: list[int], tenant: int) -> list[int]:
         """The next blocks to be evicted; in which order a table gets the blocks of one allocation is the pool's business."""
-        taken, self.free = self.free[:count], self.free[count:]
+        self.clock += count
+        self.used_at[tenant] = self.clock
+        taken = []
+        for _ in range(count):
+            block = self.empty.pop(0) if self.empty else self.evict(tenant, count)
+            taken.append(block)
         assert sorted(order) == sorted(taken)
         for block in taken:
             self.refs[block] = 1
+            self.owner[block] = tenant
             self.unname(block)
             self.partials = [partial for partial in self.partials if partial[1] != block]
         return order
+
+    def evict(self, tenant: int, count: int) -> int:
+        """The least recently used block of a tenant with more than its share or, if there is none, of the one that has most."""
+        amounts = {one: self.owner.count(one) + (count if one == tenant else 0) for one in self.used_at}
+        idle = {one for one, used_at in self.used_at.items() if self.clock - used_at >= 64 * len(self.refs)}
+        share = len(self.refs) / max(len(self.used_at) - len(idle), 1)
+        victims = [one for one in self.used_at if any(self.owner[block] == one for block in self.cached)]
+        over = [one for one in victims if amounts[one] > share or one in idle] or [
+            max(victims, key=amounts.__getitem__)
+        ]
+        block = next(block for block in self.cached if self.owner[block] in over)
+        self.cached.remove(block)
+        self.disown(block, tenant)
+        return block
+
+    def disown(self, block: int, *keep: int) -> None:
+        owner, self.owner[block] = self.owner[block], None
+        if owner is not None and owner not in self.owner and owner not in keep:
+            del self.used_at[owner]
 
     def unname(self, block: int) -> None:
         name = self.name[block]
@@ -79,12 +113,12 @@ class Model:
     def share(self, blocks: list[int]) -> None:
         for block in blocks:
             if self.refs[block] == 0:
-                self.free.remove(block)
+                (self.empty if block in self.empty else self.cached).remove(block)
             self.refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        front: list[int] = []
-        back: list[int] = []
+        self.clock += 1
+        unnamed: list[int] = []
         for block in reversed(blocks):
             self.refs[block] -= 1
             if self.refs[block]:
@@ -98,15 +132,23 @@ class Model:
                     self.unname(first)
                     self.holders[name].remove(block)
                     self.holders[name].insert(0, block)
-                    self.free.remove(first)
-                    self.free.insert(0, first)
-            (front if self.name[block] is None and self.unfilled_first else back).append(block)
-        self.free = [*reversed(front), *self.free, *back]
+                    self.cached.remove(first)
+                    self.empty.insert(0, first)
+                    self.disown(first)
+            if self.name[block] is None:
+                unnamed.append(block)
+                self.disown(block)
+            else:
+                self.cached.append(block)
+        self.empty = [*reversed(unnamed), *self.empty]
 
     def clear(self, tenant: int | None) -> int:
-        named = [block for block in self.free if (name := self.name[block]) is not None and tenant in (None, name[0])]
+        named = [block for block in self.cached if tenant in (None, self.owner[block])]
         for block in named:
             self.unname(block)
+            self.cached.remove(block)
+            self.empty.append(block)
+            self.disown(block)
         self.partials = [partial for partial in self.partials if tenant not in (None, partial[0][0])]
         return len(named)
 
@@ -164,14 +206,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @initialize(
         size=st.sampled_from([3, 4, 2, 5, 1]),
         num_blocks=st.integers(4, 12),
-        unfilled_first=st.sampled_from([True, True, False]),
         lookahead=st.sampled_from([0, 0, 1, 2]),
         partial=st.sampled_from([True, True, True, False]),
         enabled=st.sampled_from([True, True, True, True, True, False]),
     )
-    def make(
-        self, size: int, num_blocks: int, unfilled_first: bool, lookahead: int, partial: bool, enabled: bool
-    ) -> None:
+    def make(self, size: int, num_blocks: int, lookahead: int, partial: bool, enabled: bool) -> None:
         self.size = size
         self.enabled = enabled
         self.partial = partial and enabled
@@ -182,12 +221,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             model=b"model",
             enabled=enabled,
             partial_reuse=partial,
-            unfilled_first=unfilled_first,
             lookahead_blocks=lookahead,
             on_published=self.on_published,
             on_removed=self.on_removed,
         )
-        self.model = Model(num_blocks, size, unfilled_first, lookahead)
+        self.model = Model(num_blocks, size, lookahead)
         self.memory: dict[tuple[int, int], Prefix] = {}
         self.seqs: list[Seq] = []
         self.pins: list[list[int]] = []
@@ -245,11 +283,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         done = self.cache.advance(seq.table, num_tokens)
         missing = -(-num_tokens // size) - len(seq.blocks)
         if missing > 0:
-            assert done == (missing <= len(model.free))
+            assert done == (missing <= model.num_free)
             if not done:
                 return False
-            ahead = model.lookahead if missing + model.lookahead <= len(model.free) else 0
-            seq.blocks += model.take(missing + ahead, seq.table.blocks[len(seq.blocks) :])
+            ahead = model.lookahead if missing + model.lookahead <= model.num_free else 0
+            seq.blocks += model.take(missing + ahead, seq.table.blocks[len(seq.blocks) :], seq.tenant)
         assert done
         if self.enabled:
             while (seq.published + 1) * size <= num_tokens:
@@ -489,7 +527,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def agree(self) -> None:
         """Free list in eviction order, references, names and tables are the model's."""
         pool, model = self.cache.pool, self.model
-        assert pool.free_blocks() == model.free
+        by_tenant = [[block for block in model.cached if model.owner[block] == one] for one in (0, 1)]
+        assert pool.free_blocks() in [[*model.empty, *first, *second] for first, second in permutations(by_tenant)]
         assert [pool.references(block) for block in range(pool.num_blocks)] == model.refs
         names = [None if name is None else self.key(name) for name in model.name]
         assert [pool.key(block) for block in range(pool.num_blocks)] == names

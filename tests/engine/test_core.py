@@ -8,7 +8,7 @@ import pytest
 from memory import VOCAB, FakeMemory, expected
 from scripted import TOKENIZER
 
-from foreword.blocks import PrefixCache
+from foreword.blocks.prefix_cache import PrefixCache
 from foreword.blocks.salt import NO_SALT
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams

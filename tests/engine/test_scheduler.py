@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory import FakeMemory, expected
 
-from foreword.blocks import PrefixCache
 from foreword.blocks.layout import chain_prefix
-from foreword.blocks.prefix_cache import HOLE
+from foreword.blocks.prefix_cache import HOLE, PrefixCache
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.external_kv import GroupedStores
@@ -385,7 +384,6 @@ def check_windows(plant: Plant) -> None:
         {
             "enabled": st.sampled_from([True, True, True, False]),
             "partial_reuse": st.booleans(),
-            "unfilled_first": st.booleans(),
             "lookahead_blocks": st.integers(0, 2),
         }
     ),

@@ -8,8 +8,8 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.blocks import BlockTable, PrefixCache
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.routing.directory import NOTHING, CacheTier, Directory
 from foreword.routing.event_feed import KeyTable, KvEventFeed

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreConfigError
 from foreword.store.base import Store
-from foreword.store.fair_share import tenant_of
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.urls import open_store
 

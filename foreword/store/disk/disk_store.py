@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, Literal
 
+from foreword.blocks.fair_share import quota_of
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
 from foreword.store.base import (
     FAILED,
@@ -50,7 +51,6 @@ from foreword.store.disk.locks import is_alive
 from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.record_files import RecordFiles
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockWriter
-from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame
 
 _OPEN_TIMEOUT: Final = 10.0

@@ -25,10 +25,10 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from foreword.blocks.fair_share import TenantUse, choose, compared, share, tenant_of
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
-from foreword.store.fair_share import TenantUse, choose, compared, share, tenant_of
 from foreword.store.frame import Frame, Header
 
 VERSION: Final = 4

@@ -16,10 +16,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
+from foreword.blocks.fair_share import quota_of
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.background import lower_priority
 from foreword.store.base import FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
-from foreword.store.fair_share import quota_of
 from foreword.store.frame import Frame
 from foreword.store.memory.slot_table import SlotTable
 from foreword.store.wrappers import LocalRecords

@@ -10,10 +10,10 @@ import time
 from array import array
 from collections.abc import Sequence
 
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.store.base import BAD, MISSING, Name, StoredBlock
 from foreword.store.chain_lru import ChainLru
-from foreword.store.fair_share import tenant_of
 from foreword.store.frame import Frame
 
 

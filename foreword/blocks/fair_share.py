@@ -1,9 +1,9 @@
-"""Fair shares of tenants in a store with a budget: from which tenant a block is evicted.
+"""Fair shares of tenants in device memory or a store: from which tenant a block is evicted.
 
 A tenant is the part of the root in the names of its blocks that a client's own salt does not change (`blocks/salt.py`), so a
 client cannot be several tenants. A tenant with at most its share, the budget divided by the number of
 tenants, is protected while others have more. Among the other tenants, and if there is only one, the least recently used
-block is evicted. A tenant that has not used the store for an hour is neither protected nor counted. With a quota, a tenant
+block is evicted. A tenant that has not used a store for an hour is neither protected nor counted. With a quota, a tenant
 that has reached it evicts its own blocks, even if there is room.
 """
 
@@ -16,16 +16,15 @@ from typing import Final, NamedTuple, TypeVar
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import StoreConfigError
-from foreword.store.base import Name
 
 Tenant = TypeVar("Tenant")
 
 COMPARED: Final = 16  # with more tenants, as many are drawn at random for each eviction
-_IDLE_SECONDS: Final = 3600.0
+IDLE_SECONDS: Final = 3600.0
 
 
 class TenantUse(NamedTuple):
-    """What a tenant has in a store: bytes or slots, and the time of its last use."""
+    """What a tenant has: bytes, slots or blocks, and the time of its last use."""
 
     amount: int
     used_at: float
@@ -34,7 +33,7 @@ class TenantUse(NamedTuple):
         return TenantUse(self.amount + amount, self.used_at)
 
 
-def tenant_of(name: Name) -> bytes:
+def tenant_of(name: bytes) -> bytes:
     """The part of a block's name that identifies its tenant."""
     return name[FINGERPRINT_BYTES : FINGERPRINT_BYTES + TENANT_BYTES]
 
@@ -58,20 +57,24 @@ def compared(tenants: Collection[Tenant]) -> list[Tenant]:
     return listed if len(listed) <= COMPARED else random.sample(listed, COMPARED)
 
 
-def share(usage: Collection[TenantUse], budget: int, now: float) -> float:
-    """The share of each tenant that uses the store."""
-    active = sum(now - one.used_at < _IDLE_SECONDS for one in usage)
+def share(usage: Collection[TenantUse], budget: int, now: float, idle: float = IDLE_SECONDS) -> float:
+    """The share of each tenant that was in use in the last `idle` units of time."""
+    active = sum(now - one.used_at < idle for one in usage)
     return budget / max(active, 1)
 
 
-def choose(oldest: Mapping[Tenant, int], usage: Mapping[Tenant, TenantUse], share_: float, now: float) -> Tenant:
+def choose(
+    oldest: Mapping[Tenant, int],
+    usage: Mapping[Tenant, TenantUse],
+    share_: float,
+    now: float,
+    idle: float = IDLE_SECONDS,
+) -> Tenant:
     """The tenant to evict from.
 
     Args:
         oldest: for each tenant that has a block to evict, the last use of the least recently used one.
         usage: of these tenants, with what is about to be written.
     """
-    over = [
-        one for one in oldest if usage[one].amount > share_ or now - usage[one].used_at >= _IDLE_SECONDS
-    ]  # fmt: skip
+    over = [one for one in oldest if usage[one].amount > share_ or now - usage[one].used_at >= idle]
     return min(over, key=oldest.__getitem__) if over else max(oldest, key=lambda one: usage[one].amount)
