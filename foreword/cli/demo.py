@@ -21,10 +21,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
+from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.cli.help import described
 from foreword.errors import ForewordError
 
@@ -119,7 +120,7 @@ def server(environment: Mapping[str, str]) -> Iterator[str]:
             url = f"http://127.0.0.1:{port}"
             _wait_ready(url, process)
             yield url
-        except (DemoFailed, httpx.HTTPError) as error:
+        except (ForewordError, httpx.HTTPError) as error:
             _stop(process)
             raise DemoFailed(f"{error}\nThe server printed:\n{_end_of(printed)}") from error
         finally:
@@ -190,31 +191,22 @@ async def _ask(client: httpx.AsyncClient, messages: Sequence[Mapping[str, str]],
         "stream_options": {"include_usage": True},
     }
     started = time.perf_counter()
-    first, text = 0.0, ""
-    usage: dict[str, Any] = {}
-    async for chunk in _events(client, body):
-        for choice in chunk.get("choices", ()):
-            piece = choice["delta"].get("content") or ""
-            # The chunk that carries only the role is sent before the first token.
-            if (piece or choice.get("finish_reason")) and not first:
-                first = time.perf_counter() - started
-            text += piece
-        usage = chunk.get("usage") or usage
-    seconds = time.perf_counter() - started
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return DemoAnswer(text, first or seconds, seconds, usage["prompt_tokens"], cached, usage["completion_tokens"])
+    first, text, reader = 0.0, "", AnswerReader()
+    async for event in _events(client, body):
+        text += "".join(choice.shown for choice in reader.read(event).choices or ())
+        if reader.begun and not first:
+            first = time.perf_counter() - started
+    seconds, usage = time.perf_counter() - started, reader.usage
+    return DemoAnswer(text, first or seconds, seconds, usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
 
 
-async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncIterator[dict[str, Any]]:
+async def _events(client: httpx.AsyncClient, body: Mapping[str, object]) -> AsyncIterator[bytes]:
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise DemoFailed(f"the server answered {response.status_code}: {(await response.aread()).decode()}")
         async for line in response.aiter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise DemoFailed(f"the server ended the stream: {chunk['error']['message']}")
-                yield chunk
+                yield line[6:].encode()
 
 
 def same_answers(passes: Sequence[DemoPass]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import aiohttp
-import msgspec
 
+from foreword.api.dialects.answer_reader import error_of
 from foreword.errors import ForewordError
 from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
@@ -73,18 +73,8 @@ def is_certain(error: BaseException) -> bool:
 
 def describe_response(status: int, data: bytes) -> str:
     """An error response of a replica, for people, shortened."""
-    message = error_field(data, "message")
-    return f"it says {status}" + (f": {str(message)[:200]}" if message else "")
-
-
-def error_field(data: bytes, name: str) -> Any:
-    """A field of OpenAI's error JSON; None if there is none."""
-    try:
-        body = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    error = body.get("error") if isinstance(body, dict) else None
-    return error.get(name) if isinstance(error, dict) else None
+    message = error_of(data).message
+    return f"it says {status}" + (f": {message[:200]}" if message else "")
 
 
 def retry_after(response: aiohttp.ClientResponse) -> float:

@@ -8,11 +8,11 @@ because one may span the failover.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-import msgspec
-
+from foreword.api import logprobs
+from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.engine.stops import StopFinder
 from foreword.errors import ReplicaFailed
 from foreword.router.client_request import ClientRequest
@@ -117,33 +117,35 @@ class ContinuedResponse:
         unsent, self._unsent = self._unsent, ""
         return unsent
 
-    def convert(self, choice: Mapping[str, Any], wants_token_ids: bool) -> dict[str, Any] | None:
-        """The client's choice for one of the next replica; None if there is nothing to send."""
-        text, finish = choice.get("text") or "", choice.get("finish_reason")
-        shown, stopped = self._finder.push(text)
+    def convert(self, choice: AnswerChoice, wants_token_ids: bool) -> tuple[str, dict[str, Any] | None]:
+        """The client's choice for one of the next replica, and its text; None if there is nothing to send. Raises
+        ReplicaFailed for malformed log-probabilities."""
+        finish = choice.finish_reason
+        shown, stopped = self._finder.push(choice.shown)
         if finish is not None and stopped is None:
             shown += self._finder.flush()
         shown = self.take_unsent() + self._unseen(shown)
-        ids = list(choice.get("token_ids") or ())
+        ids = choice.token_ids or []
         skipped = min(self._skip, len(ids))
         self._skip -= skipped
-        logprobs = self._logprobs(choice.get("logprobs"), skipped)
+        found = choice.read_logprobs() if self._wants_logprobs else None
+        odds = None if found is None else self._logprobs(found, skipped)
         reason = "stop" if stopped is not None else finish
-        match = stopped if stopped is not None else choice.get("stop_reason")
-        if not shown and reason is None and not logprobs and not (wants_token_ids and ids[skipped:]):
-            return None
-        made = self.make_choice(shown, logprobs, reason, match)
+        match = stopped if stopped is not None else choice.stop_reason
+        if not shown and reason is None and not odds and not (wants_token_ids and ids[skipped:]):
+            return "", None
+        made = self.make_choice(shown, odds, reason, match)
         if wants_token_ids:
             made["token_ids"] = ids[skipped:]
-        return made
+        return shown, made
 
     def make_choice(
-        self, text: str, logprobs: dict[str, Any] | None, reason: str | None, match: object = None
+        self, text: str, odds: dict[str, Any] | None, reason: str | None, match: object = None
     ) -> dict[str, Any]:
         """A choice in the format of the client's interface."""
         body: dict[str, Any] = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
         ended = {"finish_reason": reason, "stop_reason": match} if reason is not None else {"finish_reason": None}
-        return {"index": 0, **body, "logprobs": logprobs, **ended}
+        return {"index": 0, **body, "logprobs": odds, **ended}
 
     def _unseen(self, text: str) -> str:
         """The part of this text that the client does not have."""
@@ -151,49 +153,16 @@ class ContinuedResponse:
         self._produced += len(text)
         return text[seen:]
 
-    def _logprobs(self, found: Any, skipped: int) -> dict[str, Any] | None:
-        if not self._wants_logprobs or not isinstance(found, dict) or not found.get("tokens"):
+    def _logprobs(self, found: Logprobs, skipped: int) -> dict[str, Any] | None:
+        entries = found.entries()[skipped:]
+        if not entries:
             return None
-        try:
-            found = msgspec.to_builtins(msgspec.convert(found, _Logprobs))
-        except msgspec.ValidationError as error:
-            raise ReplicaFailed(f"the replica sent malformed log-probabilities: {error}") from None
-        columns = {name: (found.get(name) or [])[skipped:] for name in _COLUMNS}
         if self._chat:
-            return _chat_logprobs(columns, self._top) if columns["tokens"] else None
-        columns["text_offset"] = [offset + self._offset for offset in columns["text_offset"]]
-        return columns if columns["tokens"] else None
-
-
-class _Logprobs(msgspec.Struct):
-    """Log-probabilities of `/v1/completions`."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    text_offset: list[int] = []
-    top_logprobs: list[dict[str, float] | None] | None = None
-
-
-_COLUMNS: Final = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-
-
-def _chat_logprobs(columns: Mapping[str, list[Any]], top: int) -> dict[str, Any]:
-    rows = zip(columns["tokens"], columns["token_logprobs"], columns["top_logprobs"], strict=False)
-    content = []
-    for token, logprob, likeliest in rows:
-        best = sorted((likeliest or {}).items(), key=lambda pair: -pair[1])[:top]
-        content.append({**_entry(token, logprob), "top_logprobs": [_entry(*pair) for pair in best]})
-    return {"content": content, "refusal": None}
-
-
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": list(_bytes(token))}
-
-
-def _bytes(token: str) -> bytes:
-    if token.startswith("bytes:\\x"):
-        return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
-    return token.encode()
+            return logprobs.for_chat([replace(entry, top=entry.top[: self._top]) for entry in entries])
+        offsets = [offset + self._offset for offset in found.text_offset[skipped:]]
+        tops = None if found.top_logprobs is None else found.top_logprobs[skipped:]
+        columns = {"tokens": found.tokens[skipped:], "token_logprobs": found.token_logprobs[skipped:]}
+        return {**columns, "top_logprobs": tops, "text_offset": offsets}
 
 
 def num_logprobs(request: ClientRequest) -> int | None:

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from foreword.errors import ReplicaFailed
+from foreword.api.dialects.answer_reader import AnswerReader
+from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.client_request import ROUTER_FIELDS, ClientRequest, replica_body
 from foreword.router.proxied_request import ProxiedRequest
@@ -97,10 +98,9 @@ def _prefill_failed(proxied: ProxiedRequest, prefill: Upstream, reason: str, *, 
 
 def _returned_params(prefill: Upstream, data: bytes) -> Mapping[str, Any] | None:
     try:
-        found = msgspec.json.decode(data).get("kv_transfer_params")
-    except (msgspec.DecodeError, AttributeError):
-        found = None
-    params = found if isinstance(found, dict) else None
+        params = AnswerReader().read(data).kv_transfer_params
+    except (ReplicaFailed, BadRequest):
+        params = None
     if prefill.returns_transfer and params is None:
         logger.warning(
             "%s computed a prompt but returned no kv_transfer_params, so the prompt is recomputed. It needs a KV "

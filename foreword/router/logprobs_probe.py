@@ -13,7 +13,8 @@ from typing import Final
 
 import msgspec
 
-from foreword.errors import ReplicaFailed
+from foreword.api.dialects.answer_reader import AnswerReader
+from foreword.errors import BadRequest, ReplicaFailed
 
 # Plain text, code, numbers and other languages: what a fine-tuned model was trained on is probably among it.
 TEXT: Final = (
@@ -57,36 +58,19 @@ def request_body(model: str, max_model_len: int | None) -> bytes:
     return msgspec.json.encode(asked | {"return_tokens_as_token_ids": True})
 
 
-class _Logprobs(msgspec.Struct):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-
-
-class _Choice(msgspec.Struct):
-    logprobs: _Logprobs
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
-
-
 def read_response(data: bytes) -> LogprobReading:
     """Raises ReplicaFailed for a response without the log-probabilities of the prompt."""
+    reader = AnswerReader()
     try:
-        found = msgspec.json.decode(data, type=_Completion)
-    except (msgspec.DecodeError, RecursionError) as error:
+        choices = reader.read(data).choices
+    except BadRequest as error:
         raise ReplicaFailed(f"it returns no log-probabilities of a prompt: {error}") from None
-    count = found.usage.prompt_tokens
-    given = found.choices[0].logprobs if found.choices else _Logprobs([], [])
-    tokens, logprobs = given.tokens[1:count], [one for one in given.token_logprobs[1:count] if one is not None]
-    if len(tokens) != count - 1 or len(logprobs) != len(tokens) or len(tokens) < _MIN_TOKENS:
+    found, count = choices[0].read_logprobs() if choices else None, reader.counts.prompt or 0
+    entries = () if found is None else found.entries()[1:count]
+    logprobs = [one.logprob for one in entries if one.logprob is not None]
+    if len(entries) != count - 1 or len(logprobs) != len(entries) or len(entries) < _MIN_TOKENS:
         raise ReplicaFailed("it returns no log-probabilities of a prompt")
-    return LogprobReading(tuple(tokens), tuple(logprobs))
+    return LogprobReading(tuple(one.text for one in entries), tuple(logprobs))
 
 
 class LogprobReadings:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.front import Answer
 from foreword.api.misses.bodies import conversation_of
 from foreword.api.misses.causes import Miss, MissFinder
@@ -134,27 +135,16 @@ def _conversation(request: ClientRequest, session: str | None) -> GenerateReques
     return dataclasses.replace(found, cache=CacheControl(key=session))
 
 
-def report_of(usage: dict[str, Any], miss: Miss) -> dict[str, Any]:
+def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:
     """A cache report from what is known of any engine."""
-    return {**_counted(usage), **dataclasses.asdict(miss)}
+    return {"prompt_tokens": counts.prompt, "cached_tokens": counts.cached, **dataclasses.asdict(miss)}
 
 
-async def with_report(response: Answer, explained: asyncio.Future[Miss] | None) -> Answer:
+async def with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:
     """A whole response of an engine that has no cache report of its own, with the cause of its miss."""
     if explained is None:
         return response
     body: dict[str, Any] = msgspec.json.decode(response.body)
-    body["cache_report"] = report_of(body.get("usage") or {}, await explained)
+    body["cache_report"] = report_of(counts, await explained)
     response.body = msgspec.json.encode(body)
     return response
-
-
-def _counted(usage: dict[str, Any]) -> dict[str, int | None]:
-    """The prompt's tokens, from the usage in any dialect."""
-    if "cache_read_input_tokens" in usage:  # Anthropic's input tokens do not include those of the cache
-        parts = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
-        prompt = sum(usage.get(name) or 0 for name in parts)
-        return {"prompt_tokens": prompt, "cached_tokens": usage["cache_read_input_tokens"]}
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
-    return {"prompt_tokens": prompt, "cached_tokens": details.get("cached_tokens")}

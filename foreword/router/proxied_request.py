@@ -14,17 +14,17 @@ import msgspec
 from multidict import CIMultiDict
 
 from foreword.api.callers import credentials
+from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call
 from foreword.errors import ReplicaFailed
-from foreword.router.attempt import Attempt, describe_error, describe_response, error_field, is_certain, retry_after
+from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.decision_log import as_header
 from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whole
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import MAX_STALLS
 from foreword.router.translation import Translation
-from foreword.router.whole_response import UsageCounts, check_response
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ProxiedRequest(RoutedRequest):
         repaired: a named prefix that the request needs was registered again.
         refused: a replica called the request wrong, and another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
-        used_tokens: prompt and output tokens that replicas handled, for the tenant's quota.
+        used_tokens: prompt and output tokens that replicas handled, for the tenant's quota. counts: of a whole response.
         was_sent: a replica may have computed something.
     """
 
@@ -64,6 +64,7 @@ class ProxiedRequest(RoutedRequest):
     refused: bool = False
     repaired: bool = False
     used_tokens: int = 0
+    counts: UsageCounts = field(default_factory=UsageCounts)
     was_sent: bool = False
 
     @property
@@ -158,7 +159,7 @@ class ProxiedRequest(RoutedRequest):
     async def repairs(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
         """Whether the replica had lost a named prefix and has it again. If so the attempt is ended, to be repeated."""
         name = self.request.body.get("prefix")
-        if name is None or self.repaired or response.status != 404 or error_field(data, "code") != "prefix_not_found":
+        if name is None or self.repaired or response.status != 404 or error_of(data).code != "prefix_not_found":
             return False
         self.repaired = True
         if not await self.router.prefixes.repair(attempt.upstream, self.tenant, name):
@@ -173,7 +174,7 @@ class ProxiedRequest(RoutedRequest):
         Raises ReplicaFailed for what no request can cause.
         """
         status = response.status
-        if status == 429 or (status == 503 and error_field(data, "code") == "queue_full"):
+        if status == 429 or (status == 503 and error_of(data).code == "queue_full"):
             return self._retries_overloaded(attempt, response)
         if status == 200:
             return False
@@ -211,7 +212,7 @@ class ProxiedRequest(RoutedRequest):
         self._failed(attempt, upstream, reason)
         if response.status == 503:
             self.router.paused(upstream, retry_after(response))
-        if error_field(data, "code") not in _DIFFERS:
+        if error_of(data).code not in _DIFFERS:
             self.suspects.append((upstream, reason))
 
     def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> Answer:
@@ -219,7 +220,7 @@ class ProxiedRequest(RoutedRequest):
         status = response.status
         headers = response_headers(response.headers)
         if status == 200:
-            counts = check_response(self.request.interface, data)
+            counts = self.counts = check_whole(data)
             if self.translation is not None:
                 data = self.translation.whole(data)
             self.used_tokens = counts.used
@@ -232,7 +233,7 @@ class ProxiedRequest(RoutedRequest):
                 answer = self.translation.error_response(status, data)
                 status, data = answer.status, answer.body
                 headers.update(answer.headers)
-            elif error_field(data, "message") is None:
+            elif error_of(data).message is None:
                 data = msgspec.json.encode(error_body(ReplicaFailed(f"A replica answered with status {status}")))
                 headers["content-type"] = "application/json"
         headers["x-foreword-route"] = as_header(self.decision_text)

@@ -26,14 +26,14 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import ReplicaFailed
+from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
 from foreword.router.client_request import ClientRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
-from foreword.router.whole_response import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -230,24 +230,16 @@ def difference(output: Output, expected: Output) -> float:
 
 def read_output(data: bytes) -> tuple[int, Output]:
     """Cached tokens and output of a whole response with log-probabilities. Raises ReplicaFailed for anything else."""
+    reader = AnswerReader()
     try:
-        read = json.loads(data)
-        cached = (read["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        [choice] = read["choices"]
-        given = choice["logprobs"]
-        if "content" in given:
-            entries = [
-                (one["token"], [(two["token"], two["logprob"]) for two in one["top_logprobs"]])
-                for one in given["content"]
-            ]
-        else:
-            entries = [
-                (token, list(top.items())) for token, top in zip(given["tokens"], given["top_logprobs"], strict=True)
-            ]
-        output = [(str(token), {str(name): float(value) for name, value in top}) for token, top in entries]
-        return int(cached), output
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ReplicaFailed(f"a response without log-probabilities: {error}") from None
+        choices = reader.read(data).choices or ()
+    except BadRequest as error:
+        raise ReplicaFailed(error.message) from None
+    found = choices[0].read_logprobs() if len(choices) == 1 else None
+    if found is None:
+        raise ReplicaFailed("a response without log-probabilities")
+    output = [(one.text, {name: value for name, value, _ in one.top}) for one in found.entries()]
+    return reader.counts.cached or 0, output
 
 
 def _write(path: Path, content: object) -> None:

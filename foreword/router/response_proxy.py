@@ -19,7 +19,7 @@ import msgspec
 from yarl import URL
 
 from foreword.api import sse
-from foreword.api.dialects.chat_reader import read_error
+from foreword.api.dialects.answer_reader import UsageCounts, read_error
 from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream
 from foreword.api.front import Answer
@@ -38,7 +38,6 @@ from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.translation import Translation
-from foreword.router.whole_response import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class _ResponseProxy:
         if streams and response.status == 200:
             raise ReplicaFailed("it did not send a stream")
         answer = proxied.respond(attempt, response, data)
-        return _Ended(await with_report(answer, proxied.miss) if reports else answer)
+        return _Ended(await with_report(answer, proxied.counts, proxied.miss) if reports else answer)
 
     # From the replica to the client
 
@@ -286,10 +285,10 @@ class _ResponseProxy:
         stream, proxied = self.stream, self.proxied
         # The usage of a continuation counts the output so far as prompt.
         exact = stream.continuation is None and not stream.resumed
-        cached, output = (stream.cached_tokens, stream.output_tokens) if exact else (None, None)
-        if output is not None and output > 1 and attempt.first_token_at is not None:
-            proxied.router.metrics.token_time((clock() - attempt.first_token_at) / (output - 1))
-        proxied.finished(attempt, UsageCounts(cached, output, stream.prompt_tokens))
+        counts = stream.reader.counts if exact else UsageCounts(prompt=stream.reader.counts.prompt)
+        if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
+            proxied.router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
+        proxied.finished(attempt, counts)
 
     # Failover
 

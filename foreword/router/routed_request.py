@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.misses.causes import Miss
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
@@ -18,7 +19,6 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import clock
 from foreword.router.service import Router
-from foreword.router.whole_response import UsageCounts
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128

@@ -17,6 +17,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
@@ -136,10 +137,10 @@ class RouterPrefixes:
     async def _ensure(self, url: str, tenant: Tenant, prefix: RegisteredPrefix) -> bool:
         path = f"/v1/prefixes/{quote(prefix.name, safe='')}"
         try:
-            status, found = await self._send(url, "foreword", tenant, "GET", path)
-            if status == 200 and isinstance(found, dict) and prefix.body.items() <= found.items():
+            status, data = await self._send(url, "foreword", tenant, "GET", path)
+            if status == 200 and _has(prefix, data):
                 return True
-            status, found = await self._send(url, "foreword", tenant, "PUT", path, prefix.body)
+            status, _ = await self._send(url, "foreword", tenant, "PUT", path, prefix.body)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             logger.warning("prefix %r could not be registered at %s: %s", prefix.name, url, error)
             return False
@@ -167,32 +168,31 @@ class RouterPrefixes:
         if info.kind == "vllm" and tenant.salt:
             body["cache_salt"] = Salt(tenant.salt).text
         try:
-            _, found = await self._send(url, info.kind, tenant, "POST", path, body)
-            computed(_prompt_tokens(found))
+            _, data = await self._send(url, info.kind, tenant, "POST", path, body)
+            computed(check_whole(data).prompt or 0)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
 
     async def _send(
         self, url: str, kind: str, tenant: Tenant, method: str, path: str, body: Mapping[str, Any] | None = None
-    ) -> tuple[int, Any]:
-        """Status and JSON. Raises what aiohttp raises, and ReplicaFailed."""
+    ) -> tuple[int, bytes]:
+        """Status and body. Raises what aiohttp raises, and ReplicaFailed."""
         headers = {**self._router.auth.headers_of(tenant, kind), "content-type": "application/json"}
         limit = aiohttp.ClientTimeout(total=_SECONDS)
         data = None if body is None else msgspec.json.encode(body)
         async with self._router.session.request(
             method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limit
         ) as response:
-            found = await read_whole(response)
-            try:
-                return response.status, msgspec.json.decode(found)
-            except (msgspec.DecodeError, RecursionError):
-                return response.status, None
+            return response.status, await read_whole(response)
 
 
-def _prompt_tokens(answer: Any) -> int:
-    usage = answer.get("usage") if isinstance(answer, dict) else None
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if isinstance(count, int) and count > 0 else 0
+def _has(prefix: RegisteredPrefix, data: bytes) -> bool:
+    """Whether a server's description of a prefix has the same content."""
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return isinstance(found, dict) and prefix.body.items() <= found.items()
 
 
 def _with_messages(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from foreword.api.dialects.chat_reader import ChatReader, read_error
+from foreword.api.dialects.answer_reader import AnswerReader, read_error
 from foreword.api.dialects.chat_request import ReplicaKind, write_request
 from foreword.api.dialects.conversations import conversation
 from foreword.api.dialects.registry import Dialect
@@ -43,7 +43,7 @@ class Translation:
         head = ResponseHead(f"{dialect.id_prefix}{request_id}", model, int(time.time()))
         self._response_id = head.id
         self._writer = dialect.writer(request, head)
-        self._reader = ChatReader()
+        self._reader = AnswerReader()
         self._parser = EventParser()
         self._answer = ChoiceOutput()
 
@@ -56,22 +56,22 @@ class Translation:
         found: list[bytes] = []
         for event in self._parser.feed(data):
             if event.data == DONE:
-                found.append(self._writer.end(self._reader.usage or Usage(), self._reader.report))
+                found.append(self._writer.end(self._reader.usage, self._reader.report))
                 self._keep()
             elif not event.data:
                 found.append(event.raw + b"\n\n")
             else:
-                for delta in self._reader.read_chunk(event.data):
+                for delta in self._reader.read_deltas(event.data):
                     self._answer.add(delta)
                     found += self._writer.events(delta)
         return b"".join(found)
 
     def whole(self, data: bytes) -> bytes:
         """The client's response for a whole chat completion. Raises ReplicaFailed."""
-        for delta in self._reader.read_whole(data):
-            self._answer.add(delta)
-            self._writer.add(delta)
-        answer = to_json(self._writer.whole(self._reader.usage or Usage(), self._reader.report))
+        delta = self._reader.read_whole(data)
+        self._answer.add(delta)
+        self._writer.add(delta)
+        answer = to_json(self._writer.whole(self._reader.usage, self._reader.report))
         self._keep(answer)
         return answer
 
@@ -87,7 +87,7 @@ class Translation:
         if self._store is None or not self.request.store:
             return
         if answer is None:
-            answer = to_json(self._writer.whole(self._reader.usage or Usage(), self._reader.report))
+            answer = to_json(self._writer.whole(self._reader.usage, self._reader.report))
         self._store(self._response_id, conversation(self.request, self._answer), answer)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncGenerator
@@ -15,6 +14,7 @@ import httpx
 import msgspec
 
 from foreword.api import sse
+from foreword.api.dialects.answer_reader import error_of
 from foreword.engine.request import Delta, MigratedTo
 from foreword.errors import EngineFailed, TransferUnavailable
 from foreword.server.job import FOLLOW_HEADER, Caller
@@ -91,6 +91,4 @@ def _decode(event: sse.ServerSentEvent) -> Delta | MigratedTo:
 
 
 def _error_message(data: bytes) -> str:
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(data)["error"]["message"])
-    return "it did not answer as a Foreword server does"
+    return error_of(data).message or "it did not answer as a Foreword server does"

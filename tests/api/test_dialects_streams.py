@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.chat_reader import ChatReader
+from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, Writer
@@ -80,9 +80,9 @@ def blocks(deltas: Sequence[ChoiceDelta]) -> list[tuple[str, str, str]]:
 @given(outputs())
 def test_chat(deltas: list[ChoiceDelta]) -> None:
     """A reader of the stream gets what a reader of the whole response gets."""
-    reader, other = ChatReader(), ChatReader()
-    read = [delta for event in streamed("chat", deltas) for delta in reader.read_chunk(json.dumps(event).encode())]
-    at_once = other.read_whole(json.dumps(whole("chat", deltas)).encode())
+    reader, other = AnswerReader(), AnswerReader()
+    read = [delta for event in streamed("chat", deltas) for delta in reader.read_deltas(json.dumps(event).encode())]
+    at_once = [other.read_whole(json.dumps(whole("chat", deltas)).encode())]
     kinds = ("text", "reasoning", "call")
     for kind in kinds:
         found, expected, given_ = (

@@ -16,6 +16,7 @@ import uvicorn
 from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, until
 
+from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.listener import bind
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
@@ -28,7 +29,6 @@ from foreword.router.client_request import ClientRequest
 from foreword.router.replica_audit import RouterAudit, difference, read_output
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
-from foreword.router.whole_response import UsageCounts
 from foreword.server.app import ServerApp
 
 KEYS = [

@@ -14,7 +14,7 @@ from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORM
 from foreword.errors import BadRequest
 
 # The default of a field that is kept as JSON.
-UNSET_RAW: Final[Any] = msgspec.field(default_factory=msgspec.Raw)
+UNSET_RAW: Final[Any] = msgspec.Raw()
 _MOST_MESSAGES: Final = 16_384
 _MOST_VALUES: Final = 4_000_000
 _PIECE_BYTES: Final = 1 << 18
@@ -135,6 +135,8 @@ def _check_utf8(raw: bytes) -> None:
 
 def is_set(raw: msgspec.Raw) -> bool:
     """Whether a field that is kept as JSON was given and is not null."""
+    if raw is UNSET_RAW:
+        return False
     view = memoryview(raw)
     return bool(view) and view[:4].tobytes() != b"null"
 

@@ -4,165 +4,71 @@ Its response is read and not changed."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
-import msgspec
-
+from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Handler
 from foreword.api.outcomes import outcome_of_status
 from foreword.api.quotas import Admitted
 from foreword.api.request_log import log_request
 from foreword.api.routes import Meter, Route
-from foreword.api.sse import EventParser
+from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
-from foreword.errors import ForewordError, ReplicaFailed
+from foreword.errors import BadRequest, ForewordError, ReplicaFailed
 from foreword.router.attempt import Attempt
 from foreword.router.gateway.picker import Answer, RequestHead
 from foreword.router.replicas import clock
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router
-from foreword.router.whole_response import UsageCounts
 
-# The usage stands at the end of a stream.
-_TAIL_BYTES: Final = 32 << 10
 _MAX_WHOLE_BYTES: Final = 16 << 20
-_MOST_TOKENS: Final = 2**32
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    """The usage in any dialect."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-    def counts(self) -> UsageCounts:
-        details = self.prompt_tokens_details or self.input_tokens_details
-        cached, prompt = details.cached_tokens if details is not None else None, self.prompt_tokens
-        if prompt is None and self.input_tokens is not None:
-            # Anthropic's input_tokens are without those that were read from and written to the cache.
-            read, written = self.cache_read_input_tokens, self.cache_creation_input_tokens or 0
-            cached = read if read is not None else cached
-            prompt = self.input_tokens + (read or 0) + written
-        output = self.completion_tokens if self.completion_tokens is not None else self.output_tokens
-        return UsageCounts(*(_valid(found) for found in (cached, output, prompt)))
-
-
-class _Delta(msgspec.Struct):
-    content: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[msgspec.Raw] | None = None
-
-
-class _Choice(msgspec.Struct):
-    text: str | None = None
-    delta: _Delta | None = None
-    finish_reason: str | None = None
-
-    @property
-    def has_output(self) -> bool:
-        delta = self.delta or _Delta()
-        texts = (self.text, delta.content, delta.reasoning, delta.reasoning_content, delta.tool_calls)
-        return any(texts) or self.finish_reason is not None
-
-
-class _Nested(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-class _Message(msgspec.Struct):
-    """An event, or a whole response, in any dialect."""
-
-    type: str | None = None
-    choices: list[_Choice] | None = None
-    usage: _Usage | None = None
-    response: _Nested | None = None
-
-    @property
-    def has_output(self) -> bool:
-        if self.choices is not None:
-            return any(choice.has_output for choice in self.choices)
-        return self.type is not None and self.type.endswith("delta")
 
 
 class ObservedResponse:
-    """One response with status 200.
+    """One response with status 200. What is malformed is ignored: the gateway sends it as it is.
 
     Attributes:
-        begun: output was seen.
         events: number of events; about the number of output tokens.
-        kept: the whole response, or the end of a stream.
     """
 
     def __init__(self, *, streams: bool) -> None:
         self.streams = streams
-        self.begun = False
         self.events = 0
+        self._begun = False
+        self._reader = AnswerReader()
         self._parser = EventParser()
-        self.kept = bytearray()
+        self._whole = bytearray()
 
     def feed(self, data: bytes) -> bool:
         """Take the next bytes. True if the first token is among them."""
-        self._keep(data)
         if not self.streams:
+            if len(self._whole) <= _MAX_WHOLE_BYTES:
+                self._whole += data
             return False
-        self.events += data.count(b"data:")
-        if self.begun:
-            return False
-        try:
-            events = self._parser.feed(data)
-        except ReplicaFailed:
-            events = []
-        self.begun = any(event.data and _decoded(event.data).has_output for event in events)
-        return self.begun
+        begins = False
+        with suppress(ReplicaFailed):
+            for event in self._parser.feed(data):
+                if event.data and event.data != DONE:
+                    self.events += 1
+                    begins = self._read(event.data) or begins
+        return begins
 
-    def _keep(self, data: bytes) -> None:
-        self.kept += data
-        if self.streams and len(self.kept) > 2 * _TAIL_BYTES:
-            del self.kept[:-_TAIL_BYTES]
-        elif len(self.kept) > _MAX_WHOLE_BYTES:
-            self.kept.clear()
+    def _read(self, data: bytes) -> bool:
+        """Whether an answer begins here."""
+        with suppress(ReplicaFailed, BadRequest):
+            ended = any(choice.finish_reason is not None for choice in self._reader.read(data).choices or ())
+            if not self._begun and (self._reader.begun or ended):
+                self._begun = True
+                return True
+        return False
 
     def counts(self) -> UsageCounts:
         """The counts in the usage, once the response is complete; None where there are none."""
-        data = bytes(self.kept)
         if not self.streams:
-            return _counts(_decoded(data))
-        found = data.rfind(b'"usage"')
-        while found >= 0:
-            start, end = data.rfind(b"\n", 0, found) + 1, data.find(b"\n", found)
-            line = data[start : end if end >= 0 else len(data)]
-            if line.startswith(b"data:") and (counts := _counts(_decoded(line[5:].strip()))) != UsageCounts():
-                return counts
-            found = data.rfind(b'"usage"', 0, start)
-        return UsageCounts()
-
-
-def _decoded(data: bytes) -> _Message:
-    try:
-        return msgspec.json.decode(data, type=_Message)
-    except (msgspec.DecodeError, RecursionError):
-        return _Message()
-
-
-def _counts(message: _Message) -> UsageCounts:
-    usage = message.usage or (message.response.usage if message.response is not None else None)
-    return usage.counts() if usage is not None else UsageCounts()
-
-
-def _valid(found: int | None) -> int | None:
-    return found if found is not None and 0 <= found < _MOST_TOKENS else None
+            self._read(bytes(self._whole))
+        return self._reader.counts
 
 
 _MAX_PAUSE: Final = 5.0

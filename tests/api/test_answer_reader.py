@@ -11,13 +11,14 @@ from dialect_server import SENTENCE, USAGE, WEATHER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects.chat_reader import ChatReader, read_error
+from foreword.api.dialects.answer_reader import AnswerReader, check_whole, read_error
 from foreword.api.dialects.chat_request import write_request
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry
 from foreword.api.request import DialectName, GenerateRequest
+from foreword.api.sse import DONE, EventParser
 from foreword.errors import BadRequest, PromptTooLong, QueueFull, ReplicaFailed
 
 LIMITS = Limits.for_model(4096)
@@ -126,16 +127,16 @@ def output(deltas: list[ChoiceDelta]) -> tuple[list[tuple[str, str, str, str]], 
     return [(block.kind, block.id, block.name, block.text) for block in choice.blocks], choice.finish_reason
 
 
-def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], ChatReader]:
+def streamed(*deltas: ChoiceDelta) -> tuple[list[ChoiceDelta], AnswerReader]:
     """What a reader makes of a chat writer's stream."""
     request = parse(
         "chat", messages=[{"role": "user", "content": "x"}], stream=True, stream_options={"include_usage": True}
     )
     writer = DIALECTS["chat"].writer(request, HEAD)
     raw = b"".join(event for delta in deltas for event in writer.events(delta)) + writer.end(USAGE, {"reason": "new"})
-    reader, read = ChatReader(), list[ChoiceDelta]()
+    reader, read = AnswerReader(), list[ChoiceDelta]()
     for event in raw.split(b"\n\n")[:-2]:
-        read += reader.read_chunk(event.removeprefix(b"data: "))
+        read += reader.read_deltas(event.removeprefix(b"data: "))
     return read, reader
 
 
@@ -143,7 +144,7 @@ def test_streams_are_read_as_they_were_written() -> None:
     """Reasoning, text, calls, finish reason, usage and report of a stream."""
     read, reader = streamed(*SENTENCE)
     assert output(read) == output(list(SENTENCE))
-    assert reader.usage is not None and reader.report == {"reason": "new"}
+    assert reader.report == {"reason": "new"}
     assert (reader.usage.cached_tokens, reader.usage.reasoning_tokens, reader.usage.output_tokens) == (4, 2, 5)
 
 
@@ -159,9 +160,9 @@ def test_whole_responses_are_read() -> None:
     writer = DIALECTS["chat"].writer(parse("chat", messages=[{"role": "user", "content": "x"}]), HEAD)
     for delta in SENTENCE:
         writer.add(delta)
-    reader = ChatReader()
-    assert output(reader.read_whole(to_json(writer.whole(USAGE)))) == output(list(SENTENCE))
-    assert reader.usage is not None and reader.usage.prompt_tokens == 7
+    reader = AnswerReader()
+    assert output([reader.read_whole(to_json(writer.whole(USAGE)))]) == output(list(SENTENCE))
+    assert reader.counts.prompt == 7
 
 
 def chunk(**delta: Any) -> bytes:
@@ -170,16 +171,16 @@ def chunk(**delta: Any) -> bytes:
 
 def test_other_servers_habits() -> None:
     """`reasoning` for `reasoning_content`, calls without index or id, ids that are repeated, "stop" after a named call."""
-    reader = ChatReader()
+    reader = AnswerReader()
     pieces = [
-        *reader.read_chunk(chunk(reasoning="hm"))[0].pieces,
-        *reader.read_chunk(chunk(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]))[0].pieces,
-        *reader.read_chunk(chunk(tool_calls=[{"index": 0, "id": "x", "function": {"name": "f", "arguments": "}"}}]))[
+        *reader.read_deltas(chunk(reasoning="hm"))[0].pieces,
+        *reader.read_deltas(chunk(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]))[0].pieces,
+        *reader.read_deltas(chunk(tool_calls=[{"index": 0, "id": "x", "function": {"name": "f", "arguments": "}"}}]))[
             0
         ].pieces,
     ]
     assert pieces == [Reasoning("hm"), CallStart(0, "call_0", "f"), CallArguments(0, "{"), CallArguments(0, "}")]
-    assert reader.read_chunk(chunk(end="stop"))[0].finish_reason == "tool_calls"
+    assert reader.read_deltas(chunk(end="stop"))[0].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -209,9 +210,9 @@ def test_other_servers_habits() -> None:
 def test_wrong_shapes_are_the_replicas_fault(data: bytes) -> None:
     """Whatever a replica sends instead of chat completions is ReplicaFailed, streamed or whole."""
     with pytest.raises(ReplicaFailed):
-        ChatReader().read_chunk(data)
+        AnswerReader().read_deltas(data)
     with pytest.raises(ReplicaFailed):
-        ChatReader().read_whole(data.replace(b"delta", b"message"))
+        AnswerReader().read_whole(data.replace(b"delta", b"message"))
 
 
 anything = st.recursive(
@@ -235,7 +236,7 @@ anything = st.recursive(
 def test_any_json_is_read_or_refused(value: Any) -> None:
     """Any JSON is read, or raises ReplicaFailed or BadRequest."""
     data = json.dumps(value).encode()
-    for read in (ChatReader().read_chunk, ChatReader().read_whole):
+    for read in (AnswerReader().read_deltas, AnswerReader().read_whole):
         with contextlib.suppress(ReplicaFailed, BadRequest):
             assert all(isinstance(delta, ChoiceDelta) for delta in read(data))
 
@@ -249,4 +250,28 @@ def test_errors_keep_their_kind() -> None:
     assert isinstance(read_error(400, long), PromptTooLong)
     assert isinstance(read_error(429, b"slow"), QueueFull) and isinstance(read_error(200, b""), ReplicaFailed)
     with pytest.raises(BadRequest, match="no"):
-        ChatReader().read_chunk(refused)
+        AnswerReader().read_deltas(refused)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_counts_of_every_dialect(dialect: DialectName) -> None:
+    """Of a stream and of a whole answer: tokens, whether output began, and the end where the dialect has one."""
+    streams = {"stream": True, "stream_options": {"include_usage": True}}
+    asked: dict[DialectName, dict[str, Any]] = {
+        "chat": {"messages": [{"role": "user", "content": "x"}], **streams},
+        "completions": {"prompt": "x", **streams},
+        "responses": {"input": "x"},
+        "messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9},
+    }
+    request = parse(dialect, **asked[dialect])
+    writer, whole = (DIALECTS[dialect].writer(request, HEAD) for _ in range(2))
+    events = [*writer.start(USAGE), *(event for delta in SENTENCE for event in writer.events(delta)), writer.end(USAGE)]
+    for delta in SENTENCE:
+        whole.add(delta)
+    reader, parser = AnswerReader(), EventParser()
+    for event in parser.feed(b"".join(events)):
+        if event.data != DONE:
+            assert not reader.ended
+            reader.read(event.data)
+    assert reader.begun and reader.ended == (dialect in ("responses", "messages"))
+    assert reader.counts[:3] == check_whole(to_json(whole.whole(USAGE)))[:3] == (4, 5, 7)
