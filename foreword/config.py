@@ -11,6 +11,8 @@ The docstring of a key is the help text of its flag. Keys with `repr=False` are 
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
+import math
 import os
 import re
 import tomllib
@@ -62,7 +64,11 @@ def _between(low: float, high: float, default: T) -> T:
 
 
 def _positive(default: float) -> float:
-    return _checked(default, "more than 0", lambda value: value > 0)
+    return _checked(default, "more than 0", lambda value: 0 < value < math.inf)
+
+
+def _not_negative(default: float) -> float:
+    return _checked(default, "0 or more", lambda value: 0 <= value < math.inf)
 
 
 def _one_of(choices: tuple[str, ...], default: T) -> T:
@@ -161,11 +167,12 @@ class EngineConfig:
         text = self.kv_memory.strip()
         if text == "auto":
             return None
+        tokens = text.endswith("tokens")
+        number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
         try:
-            if not text.endswith("tokens"):
-                return parse_bytes(text), "bytes"
-            number = text.removesuffix("tokens").strip().replace("_", "").replace(",", "")
-            return int(number), "tokens"
+            if (size := int(number) if tokens else parse_bytes(text)) < 1:
+                raise ValueError
+            return size, "tokens" if tokens else "bytes"
         except (ConfigError, ValueError):
             raise ConfigError(f"engine.kv_memory (--kv-memory) is {text!r}; {KV_MEMORY_FORMS}") from None
 
@@ -220,7 +227,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     max_queue: int = _at_least(1, 256)
-    drain_seconds: float = 30.0
+    drain_seconds: float = _not_negative(30.0)
     log_level: str = _one_of(("debug", "info", "warning", "error"), "info")
     tenant_secret: str | None = field(default=None, repr=False)
     role: str | None = _one_of(ROLES, None)
@@ -248,12 +255,30 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         _check("server", self)
-        self.body_limit(1)
+        if self.body_limit(1) < 1:
+            raise ConfigError("server.max_body (--max-body) must be at least one byte")
         if self.tenant_secret is not None:
             check_secret("server.tenant_secret", self.tenant_secret)
+        for key, text in (("admin_key", self.admin_key), ("router_key", self.router_key)):
+            if text is not None:
+                self.check_key(f"server.{key}", text)
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("server.kv_events_replay needs server.kv_events")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs on this host can connect."""
+        return is_loopback(self.host)
+
+    def check_key(self, key: str, text: str) -> None:
+        """Raises ConfigError for a key of callers that can be guessed, where other hosts can try. On the loopback interface
+        keys only tell callers apart."""
+        if not self.is_local and len(text) < _SHORTEST_SECRET:
+            raise ConfigError(
+                f"{key} must have at least {_SHORTEST_SECRET} characters where other hosts can connect (--host {self.host}); "
+                "create one with `openssl rand -hex 32`"
+            )
 
     def body_limit(self, max_model_len: int) -> int:
         """The largest body in bytes for prompts of up to `max_model_len` tokens."""
@@ -327,7 +352,7 @@ class StoreConfig:
     staging: str = "256MiB"
     lookup_timeout: float = _positive(0.25)
     load_timeout: float = _positive(30.0)
-    flush_seconds: float = 20.0
+    flush_seconds: float = _not_negative(20.0)
     integrity_secrets: tuple[str, ...] = field(default=(), repr=False)
 
     def integrity_keys(self) -> list[tuple[int, str]]:
@@ -345,12 +370,21 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         self.integrity_keys()
-        parse_bytes(self.staging, "store.staging (--store-staging)")
+        if not parse_bytes(self.staging, "store.staging (--store-staging)"):
+            raise ConfigError("store.staging (--store-staging) must have room for a block")
         _check("store", self)
 
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})
 _SHORTEST_SECRET = 16
+
+
+def is_loopback(host: str) -> bool:
+    """Whether it is a name or address of the loopback interface."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +475,8 @@ class TransferConfig:
             )
         if self.secret is None and self.secret_file is None and (self.tls or self.shared_secrets()):
             raise ConfigError("transfer.tls, previous_secrets and limited_secrets need transfer.secret")
+        if not self.tls and (self.tls_certificate_file or self.tls_key_file):
+            raise ConfigError("transfer.tls_certificate_file and tls_key_file need transfer.tls")
         unknown = [link for link in self.links if link not in ("shm", "tcp")]
         if unknown:
             raise ConfigError(f"transfer.links: unknown link {', '.join(unknown)}; the known links are shm and tcp")
@@ -574,6 +610,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         _check("router", self)
+        if self.picker is None and (self.picker_open or self.picker_tls_certificate_file or self.picker_tls_key_file):
+            raise ConfigError("router.picker_open and the picker's certificate need router.picker (--picker)")
 
 
 @dataclass(frozen=True, slots=True)

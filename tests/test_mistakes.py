@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_stub import stubbed_vllm
+
+from foreword.errors import ForewordError
 
 # Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
 _RUNNER = """
@@ -122,6 +126,41 @@ SERVE = [
     ("--transfer-links pigeon", "unknown link pigeon"),
     ("--transfer-ring 1KiB", "transfer.ring must be at least 64KiB"),
     ("--role leader", "server.role must be prefill, decode or both"),
+    ("--transfer-bind unix:{folder}/none/socket --role both", "there is no folder {folder}/none"),
+    ("--transfer-tls-certificate-file {folder}/none", "need transfer.tls"),
+    # Keys that can be guessed, where other hosts can try
+    ("--host 0.0.0.0 --admin-key short", "server.admin_key must have at least 16 characters where other hosts can connect"),
+    ("--host 0.0.0.0 --router-key short", "server.router_key must have at least 16 characters"),
+    ("--host :: --api-keys alice=sk-1", "each API key must have at least 16 characters"),
+    # Numbers
+    ("--kv-memory", "0 tokens", "engine.kv_memory (--kv-memory) is '0 tokens'"),
+    ("--kv-memory 0", "engine.kv_memory (--kv-memory) is '0'"),
+    ("--drain-seconds -5", "server.drain_seconds must be 0 or more"),
+    ("--drain-seconds nan", "server.drain_seconds must be 0 or more"),
+    ("--head-timeout inf", "server.head_timeout must be more than 0, not inf"),
+    ("--store-flush-seconds -1", "store.flush_seconds must be 0 or more"),
+    ("--max-body 0", "server.max_body (--max-body) must be at least one byte"),
+    ("--store-staging 0", "must have room for a block"),
+    ("--threads 0", "engine.threads must be at least 1"),
+    ("--prefix-retain-tenant-share nan", "prefixes.retain_tenant_share must be between"),
+    # More of stores
+    ("--store redis+cluster://", "a cluster URL names hosts: redis+cluster://host1,host2"),
+    ("--store redis+cluster://:6379", "a cluster URL names hosts"),
+    ("--store rediss+sentinel:///name", "a sentinel URL names hosts: rediss+sentinel://host1,host2/name"),
+    ("--store redis://host/x", "ends with the number of a database, not 'x'"),
+    ("--store s3://bucket?endpoint=nonsense", "endpoint= takes a URL"),
+    ("--store memory:///path", "names a path"),
+    ("--store memory://?label=", "label= takes a name"),
+    ("--store disk://{folder}/x?size=1GiB&size=2GiB", "has an option twice"),
+    ("--store disk://{folder}/x --store disk://{folder}/x", "is given twice"),
+    ("--store file://host/x", "names a host"),
+    ("--store file://", "needs the folder"),
+    ("--store peer://127.0.0.1:0", "has no port at which an instance could listen"),
+    # Options that belong together
+    ("--quota", "a requests=1", "--quota", "a tokens=2", "there are two quotas of 'a'"),
+    ("--peer host:99999", "'host:99999' is not a peer"),
+    ("--kernels triton --device cpu", "engine.kernels is triton, which needs --device cuda"),
+    ("--otlp-endpoint http://", "--otlp-endpoint takes a URL"),
 ]
 REPLICA = "--replica http://127.0.0.1:1"
 ROUTE = [
@@ -141,8 +180,38 @@ ROUTE = [
     ("--replica-dns http://user@host:1", "--replica-dns"),
     (f"{REPLICA} --max-attempts 0", "router.max_attempts must be at least 1"),
     (f"{REPLICA} --warm-seconds 1e9", "router.warm_seconds must be between"),
+    (f"{REPLICA} --host 0.0.0.0 --admin-key short", "server.admin_key must have at least 16 characters"),
+    (f"{REPLICA} --request-timeout inf", "router.request_timeout must be more than 0"),
+    ("--replica", "http://127.0.0.1:1 events=nonsense", "events is written tcp://HOST:PORT"),
+    ("--replica", "http://127.0.0.1:1 events=tcp://h:99999", "events is written tcp://HOST:PORT"),
+    ("--replica", "http://127.0.0.1:1 replay=tcp://h:1", "replay needs events"),
+    ("--prefill http://127.0.0.1:1", "name one that answers, with --replica"),
+    (f"{REPLICA} --tenant-weight a=0", "TENANT=WEIGHT, such as team-a=2, not 'a=0'"),
+    (f"{REPLICA} --tenant-weight a=nan", "TENANT=WEIGHT"),
+    (f"{REPLICA} --tenant-priority a=inf", "TENANT=NUMBER"),
+    (f"{REPLICA} --tokenizer {{folder}}/empty", "the folder has no tokenizer.json"),
+    (f"{REPLICA} --picker-open", "need router.picker (--picker)"),
+    (
+        "--replica-service a/b --kubernetes-api http://127.0.0.1:1 --kubernetes-credentials {folder}/none",
+        "there is no folder {folder}/none (--kubernetes-credentials)",
+    ),
 ]
-CASES = [("serve", *case) for case in SERVE] + [("route", *case) for case in ROUTE]
+OTHERS = [
+    ("simulate", "{folder}/trace.jsonl --runs 5", "--runs and --jobs need --slo"),
+    ("simulate", "{folder}/trace.jsonl --speed nan", "the speed of a trace"),
+    ("simulate", "{folder}/trace.jsonl --policy best", "unknown policy 'best'"),
+    ("simulate", "{folder}/trace.jsonl --group", "fast replica=1", "replica is not a key"),
+    ("simulate", "{folder}/trace.jsonl --change", "10s fail r99", "there is no such replica"),
+    ("calibrate", "--out {folder}/none/costs.json", "there is no folder {folder}/none"),
+    ("calibrate", "--out {folder}/costs.json --store dsk:///x", "unknown store type 'dsk'"),
+    ("inspect", "redis+cluster://", "a cluster URL names hosts"),
+    ("explain", "nonsense", "a server's URL is written http://host:8000"),
+    ("explain", "http://127.0.0.1:99999", "a server's URL is written http://host:8000"),
+    ("prefix", "list --server nonsense", "a server's URL is written http://host:8000"),
+    ("doctor", "--kernels fast", "engine.kernels must be"),
+    ("doctor", "--drain-seconds -1", "server.drain_seconds must be 0 or more"),
+]
+CASES = [("serve", *case) for case in SERVE] + [("route", *case) for case in ROUTE] + OTHERS
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +219,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     (folder / "file").write_text("in the way")
+    turn = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}
+    (folder / "trace.jsonl").write_text(json.dumps(turn) + "\n")
     (folder / "broken.toml").write_text("server = \n")
     (folder / "unknown.toml").write_text("[server]\nprot = 1\n")
     return folder
@@ -189,6 +260,57 @@ def test_a_mistake_is_told_at_once(runner: subprocess.Popen[str], folder: Path, 
     # The usage that the command line's parser prints before a mistake of its own.
     assert not usage or (usage[0].startswith("Usage: ") and len(usage) <= 3), found
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "finding"),
+    [
+        ("none", "model      'none' is not a folder with a model"),
+        ("{folder}/empty", "the folder has no config.json"),
+        ("--device cuda", "engine.device is cuda"),
+        ("--store dsk:///x", "store      'dsk:///x': unknown store type"),
+        ("--store disk://{folder}/x?sise=1", "unknown option 'sise'"),
+        ("--store redis+cluster://", "a cluster URL names hosts"),
+        ("--role both --transfer-bind nowhere", "options    'nowhere' is not an address"),
+        ("--api-key-file {folder}/none", "cannot read server.api_key_file"),
+        ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
+    ],
+)
+def test_doctor_finds_mistakes_first(
+    runner: subprocess.Popen[str], folder: Path, options: str, finding: str
+) -> None:
+    """`doctor` reports a mistake in the options as one finding, with status 1, and does not go on to what takes seconds."""
+    found = ask(runner, ["doctor", "--port", "0", *options.replace("{folder}", str(folder)).split(" ")])
+    assert found["ended"] == [1, []], found
+    [line] = [line for line in found["lines"] if line.startswith("FAIL")]
+    assert finding in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"store": 5}, "is a list of URLs, not 5"),
+        ({"store": [5]}, "is a list of URLs"),
+        ({"store": "dsk:///x"}, "unknown store type 'dsk'"),
+        ({"store": "disk://{folder}/x?sise=1"}, "unknown option 'sise'"),
+        ({"store": "disk://{folder}/file/x"}, "cannot be created: Not a directory"),
+        ({"store": ["memory://", "memory://?size=x"]}, "'x' is not a value for 'size'"),
+        ({"store": "redis+cluster://"}, "a cluster URL names hosts"),
+        ({"store": "peer://10.0.0.1:9"}, "secret"),
+        ({"store": "memory://", "lookup_timeout": -1}, "store.lookup_timeout must be more than 0"),
+        ({"store": "memory://", "transfer": {"bind": "0.0.0.0:1"}}, "set --transfer-advertise"),
+        ({"store": "memory://", "transfer": {"bind": "10.0.0.1:0"}}, "set --transfer-secret-file"),
+        ({"store": "memory://", "transfer": {"advertise": "nowhere"}}, "'nowhere' is not an address"),
+    ],
+)
+def test_mistakes_in_the_connectors_settings(folder: Path, settings: dict[str, Any], reason: str) -> None:
+    """vLLM's `kv_connector_extra_config` is checked when vLLM makes the connector, not at the first block."""
+    given = json.loads(json.dumps(settings).replace("{folder}", str(folder)))
+    with stubbed_vllm():
+        from foreword.integrations.vllm.connector_config import ConnectorSettings
+
+        with pytest.raises(ForewordError, match=re.escape(reason)):
+            ConnectorSettings.read(given)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "forget --no-tenant", "verify --repair"])

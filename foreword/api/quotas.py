@@ -100,7 +100,12 @@ class Quotas:
     @classmethod
     def parse(cls, entries: Iterable[str]) -> Quotas:
         """From entries such as `alice requests=60 tokens=100000 concurrent=8`. Raises ConfigError."""
-        return cls(dict(map(_parse, entries)))
+        quotas: dict[str, Quota] = {}
+        for tenant, quota in map(_parse, entries):
+            if tenant in quotas:
+                raise ConfigError(f"there are two quotas of {tenant!r}; write its limits into one")
+            quotas[tenant] = quota
+        return cls(quotas)
 
     def admit(self, tenant: str, now: float) -> Admitted:
         """Count a request that begins. Raises RateLimited, which says when a retry makes sense."""

@@ -76,6 +76,8 @@ class Tenants:
         """Raises ConfigError for an unreadable key file or a malformed entry."""
         secret = config.tenant_secret.encode() if config.tenant_secret else secrets.token_bytes(32)
         entries = [_parse(entry) for entry in (*config.api_keys, *_read(config.api_key_file))]
+        for _, key in entries:
+            config.check_key("each API key", key.decode())
         if len({key for _, key in entries}) < len(entries):
             raise ConfigError("an API key is configured twice; each key belongs to one tenant")
         router_key = config.router_key.encode() if config.router_key else None

@@ -19,8 +19,8 @@ from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import with_config
 from foreword.cli.help import described
-from foreword.config import Config, EngineConfig, StoreConfig
-from foreword.errors import ForewordError
+from foreword.config import Config, EngineConfig
+from foreword.errors import ForewordError, ModelNotFound
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.
@@ -71,12 +71,32 @@ def examine(config: Config, load: bool, verbose: bool = False) -> Iterator[Findi
     yield Finding("cores", _cores())
     yield Finding("memory", _memory())
     yield Finding("cpu", _features())
-    yield _kernels(config.engine)
     yield _port(config.server.host, config.server.port)
-    for url in config.store.urls:
-        yield _store(url)
+    stores = [_store(url) for url in config.store.urls]
+    yield from stores
+    mistake = _mistake(config)
+    if mistake is not None:
+        if mistake.text not in (one.text for one in stores):
+            yield mistake
+        return  # before torch is imported
+    yield _kernels(config.engine)
     if load:
         yield from _model(config, verbose)
+
+
+def _mistake(config: Config) -> Finding | None:
+    """What `foreword serve` would refuse."""
+    from foreword.api.quotas import Quotas
+    from foreword.api.tenants import Tenants
+    from foreword.engine import preflight
+
+    try:
+        Tenants.from_config(config.server)
+        Quotas.parse(config.server.quotas)
+        preflight.check_server(config)
+    except ForewordError as error:
+        return Finding("model" if isinstance(error, ModelNotFound) else "options", error.message, ok=False)
+    return None
 
 
 def _versions() -> str:
@@ -176,11 +196,8 @@ def _store(url: str) -> Finding:
 
 
 def _model(config: Config, verbose: bool) -> Iterator[Finding]:
-    from foreword.engine import preflight
-
     began = time.monotonic()
     try:
-        preflight.check(config.engine, StoreConfig(), config.transfer)
         from foreword.entrypoints.build_engine import build_engine
 
         info = build_engine(config.engine, prefixes=config.prefixes).info

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foreword.cli.help import described
+from foreword.cli.server_client import check_url
 
 if TYPE_CHECKING:
     from foreword.cli.chain import CheckedLink
@@ -50,6 +51,7 @@ def explain(
     """
     from foreword.cli.probe import ProbedServer
 
+    check_url(url)
     target = ProbedServer(url, api_key, admin_key, time.monotonic() + within)
     target.model = model
     links = []

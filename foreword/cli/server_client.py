@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 from foreword.errors import BadRequest, ConfigError, ForewordError, reason_of
 
@@ -15,10 +16,22 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def check_url(url: str) -> None:
+    """Raises ConfigError for what is not the URL of an HTTP server."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"a server's URL is written http://host:8000, not {url!r}")
+
+
 def call_server(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The server's JSON answer. Raises BadRequest with the server's message, or ConfigError if no server answers."""
     import httpx
 
+    check_url(server)
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         # No read timeout: computing a long prefix may take minutes.

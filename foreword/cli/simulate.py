@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
 
+_RUNS = 3
 _LIST = "one or several, separated by commas"
 _SIZE = "in tokens, or in bytes (40GiB)"
 Traces = Annotated[list[Path], typer.Argument(metavar="TRACE...", help="Trace files (docs/reference/formats.md).")]
@@ -178,7 +179,7 @@ def simulate(
     svg: Svg = None,
     slo: Slo = None,
     price: Price = None,
-    runs: Runs = 3,
+    runs: Runs = _RUNS,
     jobs: Jobs = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -222,6 +223,8 @@ def simulate(
         raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     if price is not None and not (slo and 0 <= price < float("inf")):
         raise ConfigError("--price is a number that is not negative, and needs --slo")
+    if not slo and (runs != _RUNS or jobs != 1):
+        raise ConfigError("--runs and --jobs need --slo: one simulation of each fleet gives the table")
     if sample > 1 and (group or change or quota):
         raise ConfigError("--sample divides a fleet of equal replicas: no --group, --change and --quota")
     if slo:
@@ -421,9 +424,13 @@ def calibrate(
     file is for `foreword simulate --costs`.
     """
     from foreword.sim.calibrate import CalibrationSetup, measure
+    from foreword.store.urls import check_stores
 
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new file with --out")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_stores(store or ())
 
     def report(text: str) -> None:
         print(text, flush=True)

@@ -14,11 +14,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import EngineConfig, StoreConfig, TransferConfig, check_source
+from foreword.config import Config, EngineConfig, StoreConfig, TransferConfig, check_source
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.integrity import KeyRing
 from foreword.store.types import Reach, check_folder
-from foreword.store.urls import check_stores, loss_of
+from foreword.store.urls import loss_of, parse
+from foreword.transfer.checks import check_listener, check_stores_and_peers
+from foreword.transfer.tls import TlsSettings
 
 _PACKAGES = ("torch", "transformers")
 _DRIVER = "libcuda.so.1"
@@ -32,18 +34,37 @@ def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -
     if config.model is not None:
         check_model(config.model)
     check_device(config.device)
+    if config.kernels == "triton" and config.device == "cpu":
+        raise ConfigError("engine.kernels is triton, which needs --device cuda")
     if config.audit_reports is not None:
         check_folder(config.audit_reports)
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
-    for url in check_stores(stores.urls):
-        if url.reach is Reach.INSTANCE:
-            from foreword.transfer.peer import settings_of
-
-            settings_of(url, transfer)
+    check_stores_and_peers(stores.urls, transfer)
     if config.batch_invariant and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
     KeyRing.of(stores)
+
+
+def check_server(config: Config) -> None:
+    """What `check` finds, and what concerns a server: salts, and its part in transfers. Raises ForewordError."""
+    check_salts(config)
+    transfer = config.transfer.with_secret()
+    TlsSettings(transfer)
+    if config.role is not None:
+        check_listener(transfer)
+    check(config.engine, config.store, transfer)
+
+
+def check_salts(config: Config) -> None:
+    """Raises ConfigError if blocks would outlive this process but the salts in their names would not."""
+    persistent = [url for url in config.store.urls if parse(url).reach is not Reach.PROCESS]
+    tenants = config.server.api_keys or config.server.api_key_file
+    if persistent and tenants and not config.server.tenant_secret:
+        raise ConfigError(
+            "with API keys and a persistent store, set --tenant-secret (any long random text, the same on every server that "
+            "shares the store): tenants' salts are derived from it, and without it no stored block is found after a restart"
+        )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Event, FirstToken, PrefixLookup
@@ -34,7 +35,7 @@ class Tracer:
     """
 
     def __init__(self, endpoint: str, service: str) -> None:
-        if not endpoint.startswith(("http://", "https://")):
+        if not endpoint.startswith(("http://", "https://")) or not urlsplit(endpoint).hostname:
             raise ConfigError(f"--otlp-endpoint takes a URL such as http://collector:4318, not {endpoint!r}")
         try:
             from opentelemetry import trace

@@ -5,7 +5,8 @@ A tenant's salt comes from the client's API key, never from what the client sent
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from multidict import CIMultiDict
@@ -44,8 +45,10 @@ class RouterAuth:
 
     def __init__(self, config: Config) -> None:
         self.tenants = Tenants.from_config(config.server)
-        self.weights = _numbers(config.router.tenant_weights, "weight", "TENANT=WEIGHT")
-        self._priorities = _numbers(config.router.tenant_priorities, "priority", "TENANT=NUMBER")
+        self.weights = _numbers(
+            config.router.tenant_weights, "weight", "TENANT=WEIGHT", lambda weight: 0 < weight < math.inf
+        )
+        self._priorities = _numbers(config.router.tenant_priorities, "priority", "TENANT=NUMBER", math.isfinite)
         self.rights = Rights(self.tenants, config.server.admin_key)
         self._replica_key = config.router.replica_key
         # Without a replica key, probes use the key of the first tenant.
@@ -113,12 +116,15 @@ def _connection_headers(headers: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in found.split(",")) if found else frozenset()
 
 
-def _numbers(entries: tuple[str, ...], what: str, form: str) -> dict[str, float]:
+def _numbers(entries: tuple[str, ...], what: str, form: str, accepts: Callable[[float], bool]) -> dict[str, float]:
     found: dict[str, float] = {}
     for entry in entries:
         name, _, number = entry.partition("=")
         try:
-            found[name] = float(number)
+            value = float(number)
         except ValueError:
-            raise ConfigError(f"a tenant's {what} is written {form}, such as team-a=2, not {entry!r}") from None
+            value = math.nan
+        if not accepts(value):
+            raise ConfigError(f"a tenant's {what} is written {form}, such as team-a=2, not {entry!r}")
+        found[name] = value
     return found

@@ -32,6 +32,9 @@ def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
         if spec.url in seen:
             raise ConfigError(f"the replica {spec.url} is named twice")
         seen.add(spec.url)
+    others = config.replica_dns or config.replica_services or config.replica_file
+    if specs and not others and all(spec.role == "prefill" for spec in specs):
+        raise ConfigError("the replicas only prefill prompts (--prefill): name one that answers, with --replica")
     for url in config.replica_dns:
         _dns_parts(url)
     if config.replica_services:

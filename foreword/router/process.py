@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 from foreword import __version__
 from foreword.api import http
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _GC_THRESHOLDS = (5_000, 10, 100)
 # How long a tokenizing thread may keep the interpreter from the event loop.
 _SWITCH_SECONDS = 0.0005
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -46,7 +48,7 @@ def run(config: Config) -> int:
     policy_named(config.router.policy)
     check_config(config.router)
     if given.tokenizer is not None:
-        check_source(given.tokenizer, "a tokenizer")
+        _check_tokenizer(given.tokenizer)
     if given.audit_reports is not None:
         check_folder(given.audit_reports)
     if given.prefix_file is not None:
@@ -59,6 +61,14 @@ def run(config: Config) -> int:
     sys.setswitchinterval(_SWITCH_SECONDS)
     with http.event_loop() as runner:
         return runner.run(_serve(config, listener, specs))
+
+
+def _check_tokenizer(source: str) -> None:
+    """Raises ConfigError or ModelNotFound for what has no tokenizer."""
+    if check_source(source, "a tokenizer"):
+        folder = Path(source).expanduser()
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
 async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,7 +69,20 @@ def parse_spec(text: str, role: str = "both") -> ReplicaSpec:
         if not given["max_waiting"].isdigit() or int(given["max_waiting"]) < 1:
             raise ConfigError(f"replica {url}: max_waiting is a number of at least 1")
         given["max_waiting"] = int(given["max_waiting"])
+    for name in ("events", "replay"):
+        if name in given and not _is_endpoint(given[name]):
+            raise ConfigError(f"replica {url}: {name} is written tcp://HOST:PORT or ipc://PATH, not {given[name]!r}")
+    if "replay" in given and "events" not in given:
+        raise ConfigError(f"replica {url}: replay needs events")
     return ReplicaSpec(f"{parts.scheme}://{parts.netloc}", **given)
+
+
+def _is_endpoint(text: str) -> bool:
+    """Whether ZeroMQ could connect to it. `*` stands for the replica's host."""
+    if text.startswith("ipc://"):
+        return len(text) > len("ipc://")
+    found = re.fullmatch(r"tcp://(?:[^\s:/]+|\[[0-9a-fA-F:.%]+\]):(\d{1,5})", text)
+    return found is not None and 0 < int(found[1]) <= 65535
 
 
 def url_parts(url: str) -> SplitResult | None:

@@ -152,6 +152,8 @@ def _split(entry: str, text: str) -> tuple[str, int | None]:
     if found is not None:
         host, given = found[1] or found[3], found[2] or found[4]
         port = int(given) if given else port
+    if port is not None and not 0 < port <= 65535:
+        raise _wrong(text)
     return _bare(host), port
 
 

@@ -19,17 +19,13 @@ from foreword.api import http
 from foreword.api.listener import bind, configure_logging, url_of
 from foreword.config import Config, ServerConfig, TransferConfig
 from foreword.engine import preflight
-from foreword.errors import ConfigError, ForewordError
+from foreword.errors import ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.observability.tracing import EngineTraces, tracer_for
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
-from foreword.store.types import Reach
-from foreword.store.urls import parse
-from foreword.transfer.sockets import parse_address
-from foreword.transfer.tls import TlsSettings
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -47,9 +43,7 @@ def run(config: Config) -> int:
     # The lines of these libraries repeat ours.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    check_salts(config)
-    check_transfer(config)
-    preflight.check(config.engine, config.store, config.transfer.with_secret())
+    preflight.check_server(config)
     recorder = _recorder(config)
     admission = Admission(config.server.max_queue)
     registry = PrometheusObserver()
@@ -81,33 +75,6 @@ def _recorder(config: Config) -> EngineRecorder | None:
         return None
     recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
     return EngineRecorder(recorder, config.engine.block_size, explained=True)
-
-
-def check_salts(config: Config) -> None:
-    """Raises ConfigError if blocks would outlive this process but the salts in their names would not."""
-    persistent = [url for url in config.store.urls if parse(url).reach is not Reach.PROCESS]
-    tenants = config.server.api_keys or config.server.api_key_file
-    if persistent and tenants and not config.server.tenant_secret:
-        raise ConfigError(
-            "with API keys and a persistent store, set --tenant-secret (any long random text, the same on every server that "
-            "shares the store): tenants' salts are derived from it, and without it no stored block is found after a restart"
-        )
-
-
-def check_transfer(config: Config) -> None:
-    """Raises ConfigError for a secret or certificate that cannot be used, or an address that no other instance could use."""
-    transfer = config.transfer.with_secret()
-    if config.role is not None and not TlsSettings(transfer).can_listen:
-        raise ConfigError("transfer.tls (--transfer-tls) needs a certificate: --transfer-tls-certificate-file")
-    if config.role is not None and transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
-        raise ConfigError(
-            f"other instances cannot reach {transfer.bind}; set --transfer-advertise, this instance's address as they see it"
-        )
-    if config.role is not None and transfer.secret is None and not parse_address(transfer.bind).is_local:
-        raise ConfigError(
-            f"other hosts can reach {transfer.bind} (--transfer-bind): set --transfer-secret-file, a file with 16 characters "
-            "or more (`openssl rand -hex 32`), the same on all instances, or bind 127.0.0.1"
-        )
 
 
 class DrainingServer:

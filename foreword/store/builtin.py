@@ -52,6 +52,8 @@ class MemoryType(StoreType):
 
     def _settings(self, url: StoreUrl) -> dict[str, Any]:
         _refuse_host(url, "memory://?size=4GiB")
+        if url.path:
+            raise StoreConfigError(f"{url.shown!r} names a path; write for example memory://?size=4GiB")
         if url.codec != "raw":
             raise StoreConfigError(
                 f"{url.shown}: a memory store has no codec, since its slots have one length; remove codec={url.codec}"
@@ -144,8 +146,15 @@ class ObjectsType(StoreType):
         others = {key: settings.pop(key) for key in list(settings) if key not in self.options}
         ObjectStore.check_options(**settings)
         if url.scheme != "file":
+            for key, text in others.items():
+                if key.endswith("endpoint") and not text.startswith(("http://", "https://")):
+                    raise StoreConfigError(f"{url.shown}: {key}= takes a URL such as https://host:9000, not {text!r}")
             open_client(url.url, others)
-        elif others:
+            return
+        _refuse_host(url, "file:///srv/foreword")
+        if not url.path:
+            raise StoreConfigError("an object store in a folder needs the folder: file:///srv/foreword")
+        if others:
             raise StoreConfigError(f"{url.shown}: unknown option {next(iter(others))!r}: a folder has no options")
         else:
             check_folder(url.path)

@@ -43,8 +43,13 @@ def parse(url: str) -> StoreUrl:
         kind = TYPES[parts.scheme]
     except StoreConfigError as error:
         raise StoreConfigError(f"{redacted(url)!r}: {error.message}") from None
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    given = parse_qsl(parts.query, keep_blank_values=True)
+    options = dict(given)
+    if len(options) < len(given):
+        raise StoreConfigError(f"{redacted(url)!r} has an option twice")
     codec, label = options.pop("codec", "raw"), options.pop("label", kind.label)
+    if not label:
+        raise StoreConfigError(f"{redacted(url)!r}: label= takes a name")
     bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))
     shown = redacted(url).partition("?")[0]
     rules = {key: options.pop(key) for key in RULE_OPTIONS if key in options}
@@ -71,6 +76,8 @@ def check_stores(urls: Sequence[str]) -> list[StoreUrl]:
     for url in parsed:
         url.type.check(url)
         codec_named(url.codec)
+    if twice := next((one for one in parsed if one.persistent and sum(one.url == url.url for url in parsed) > 1), None):
+        raise StoreConfigError(f"{twice.shown} is given twice")
     return parsed
 
 

@@ -234,6 +234,8 @@ def _check_address(address: str, config: TransferConfig) -> None:
         raise StoreConfigError(
             f"{address!r} is not the address of an instance; write peer://host:port or peer:///path"
         ) from None
+    if not where.path and not where.port:
+        raise StoreConfigError(f"{address!r} has no port at which an instance could listen")
     if not config.secret and not where.is_local:
         raise StoreConfigError(
             f"peer://{address} is on another host: set transfer.secret, the same on all instances, or add secret_env=NAME or "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import stat
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from foreword.config import is_loopback
 from foreword.errors import ConfigError, PeerGone, TransferTimeout, TransferUnavailable
 from foreword.transfer.wire_format import Buffer
 
@@ -50,12 +50,7 @@ class Address:
     @property
     def is_local(self) -> bool:
         """A Unix socket, or a name or address of the loopback interface."""
-        if self.path or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return bool(self.path) or is_loopback(self.host)
 
 
 def parse_address(text: str) -> Address:

@@ -22,7 +22,7 @@ from foreword.integrations.vllm.namespace import base_digest, settings_digest, u
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
 from foreword.store.urls import loss_of, parse
-from foreword.transfer.sockets import parse_address
+from foreword.transfer.checks import check_listener, check_stores_and_peers
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,9 @@ class ConnectorSettings:
         """Raises ConfigError for an unknown key or a bad value."""
         given = dict(extra)
         urls = given.pop("store", ())
+        urls = [urls] if isinstance(urls, str) else urls
+        if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
+            raise ConfigError(f"store in kv_connector_extra_config is a list of URLs, not {urls!r}")
         fingerprint = given.pop("fingerprint", None)
         version = given.pop("weights_version", "")
         if not isinstance(version, str):
@@ -97,7 +100,10 @@ class ConnectorSettings:
                     key, (*known, "weights_version", "transfer", "layout", "unit_tokens", "head_units")
                 )
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
-        store = build(StoreConfig, "store", {"urls": [urls] if isinstance(urls, str) else list(urls), **given})
+        store = build(StoreConfig, "store", {"urls": list(urls), **given})
+        check_stores_and_peers(store.urls, transfer or TransferConfig())
+        if listens and transfer is not None:
+            check_listener(transfer)
         if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
         return cls(
@@ -135,9 +141,7 @@ def _transfer(given: object) -> TransferConfig:
         if not isinstance(variable, str) or variable not in os.environ:
             raise ConfigError(f"transfer.secret_env: there is no environment variable {variable}")
         values["secret"] = os.environ[variable]
-    config = build(TransferConfig, "transfer", values).with_secret()
-    parse_address(config.bind)
-    return config
+    return build(TransferConfig, "transfer", values).with_secret()
 
 
 def _digest(text: object) -> str:

@@ -158,6 +158,10 @@ def open_nodes(url: str) -> Nodes:
     name, _, db = parts.path.strip("/").partition("/") if kind == "sentinel" else ("", "", parts.path)
     if kind == "sentinel" and not name:
         raise StoreConfigError("a Sentinel URL names the primary: redis+sentinel://host1,host2/name")
+    if kind and not (several and all(urlsplit(f"//{host}").hostname for host in several)):
+        raise StoreConfigError(f"a {kind} URL names hosts: {scheme}+{kind}://host1,host2" + "/name" * bool(name))
+    if scheme != "unix" and db.strip("/") and not db.strip("/").isdecimal():
+        raise StoreConfigError(f"a Redis URL ends with the number of a database, not {db.strip('/')!r}")
     first = user + at + (several[0] if several else "")
     try:
         path = f"/{db}" if kind == "sentinel" else parts.path
