@@ -129,7 +129,10 @@ SERVE = [
     ("--transfer-bind unix:{folder}/none/socket --role both", "there is no folder {folder}/none"),
     ("--transfer-tls-certificate-file {folder}/none", "need transfer.tls"),
     # Keys that can be guessed, where other hosts can try
-    ("--host 0.0.0.0 --admin-key short", "server.admin_key must have at least 16 characters where other hosts can connect"),
+    (
+        "--host 0.0.0.0 --admin-key short",
+        "server.admin_key must have at least 16 characters where other hosts can connect",
+    ),
     ("--host 0.0.0.0 --router-key short", "server.router_key must have at least 16 characters"),
     ("--host :: --api-keys alice=sk-1", "each API key must have at least 16 characters"),
     # Numbers
@@ -276,9 +279,7 @@ def test_a_mistake_is_told_at_once(runner: subprocess.Popen[str], folder: Path, 
         ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
     ],
 )
-def test_doctor_finds_mistakes_first(
-    runner: subprocess.Popen[str], folder: Path, options: str, finding: str
-) -> None:
+def test_doctor_finds_mistakes_first(runner: subprocess.Popen[str], folder: Path, options: str, finding: str) -> None:
     """`doctor` reports a mistake in the options as one finding, with status 1, and does not go on to what takes seconds."""
     found = ask(runner, ["doctor", "--port", "0", *options.replace("{folder}", str(folder)).split(" ")])
     assert found["ended"] == [1, []], found

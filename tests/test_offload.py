@@ -22,7 +22,8 @@ from foreword.conformance import FlakyStore, soon
 from foreword.offload.device import Stream
 from foreword.offload.lookups import StoreLoad
 from foreword.offload.manager import OffloadManager
-from foreword.offload.policy import blocks_worth_loading, search_seconds
+from foreword.offload.policy import LoadCosts, blocks_worth_loading, search_seconds
+from foreword.offload.search import Found
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
@@ -324,6 +325,27 @@ def test_load_as_many_blocks_as_saves_the_most_time(
 ) -> None:
     """The number of leading blocks to load is the one that saves the most time."""
     assert blocks_worth_loading(load_seconds, compute_seconds) == blocks
+
+
+def test_the_position_that_saves_the_most() -> None:
+    """A model with windows loads up to the position whose load saves the most time: without the slow tier's part if that takes
+    longer than computing it, and nothing if a load saves none. An unknown speed is no reason against a load."""
+    near = Found(200, 400, {(0, 0): 0, (0, 1): 0, (1, 1): 0})
+    far = Found(400, 400, {(0, n): n // 2 for n in range(4)} | {(1, 3): 1}, (near,))
+    rates, prefill = [1000.0, 1000.0], 1000.0
+    costs = LoadCosts([100, 50], [100, 100], lambda: rates, lambda: prefill)
+    # A block of 100 tokens is computed in 0.1 s. All of `far` takes 0.4 + 0.05 s, the part behind `near` 0.25 s.
+    assert costs.best_position(far, 0) is None and costs.declined == 1
+    rates = [10_000.0, 1000.0]
+    assert costs.best_position(far, 0) is near
+    rates = [10_000.0, 10_000.0]
+    assert costs.best_position(far, 0) is far
+    assert costs.best_position(far, 300) is far and costs.best_position(far, 400) is None
+    rates = [10.0, 0.0]
+    assert costs.best_position(far, 200) is far  # the second tier's speed is unknown, and the first has what is held
+    assert costs.best_position(far, 0) is None
+    prefill = 0.0
+    assert costs.best_position(far, 0) is far and costs.declined == 2
 
 
 @pytest.mark.parametrize(

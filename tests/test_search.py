@@ -91,6 +91,48 @@ def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
     tiers.close()
 
 
+@pytest.mark.parametrize("seed", range(150))
+def test_positions_without_the_slowest_tiers(seed: int) -> None:
+    """With random blocks in three tiers, `shorter` has the last positions for which full attention needs no block of the
+    slowest tier in use, and none of the two slowest; each with the places of what it needs."""
+    rng = random.Random(1000 + seed)
+    groups = [StoredGroup(KVGroup(GroupKind.FULL, KEY_SIZE), (b"f" * 16,))]
+    groups += [StoredGroup(KVGroup(GroupKind.WINDOW, KEY_SIZE, span=rng.randint(1, 4 * KEY_SIZE)), (b"w" * 16,))]
+    held = rng.randrange(0, TOKENS // 4) // KEY_SIZE * KEY_SIZE
+    there: list[dict[int, int]] = [{}, {}]
+    ends = sorted(rng.sample(range(1, TOKENS // KEY_SIZE), 2))
+    for block in range(TOKENS // KEY_SIZE):
+        there[0][block] = sum(block >= end for end in ends) if rng.random() < 0.9 else rng.randrange(3)
+        if rng.random() < 0.7:
+            there[1][block] = rng.randrange(3)
+    stores = [MemoryStore(1 << 20) for _ in range(3)]
+    for tier, store in enumerate(stores):
+        _put(store, [_name(one, b) for one, at in zip(groups, there, strict=True) for b, t in at.items() if t == tier])
+    tiers = TieredStore(stores)
+    found = _search(tiers, groups, held, TOKENS)
+    tiers.close()
+
+    def needed(position: int, number: int) -> list[int]:
+        return [block for block in groups[number].group.needed(position) if block * KEY_SIZE >= held]
+
+    def longest(slowest: int) -> int:
+        fits = (
+            position
+            for position in range(held, found.position + 1, KEY_SIZE)
+            if all(there[0].get(block, 3) <= slowest for block in needed(position, 0))
+            and all(block in there[1] for block in needed(position, 1))
+        )
+        return max(fits, default=held)
+
+    used = sorted({there[0][block] for block in needed(found.position, 0)}, reverse=True)
+    expected = dict.fromkeys(longest(tier) for tier in used[1:])
+    assert [one.position for one in found.shorter] == [at for at in expected if held < at < found.position]
+    for one in found.shorter:
+        assert one.reach == found.reach and not one.shorter
+        wanted = {(number, block) for number in (0, 1) for block in needed(one.position, number)}
+        assert one.places == {(number, block): there[number][block] for number, block in wanted}
+
+
 def test_reach_says_where_prompts_diverged() -> None:
     """If the blocks of full attention go on where a recurrent state is missing, `reach` is the end of the former."""
     full = StoredGroup(KVGroup(GroupKind.FULL, KEY_SIZE), (b"f" * 16,))

@@ -6,7 +6,7 @@ A sequence takes blocks and waits while they are filled. They are published when
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,7 +95,7 @@ class BlockStores(Protocol):
         self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], /, *, patient: bool = False
     ) -> BlockSearch: ...
     def hurry(self, search: Any, /) -> None: ...
-    def worth_loading(self, search: Any, skip: int, tokens: int, /) -> int: ...
+    def worth_loading(self, search: Any, skip: int, /) -> int: ...
     def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int, /) -> None: ...
 
@@ -115,7 +115,8 @@ class PositionStores(Protocol):
         patient: bool = False,
     ) -> PositionSearch: ...
     def hurry(self, search: Any, /) -> None: ...
-    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int, /) -> float: ...
+    @property
+    def costs(self) -> Any: ...  # with `best_position` (`offload.policy.LoadCosts`)
     def load_position(
         self, search: Any, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int], /
     ) -> None: ...
@@ -166,9 +167,9 @@ class StoreKV:
         """The search has ended, or has taken too long."""
         return self._search.answered
 
-    def worth_loading(self, held: int, tokens: int) -> int:
-        """How many blocks after the first `held` are loaded rather than computed, for a sequence of `tokens` tokens."""
-        return self._stores.worth_loading(self._search, held - self.first, tokens)
+    def worth_loading(self, held: int) -> int:
+        """How many blocks after the first `held` are loaded rather than computed."""
+        return self._stores.worth_loading(self._search, held - self.first)
 
     @property
     def done(self) -> bool:
@@ -193,7 +194,7 @@ class StoreKV:
 
 class StorePosition:
     """As `StoreKV`, for a model with windows: what its KV groups need to continue from the longest position that the stores
-    have. It is loaded whole or not at all.
+    have, or from an earlier one if that is faster. It is loaded whole or not at all.
 
     Args:
         root: root key of the chain.
@@ -239,16 +240,15 @@ class StorePosition:
         """Tokens up to which the stores have every block of the groups with full attention."""
         return 0 if self._search.found is None else self._search.found.reach
 
-    def worth_loading(self, held: int, tokens: int) -> int:
+    def worth_loading(self, held: int) -> int:
         """How many blocks after the first `held` are loaded rather than computed."""
         found, size = self._search.found, self._block_size
+        if found is not None and not self._patient:
+            found = self._stores.costs.best_position(found, held * size)
         if found is None or found.position <= held * size:
             return 0
-        if self._patient:
-            return found.position // size - held
-        places = {at: place for at, place in found.places.items() if at[1] >= held}
-        saved = self._stores.seconds_saved(places, found.position - held * size)
-        return found.position // size - held if saved > 0 else 0
+        self._search.found = found
+        return found.position // size - held
 
     @property
     def done(self) -> bool:

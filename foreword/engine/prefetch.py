@@ -84,7 +84,7 @@ class Prefetches:
     def _begin(self, one: Prefetch, match: Match, free: int) -> int:
         """Start to load, or end if there is nothing to load. Returns how many blocks it took."""
         cache, held, before = self._cache, len(match.blocks), self._cache.pool.num_free
-        count = 0 if one.store is None or held < one.store.first else one.store.worth_loading(held, len(one.table))
+        count = 0 if one.store is None or held < one.store.first else one.store.worth_loading(held)
         short = cache.new_blocks(one.table, match, (held + count) * cache.block_size) > free
         cache.admit(one.table, match)
         fresh = cache.extend(one.table, held + count) if count and not short else None

@@ -315,7 +315,7 @@ class Scheduler:
     def _wait_for_kv(self, sequence: SequenceState, match: Match) -> bool:
         """Let a sequence wait for KV from the stores or from another instance. False if it is computed here."""
         held, store = len(match.blocks), sequence.store
-        count = 0 if store is None or held < store.first else store.worth_loading(held, len(sequence.table))
+        count = 0 if store is None or held < store.first else store.worth_loading(held)
         if count and store is not None:
             self.cache.admit(sequence.table, match)
             begun = self._begin(sequence, store, held + count)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from foreword.blocks.portable import BlockUnits, whole_blocks
 from foreword.errors import StoreError
 from foreword.offload.lending import SlotReader
 from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
-from foreword.offload.policy import PATIENCE, blocks_worth_loading
+from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.search import StoredGroup
 from foreword.offload.slots import StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
@@ -111,9 +110,15 @@ class OffloadManager:
         self.prefill_rate = Rate()  # tokens per second
         self._fingerprints = [[layout.fingerprint for layout in one.layouts] for one in self.units]
         self._block_size = self.units[0].tokens * self.units[0].per_block
-        self._block_bytes = [
-            (HEADER_BYTES + size) * one.block_units for size, one in zip(staging.block_bytes, self.units, strict=True)
-        ]
+        self.costs = LoadCosts(
+            [
+                (HEADER_BYTES + size) * one.block_units
+                for size, one in zip(staging.block_bytes, self.units, strict=True)
+            ],
+            [one.tokens * one.per_block for one in self.units],
+            self.read_rates,
+            lambda: self.prefill_rate.value,
+        )
         self._staging = staging
         half = staging.slots // 2
         self._saving_slots = StagingSlots(range(half))
@@ -131,7 +136,7 @@ class OffloadManager:
         self.changes = 0
         self._dropped = 0
         self._counting = threading.Lock()  # several loading threads change the counts
-        self._counts = dict.fromkeys(("loaded", "cut", "stopped", "declined", "refused"), 0)
+        self._counts = dict.fromkeys(("loaded", "cut", "stopped", "refused"), 0)
         self._closed = False
 
     # Loading
@@ -170,43 +175,17 @@ class OffloadManager:
         """Count a request, and its tokens, for which nothing is looked up."""
         self.lookups.refuse(outcome, tokens)
 
-    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
-        """How much faster it is to load these blocks than to compute `tokens` tokens; infinite while a speed is unknown."""
-        per_token = self._seconds_per_token()
-        if per_token is None:
-            return math.inf
-        rates = [tier.read_rate.value for tier in self.store.tiers]
-        loading = sum(
-            self._block_bytes[group] / rates[place] if rates[place] else 0.0 for (group, _), place in places.items()
-        )
-        saved = tokens * per_token - loading
-        if saved <= 0:
-            self._count(declined=1)
-        return saved
-
-    def worth_loading(self, store_load: StoreLoad, skip: int, tokens: int) -> int:
+    def worth_loading(self, store_load: StoreLoad, skip: int) -> int:
         """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
 
-        `tokens` is the length of the prompt. While the prefill speed is unknown, all blocks found are worth loading.
+        While the prefill speed is unknown, all blocks found are worth loading.
         """
         places = (store_load.places or [])[skip:]
-        return len(places) if store_load.patient else self.blocks_worth_loading(places)
+        return len(places) if store_load.patient else self.costs.blocks_worth_loading(places)
 
-    def blocks_worth_loading(self, places: Sequence[int]) -> int:
-        """How many of the blocks, in chain order, to load from these tiers because that is faster than computing them."""
-        per_token = self._seconds_per_token()
-        if not places or per_token is None:
-            return len(places)
-        rates = [tier.read_rate.value for tier in self.store.tiers]
-        load_seconds = (max(self._block_bytes) / rates[tier] if rates[tier] else 0.0 for tier in places)
-        best = blocks_worth_loading(load_seconds, per_token * self._block_size)
-        if best == 0:
-            self._count(declined=1)
-        return best
-
-    def _seconds_per_token(self) -> float | None:
-        speed = self.prefill_rate.value
-        return 1 / speed if speed else None
+    def read_rates(self) -> list[float]:
+        """Measured bytes per second of each tier; 0.0 for one without a recent measurement."""
+        return [tier.read_rate.value for tier in self.store.tiers]
 
     def note_refused(self, loads: int) -> None:
         """Count loads that were not started because the blocks may not be used any more."""
@@ -220,7 +199,7 @@ class OffloadManager:
         """Start to load the found blocks from number `skip` on into the device blocks `blocks`, in order."""
         store_load.skip, store_load.blocks, store_load.requested = skip, list(blocks), len(blocks)
         store_load.started = time.monotonic()
-        per_token = self._seconds_per_token()
+        per_token = self.costs.seconds_per_token
         tokens = store_load.tokens or len(blocks) * self._block_size
         known = per_token is not None and not store_load.patient
         compute = tokens * per_token if known and per_token is not None else self._load_timeout
@@ -237,7 +216,7 @@ class OffloadManager:
 
     def hurry(self, store_load: StoreLoad) -> None:
         """A request waits for this patient load: from now on it may take as long as computing its blocks."""
-        per_token = self._seconds_per_token()
+        per_token = self.costs.seconds_per_token
         if store_load.patient and per_token is not None:
             store_load.patient = False
             compute = (store_load.tokens or store_load.requested * self._block_size) * per_token
@@ -505,6 +484,7 @@ class OffloadManager:
             saved=self._writer.saved,
             failed=self._writer.failed,
             lookups=self.lookups.counts(),
+            declined=self.costs.declined,
             **self._counts,
         )
 

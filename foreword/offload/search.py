@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
@@ -50,11 +51,14 @@ class Found:
         reach: tokens up to which the stores have all blocks of the groups that need every block. Where it is more than
             `position`, a window or a recurrent state was missing.
         places: the tier of each block that is to be loaded, by `(group, block)`.
+        shorter: what can be loaded without the blocks of full attention in the slowest tier, in the two slowest ones, and so
+            on, where that is another position.
     """
 
     position: int
     reach: int
     places: dict[tuple[int, int], int] = field(default_factory=dict)
+    shorter: tuple[Found, ...] = ()
 
 
 def find_resumable(
@@ -80,14 +84,23 @@ def find_resumable(
     for number, one in enumerate(kinds):
         if one.whole:
             limit = min(limit, lookup.run(number, limit) // step * step)
-    position = max(longest_resumable(kinds, limit, lookup.present), held)
-    wanted = [
-        (number, block)
-        for number, one in enumerate(kinds)
-        for block in sorted(one.needed(position))
-        if position > held and block * one.block_size >= held
-    ]
-    return Found(position, max(limit, held), {at: lookup.places[at] for at in wanted})
+    reach = max(limit, held)
+
+    def found(limit: int) -> Found:
+        position = max(longest_resumable(kinds, limit // step * step, lookup.present), held)
+        wanted = [
+            (number, block)
+            for number, one in enumerate(kinds)
+            for block in sorted(one.needed(position))
+            if position > held and block * one.block_size >= held
+        ]
+        return Found(position, reach, {at: lookup.places[at] for at in wanted})
+
+    best = found(limit)
+    # A model with one KV group can load any number of its blocks.
+    ends = lookup.ends_by_tier(best.position) if len(kinds) > 1 else []
+    shorter = {one.position: one for one in map(found, ends) if held < one.position < best.position}
+    return replace(best, shorter=tuple(shorter.values()))
 
 
 class _Lookup:
@@ -133,6 +146,17 @@ class _Lookup:
         for at, block in enumerate(blocks[:count]):
             self.places[number, block] = max((found or [])[at * one.frames : (at + 1) * one.frames])
         return (blocks.start + count) * size
+
+    def ends_by_tier(self, limit: int) -> list[int]:
+        """Tokens before `limit` up to which the groups with full attention need no block of the slowest tier that has some of
+        theirs, of the two slowest ones, and so on."""
+        ends: dict[int, int] = {}
+        for (number, block), place in self.places.items():
+            size = self._groups[number].group.block_size
+            if self._groups[number].group.whole and (block + 1) * size <= limit:
+                ends[place] = min(ends.get(place, limit), block * size)
+        slower = sorted(ends, reverse=True)[:-1]
+        return list(itertools.accumulate((ends[tier] for tier in slower), min))
 
     def _keys_before(self, group: StoredGroup, block: int) -> list[bytes]:
         """Keys of a group's last frames before a block."""

@@ -118,7 +118,7 @@ class SimulatedStores:
             places.append(place)
         return SimulatedLoad(keys, places)
 
-    def worth_loading(self, store_load: SimulatedLoad, skip: int, tokens: int) -> int:
+    def worth_loading(self, store_load: SimulatedLoad, skip: int) -> int:
         """How many blocks after the first `skip` to load (see `OffloadManager.worth_loading`)."""
         load_seconds = (self._per_block(place) for place in store_load.places[skip:])
         return blocks_worth_loading(load_seconds, self._block_size * self._costs.prefill)

@@ -156,8 +156,7 @@ class ObjectsType(StoreType):
             raise StoreConfigError("an object store in a folder needs the folder: file:///srv/foreword")
         if others:
             raise StoreConfigError(f"{url.shown}: unknown option {next(iter(others))!r}: a folder has no options")
-        else:
-            check_folder(url.path)
+        check_folder(url.path)
 
     def exists(self, url: StoreUrl) -> bool:
         return url.scheme != "file" or holds_store(url.path)

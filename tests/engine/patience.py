@@ -20,5 +20,5 @@ def patient(store: str | Sequence[str], **times: float) -> StoreConfig:
 def unhurried(engine: Engine) -> Engine:
     """Make the engine load what it finds, even if computing looks faster."""
     if engine.offload is not None:
-        engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+        engine.offload.costs.prefill_rate = float
     return engine

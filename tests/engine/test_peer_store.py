@@ -113,7 +113,7 @@ def giver(llama: Path) -> Iterator[Callable[..., Giver]]:
 def unhurried(llm: LLM) -> None:
     """Make the engine load what it finds, even if the machine is so slow that computing looks faster."""
     assert llm.offload is not None
-    llm.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+    llm.offload.costs.prefill_rate = float
 
 
 def connected(llm: LLM, number: int = -1) -> None:
@@ -219,7 +219,7 @@ def test_a_continued_request_over_two_tiers(llama: Path, tmp_path: Path, engine:
     with closing(AsyncEngine.from_config(config, store=stores(*urls), observers=[registry])) as made:
         registry.watch(made)
         assert made.offload is not None
-        made.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+        made.offload.costs.prefill_rate = float
         request = Request(
             "continued", tuple(tokens[:12]), greedy(80), output=tuple(tokens[12:]), want_cache_report=True
         )

@@ -502,7 +502,7 @@ def test_over_a_store(folder: Callable[[str], Path], nodes: tuple[Node, Node], t
         assert first.same(expected)
         assert engine.offload is not None
         await asyncio.to_thread(engine.offload.flush)
-        engine.offload._seconds_per_token = lambda: None  # type: ignore[method-assign]
+        engine.offload.costs.prefill_rate = float
         await engine.clear_cache()
         again = await ask(engine, tokens, GREEDY, prefill.address)
         assert again.same(expected)

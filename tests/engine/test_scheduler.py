@@ -492,8 +492,12 @@ class Shelf:
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         pass
 
-    def seconds_saved(self, places: object, tokens: int) -> float:
-        return self._draw.choice([1.0, 1.0, 1.0, -1.0])
+    @property
+    def costs(self) -> Shelf:
+        return self
+
+    def best_position(self, found: Found, held: int) -> Found | None:
+        return self._draw.choice([found, found, found, None])
 
     def load_position(
         self, search: Search, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int]
@@ -511,7 +515,7 @@ class Shelf:
         self.loads += 1
         self.broken += count < len(wanted)
 
-    def worth_loading(self, search: object, skip: int, tokens: int) -> int:
+    def worth_loading(self, search: object, skip: int) -> int:
         raise AssertionError("a model with windows searches for positions")
 
     load = worth_loading
@@ -590,18 +594,18 @@ def step_and_save(plant: Plant, shelf: Shelf, stored: Sequence[StoredGroup]) -> 
 
 
 class FullStores:
-    """Stores that have every block of prompts of one length, and never finish a load."""
+    """Stores that have every block of prompts of a number of blocks, and never finish a load."""
 
-    def __init__(self, length: int) -> None:
-        self._length = length
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
         self.loading: list[int] = []
 
     def find(self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], *, patient: bool = False) -> Search:
         self._count = len(keys)
         return Search(None)
 
-    def worth_loading(self, search: object, skip: int, tokens: int) -> int:
-        return self._count if tokens == self._length else 0
+    def worth_loading(self, search: object, skip: int) -> int:
+        return self._count if self._count == self._blocks else 0
 
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         pass
@@ -614,7 +618,7 @@ class FullStores:
 def test_a_load_spares_blocks_that_are_still_to_be_copied() -> None:
     """A load begins while the step is made, and copies are made in the step: a load gets no block that a sequence of the same
     step copies its partial block from."""
-    stores, cache = FullStores(17), PrefixCache(32, 4, lookahead_blocks=0)
+    stores, cache = FullStores(4), PrefixCache(32, 4, lookahead_blocks=0)
     scheduler = Scheduler(cache, reserve=0.0, offload=stores)  # type: ignore[arg-type]
 
     def add(tokens: Sequence[int]) -> SequenceState:

@@ -398,7 +398,7 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
     with flaky(engine) as (llm, store):
         fill(llm, tokens)
         [tier] = llm.offload.store.tiers
-        del llm.offload._seconds_per_token  # it was made unhurried
+        llm.offload.costs.prefill_rate = lambda: 1e6  # it was made unhurried
         llm.offload.prefill_rate.note(1e6, 1.0)
         tier.read_rate.note(1e3, 1.0)
         [output] = llm.generate(tokens, greedy(4))

@@ -32,6 +32,7 @@ from foreword.conformance import FlakyStore, soon
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront
 from foreword.errors import ConfigError, TransferRefused
 from foreword.offload.lookups import StoreLookups
+from foreword.offload.policy import LoadCosts
 from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome
@@ -444,7 +445,7 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     stores = [TieredStore([FlakyStore(MemoryStore(1 << 20, label="disk"))]) for _ in range(2)]
     lookups = [StoreLookups(store, 60.0, 60.0, lambda: 0.0) for store in stores]
     scheduler, worker = (
-        metrics.StatsReader(name, store, one)
+        metrics.StatsReader(name, store, one, LoadCosts((1,), (1,), list, float))
         for name, store, one in zip(("scheduler", "worker 0"), stores, lookups, strict=True)
     )
     first = scheduler.read([])

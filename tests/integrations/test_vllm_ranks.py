@@ -85,6 +85,24 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
     assert [one["cached"] for one in second] == [BLOCK, BLOCK, HITS[2]]
 
 
+def test_load_or_compute(model: Path, tmp_path: Path) -> None:
+    """The scheduler, in another process, knows how fast the ranks read each tier. Where computing is faster, it loads nothing."""
+    served = RemoteVllm(tmp_path / "log", CORES, model, [disk(tmp_path)], llm=COUNTED)
+    try:
+        served.ready()
+        computed = [served.ask(prompt)["tokens"] for prompt in ASKED]
+        served.call("forget_written", folder=str(tmp_path), count=2 * BLOCKS)
+        assert [served.ask(prompt)["cached"] for prompt in ASKED] == HITS
+        [rate] = served.call("compute_quickly")["rates"]
+        assert rate > 0
+        served.call("forget")
+        again = [served.ask(prompt) for prompt in ASKED]
+        assert [one["tokens"] for one in again] == computed and [one["cached"] for one in again] == [0] * len(ASKED)
+        assert served.call("state")["loads_declined"] == len(ASKED)
+    finally:
+        served.end()
+
+
 def test_memory_tiers_and_handoff(model: Path, tmp_path: Path) -> None:
     """The scheduler, in another process, finds blocks in each rank's memory tier: what vLLM evicted is loaded. In a hand-off
     between two vLLMs with two ranks, each rank reads from the same rank, and the leases end on both; answers are the same."""

@@ -19,7 +19,7 @@ from typing import Any
 from vllm_case import WITHIN, Engine, Gate, loaded, make_llm, metrics, scheduler_of, wait_for_files, worker_of
 
 MARK = "reply> "
-_COUNTS = ("leases", "leases_unread", "lent_blocks", "shared_blocks")
+_COUNTS = ("loads_declined", "leases", "leases_unread", "lent_blocks", "shared_blocks")
 
 
 class Warnings(logging.Handler):
@@ -93,6 +93,12 @@ class Served:
         """The same where workers in other processes write as many blocks into a folder."""
         wait_for_files(folder, count)
         return {"forgotten": self.llm.reset_prefix_cache()}
+
+    def compute_quickly(self) -> dict[str, Any]:
+        """From now on the scheduler's side believes that computing takes no time. How fast it knows the tiers to be."""
+        costs = scheduler_of(self.llm).connector._scheduler_side._stores.costs
+        costs.prefill_rate = lambda: 1e12
+        return {"rates": list(costs._read_rates())}
 
     def idle(self) -> dict[str, Any]:
         """Step until vLLM has nothing left to wait for."""

@@ -36,7 +36,7 @@ def main() -> None:
 
         runner.run = at_pace
         if engine.offload is not None:
-            engine.offload._seconds_per_token = lambda: None
+            engine.offload.costs.prefill_rate = float
         return engine
 
     process.load_engine = led

@@ -16,6 +16,7 @@ from foreword.errors import StoreError
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
+from foreword.offload.policy import LoadCosts
 from foreword.store.tier_counters import LookupOutcome, TierCounters, TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
@@ -134,12 +135,14 @@ class StatsReader:
         process: str,
         store: TieredStore,
         lookups: StoreLookups,
+        costs: LoadCosts,
         offload: OffloadManager | None = None,
         leases: KVLeases | None = None,
     ) -> None:
         self._process = process
         self._store = store
         self._lookups = lookups
+        self._costs = costs
         self._offload = offload
         self._leases = leases
         self._read: dict[str, dict[str, dict[str, float]]] = {name: {} for name in _NESTED}
@@ -170,7 +173,7 @@ class StatsReader:
             for name, read in self._read.items()
         }
         status = self._offload.status() if self._offload is not None else OffloadStatus()
-        counts = {**_of_cache(status), **_of_leases(self._leases)}
+        counts = {**_of_cache(status), "loads_declined": self._costs.declined, **_of_leases(self._leases)}
         more = _added(counts, self._counts)
         if load_seconds:
             more["loads"] = len(load_seconds)
@@ -202,7 +205,6 @@ def _of_cache(status: OffloadStatus) -> dict[str, float]:
         "dropped_blocks": status.dropped,
         "loads_cut": status.cut,
         "loads_stopped": status.stopped,
-        "loads_declined": status.declined,
         "loads_refused": status.refused,
     }
 

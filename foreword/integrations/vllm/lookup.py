@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from foreword.blocks.layout import Layout
@@ -10,6 +9,7 @@ from foreword.config import TransferConfig
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.rank_stores import RankStores, lookup_peer_opener, open_tiers, worker_memory
 from foreword.offload.lookups import StoreLoad, StoreLookups
+from foreword.offload.policy import LoadCosts
 from foreword.offload.search import StoredGroup
 from foreword.store.base import Store
 from foreword.store.tier_counters import Rate
@@ -32,6 +32,13 @@ class StoreLookup:
         }
         self.store = open_tiers(settings.store.urls, (), openers)
         self.prefill_rate = Rate()
+        self._rates: dict[int, Sequence[float]] = {}
+        self.costs = LoadCosts(
+            [one.block_bytes for one in info.groups],
+            [one.block_size for one in info.groups],
+            self._read_rates,
+            lambda: self.prefill_rate.value,
+        )
         self.lookups = StoreLookups(
             self.store, settings.store.lookup_timeout, settings.store.load_timeout, lambda: self.prefill_rate.last
         )
@@ -64,13 +71,14 @@ class StoreLookup:
         """Start a lookup."""
         return self.lookups.find_position(groups, root, keys, held, limit)
 
-    def blocks_worth_loading(self, places: Sequence[int]) -> int:
-        """All blocks: only the workers know how fast the tiers are."""
-        return len(places)
+    def note_rates(self, rates: Mapping[int, Sequence[float]]) -> None:
+        """How fast the workers read each tier, in bytes per second, by rank."""
+        self._rates.update(rates)
 
-    def seconds_saved(self, places: Mapping[tuple[int, int], int], tokens: int) -> float:
-        """Infinite: only the workers know how fast the tiers are."""
-        return math.inf
+    def _read_rates(self) -> list[float]:
+        """Of each tier, that of the rank which reads it the most slowly: a load ends with its last part."""
+        by_tier = zip(*self._rates.values(), strict=False)
+        return [min((rate for rate in rates if rate), default=0.0) for rates in by_tier]
 
     def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
         return self.store.tokens_by_tier(places, block_size)

@@ -88,7 +88,8 @@ class ForewordConnectorScheduler:
         assert stores is not None
         self._stores = stores
         self._published = ""  # the fingerprint of the weights that was reported
-        self._stats = None if self._lookup is None else StatsReader("scheduler", stores.store, stores.lookups)
+        own = self._lookup
+        self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
         self._refused: set[str] = set()  # requests for which nothing was looked up, counted once
         reaches = [parse(url).reach for url in settings.store.urls]
         labels = [tier.label for tier in stores.store.tiers[: len(reaches)]]
@@ -150,10 +151,12 @@ class ForewordConnectorScheduler:
         held, found = state.held, state.found
         if found.position <= held:
             return held
-        wanted = {at: place for at, place in found.places.items() if self._end_of(at) > held}
         if self._info.divisible:
-            return held + self._stores.blocks_worth_loading(list(wanted.values())) * self._info.step
-        return found.position if self._stores.seconds_saved(wanted, found.position - held) > 0 else held
+            wanted = [place for at, place in found.places.items() if self._end_of(at) > held]
+            return held + self._stores.costs.blocks_worth_loading(wanted) * self._info.step
+        best = self._stores.costs.best_position(found, held)
+        state.found = best or found
+        return held if best is None else best.position
 
     def _end_of(self, at: tuple[int, int]) -> int:
         group, block = at
@@ -443,8 +446,11 @@ class ForewordConnectorScheduler:
             self._loading.pop(request_id, None)
         self._handoff.sent(output.finished_sending or ())
         reported = getattr(output, "kv_connector_worker_meta", None)
-        if self.events is not None and isinstance(reported, ForewordWorkerMetadata):
-            self.events.changed(reported.changes)
+        if isinstance(reported, ForewordWorkerMetadata):
+            if self.events is not None:
+                self.events.changed(reported.changes)
+            if self._lookup is not None:
+                self._lookup.note_rates(reported.rates)
 
     @property
     def expects_events(self) -> bool:

@@ -144,11 +144,17 @@ class TierChange:
 
 @dataclass(slots=True)
 class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Changes in the store tiers since the last step, in order."""
+    """What the scheduler's side has to know of the store tiers.
+
+    Attributes:
+        changes: since the last step, in order.
+        rates: measured bytes per second of each tier, by rank; 0.0 for one without a recent measurement.
+    """
 
     changes: list[TierChange] = field(default_factory=list)
+    rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ForewordWorkerMetadata:
-        """The changes of several ranks together."""
+        """What several ranks say together."""
         assert isinstance(other, ForewordWorkerMetadata)
-        return ForewordWorkerMetadata(self.changes + other.changes)
+        return ForewordWorkerMetadata(self.changes + other.changes, self.rates | other.rates)

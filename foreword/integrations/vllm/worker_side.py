@@ -109,6 +109,7 @@ class ForewordConnectorWorker:
         self._seen = 0
         self._waits = 0
         self._rank = 0
+        self._rates: tuple[float, ...] = ()  # as the scheduler's side knows them
         self._tensors: list[list[torch.Tensor]] = []
         self._staging: StagingArena | None = None
 
@@ -208,7 +209,9 @@ class ForewordConnectorWorker:
         self._saves = [one.writes or bool(self._memory_tiers) for one in units]
         self._listen(transfer, layouts, tensors, store)
         leases = self._instances.leases if self._instances is not None else None
-        self._stats = StatsReader(f"worker {rank}", store, self.offload.lookups, self.offload, leases)
+        self._stats = StatsReader(
+            f"worker {rank}", store, self.offload.lookups, self.offload.costs, self.offload, leases
+        )
         if config.urls:
             name = str(info.config.model_config.model)
             facts = {"model": name, "fingerprint": info.model.hex(), "key_size": info.key_size}
@@ -425,9 +428,14 @@ class ForewordConnectorWorker:
         return self._stats.read(seconds)
 
     def take_changes(self) -> ForewordWorkerMetadata | None:
-        """Changes in the tiers since the last call; None if there are none."""
+        """Changes in the tiers since the last call, and how fast they are read if the scheduler is in another process; None if
+        there is nothing new."""
         changes = self._changes.take() if self._changes is not None else []
-        return ForewordWorkerMetadata(changes) if changes else None
+        rates = tuple(self.offload.read_rates()) if self._info.separate and self.offload is not None else ()
+        if rates == self._rates:
+            return ForewordWorkerMetadata(changes) if changes else None
+        self._rates = rates
+        return ForewordWorkerMetadata(changes, {self._rank: rates})
 
     @property
     def has_changes(self) -> bool:
