@@ -86,7 +86,7 @@ def test_two_ranks(model: Path, tmp_path: Path) -> None:
 
 
 def test_load_or_compute(model: Path, tmp_path: Path) -> None:
-    """The scheduler, in another process, knows how fast the ranks read each tier. Where computing is faster, it loads nothing."""
+    """The scheduler, in another process, knows how fast the ranks read each tier. It loads nothing that is computed faster."""
     served = RemoteVllm(tmp_path / "log", CORES, model, [disk(tmp_path)], llm=COUNTED)
     try:
         served.ready()
