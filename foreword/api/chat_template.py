@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
-from foreword.api.request import Message, Tool, ToolCall
+from foreword.api.request import GenerateRequest, Message, Tool, ToolCall
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of `engine.tokenizer.Tokenizer`."""
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = ...,
+        options: Mapping[str, Any] = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool = ...,
+    ) -> str: ...
+
+
+def chat_text(tokenizer: ChatTokenizer, request: GenerateRequest, before: Sequence[Mapping[str, Any]] = ()) -> str:
+    """A conversation as the model sees it, to be encoded without special tokens. `before`: messages of a named prefix.
+
+    Raises BadRequest if the template rejects it.
+    """
+    return tokenizer.chat_text(
+        [*before, *template_messages(request.messages)],
+        tools=template_tools(request.tools),
+        options=request.template_options,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
-from foreword.engine.request import StructuredOutput as OutputFormat
+import msgspec
+from msgspec import Raw
 
-DialectName = Literal["chat", "completions", "responses", "messages"]
+from foreword.engine.request import StructuredOutput as OutputFormat
+from foreword.errors import BadRequest
+
+DialectName = Literal["chat", "completions", "responses", "messages", "embeddings"]
 Role = Literal["system", "user", "assistant", "tool"]
 Prompt = str | tuple[int, ...]
 
 __all__ = [
     "CacheBreakpoint",
     "CacheControl",
+    "ClientBody",
     "DialectName",
     "GenerateRequest",
     "Message",
@@ -111,6 +117,40 @@ class Continuation:
     output: tuple[int, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class ClientBody:
+    """A JSON object as the client sent it. Its fields can be passed on without decoding them."""
+
+    raw: bytes = b""
+
+    @cached_property
+    def fields(self) -> Mapping[str, Raw]:
+        """Each field as JSON. Raises BadRequest if it is not an object."""
+        try:
+            found: dict[str, Raw] = msgspec.json.decode(self.raw, type=dict[str, Raw])
+        except msgspec.ValidationError:
+            raise BadRequest("The body must be a JSON object") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"The body is not valid JSON: {error}") from None
+        except RecursionError:
+            raise BadRequest("The body is nested too deeply") from None
+        return found
+
+    def text(self, name: str) -> str | None:
+        """A field that is a string; None for everything else."""
+        found = self.fields.get(name)
+        return msgspec.json.decode(found, type=str) if found is not None and _first(found) == b'"' else None
+
+    def only(self, *names: str) -> dict[str, Raw]:
+        """Those of these fields that are not null, in this order."""
+        found = ((name, self.fields.get(name)) for name in names)
+        return {name: raw for name, raw in found if raw is not None and _first(raw) != b"n"}
+
+
+def _first(raw: Raw) -> bytes:
+    return bytes(memoryview(raw)[:1])
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One request to generate text.
@@ -139,6 +179,8 @@ class GenerateRequest:
         priority: the client's own; limited by what its tenant may ask.
         store, previous: of the Responses API: keep the conversation, and continue the one with this id.
         extra: the dialect's own fields that its response repeats.
+        body: as it came; set at a router only.
+        refusal: why this server would not take it, at a router whose replicas may. Then only what is understood is here.
     """
 
     dialect: DialectName
@@ -170,3 +212,14 @@ class GenerateRequest:
     store: bool = False
     previous: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    body: ClientBody = field(default=ClientBody(), repr=False, compare=False)
+    refusal: BadRequest | None = None
+
+    @property
+    def single(self) -> bool:
+        """One prompt and one choice, so that another replica can continue the response."""
+        return self.sampling.get("n", 1) == 1 and len(self.prompts) <= 1
+
+    def session_name(self, headers: Mapping[str, str]) -> str | None:
+        """The session as the client names it."""
+        return self.cache.key or self.session or headers.get("x-session-id") or None

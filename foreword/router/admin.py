@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Final
 
+from foreword.api.bodies import Body
+from foreword.api.dialects.decode import refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest, ConfigError
-from foreword.router.client_request import decode_object
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
 from foreword.router.service import Router
@@ -18,9 +20,16 @@ _MAX_DECISIONS: Final = 1000
 _PATH: Final = "/v1/router/"
 
 
+class ReplicaBody(Body, kw_only=True):
+    """Names a replica by its URL."""
+
+    replica: str
+    role: str = "both"
+
+
 def add_routes(routes: Routes[Handler], router: Router) -> None:
     state, operator, free = Right.STATE, Right.OPERATOR, Meter.FREE
-    body = JsonBody(decode_object)
+    body = JsonBody.of(ReplicaBody)
 
     @routes.add("GET", _PATH + "state", right=state, meter=free, body=NO_BODY, tag="router")
     async def show_state(call: Call) -> dict[str, Any]:
@@ -36,30 +45,32 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def add(call: Call) -> Answer:
         """Add a replica: `{"replica": "http://host:8000", "role": "decode"}`."""
         try:
-            spec = parse_spec(_text(call.body, "replica"), str(call.body.get("role", "both")))
+            spec = parse_spec(call.body.replica, call.body.role)
             upstream = router.add(spec, "api")
         except ConfigError as error:
             raise BadRequest(error.message, param="replica") from None
         return Answer.json(describe(router, upstream), 201)
 
-    optional = JsonBody(decode_object, optional=True)
+    optional = dataclasses.replace(body, optional=True)
 
     @routes.add("DELETE", _PATH + "replicas", right=operator, meter=free, body=optional, tag="router")
     async def remove(call: Call) -> dict[str, Any]:
         """Remove a replica; its streams continue to their end."""
         given = call.query("replica")
-        upstream = router.remove(given[-1] if given else _text(call.body or {}, "replica"))
+        if not given and call.body is None:
+            raise refuse("replica", "is required")
+        upstream = router.remove(given[-1] if given else call.body.replica)
         return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
     async def drain(call: Call) -> dict[str, Any]:
         """Send no new requests to a replica; those in flight continue."""
-        return describe(router, router.drain(_text(call.body, "replica"), True))
+        return describe(router, router.drain(call.body.replica, True))
 
     @routes.add("POST", _PATH + "undrain", right=operator, meter=free, body=body, tag="router")
     async def undrain(call: Call) -> dict[str, Any]:
         """Send requests to a drained replica again."""
-        return describe(router, router.drain(_text(call.body, "replica"), False))
+        return describe(router, router.drain(call.body.replica, False))
 
     @routes.add("GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, tag="router")
     async def decisions(call: Call) -> dict[str, Any]:
@@ -68,13 +79,6 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         if not last.isdigit():
             raise BadRequest("last: must be a number", param="last")
         return {"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))}
-
-
-def _text(body: dict[str, Any], name: str) -> str:
-    found = body.get(name)
-    if not isinstance(found, str) or not found.strip():
-        raise BadRequest(f'{name}: must be a string, such as {{"{name}": "http://host:8000"}}', param=name)
-    return found
 
 
 def _state(router: Router) -> dict[str, Any]:

@@ -8,6 +8,7 @@ that of the replica that keeps most, and has the answers of all.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -15,16 +16,17 @@ from typing import Any, Final
 import msgspec
 
 from foreword.api import cache_control
+from foreword.api.dialects.decode import TooMany
 from foreword.api.dialects.limits import Limits
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
+from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.rights import Right
 from foreword.api.routes import Routes
-from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
-from foreword.router.client_request import ClientRequest, decode_object
 from foreword.router.passthrough import healthy, send_once
+from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
 
@@ -39,24 +41,31 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
 
 
-def _parse(raw: bytes, limits: Limits) -> dict[str, Any]:
-    """Raises BadRequest."""
-    body = decode_object(raw, limits)
-    given = body.get("cache_salt")
-    if given is not None and not isinstance(given, str):
+def _parse(raw: bytes, limits: Limits) -> GenerateRequest:
+    """The prefix as a request that is placed; without a prompt if the replicas have to say what is wrong with it. Raises
+    BadRequest."""
+    body = read_body(raw, limits)
+    if body.only("cache_salt") and body.text("cache_salt") is None:
         raise BadRequest("cache_salt must be a string", param="cache_salt")
-    return body
+    try:
+        request = parse_request("completions" if body.only("prompt") else "chat", raw, limits)
+    except TooMany:
+        raise
+    except BadRequest:
+        return GenerateRequest("chat", model=body.text("model"), cache_salt=body.text("cache_salt") or "", body=body)
+    return dataclasses.replace(request, add_generation_prompt=False)
 
 
 async def _control(router: Router, call: Call, verb: str) -> Answer:
-    body, computes = dict(call.body), verb in ("retain", "pin")
-    if body.get("all") is True:
+    request, computes = call.body, verb in ("retain", "pin")
+    everything = bytes(request.body.fields.get("all", b"")) == b"true"
+    if everything:
         call.require(Right.OWNER, "releasing everything")
-    body["cache_salt"] = router.audit.salts.all_of(call.tenant.salt, body.get("cache_salt"))[-1]
-    targets, tokens = await _targets(router, call, body, verb)
+    salt = router.audit.salts.all_of(call.tenant.salt, request.cache_salt or None)[-1]
+    targets, tokens = await _targets(router, call, request, salt, "release" if everything else verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid
         call.charge(tokens * len(targets))
-    answers = await _ask(router, call, list(targets), body)
+    answers = await _ask(router, call, list(targets), request.body, salt)
     if computes:
         call.charge(sum(_count(_body(one), "prompt_tokens") for one in answers.values() if one.status < 400))
     return _answer(verb, targets, answers)
@@ -68,51 +77,29 @@ def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
     return [one for one in replicas if one.kind in kinds] or list(replicas)
 
 
-async def _targets(router: Router, call: Call, body: Mapping[str, Any], verb: str) -> tuple[dict[Upstream, str], int]:
+async def _targets(
+    router: Router, call: Call, request: GenerateRequest, salt: str | None, verb: str
+) -> tuple[dict[Upstream, str], int]:
     """The replicas that get a request, and why; and the tokens of its prefix, 0 if they are not known. Raises NoReplica,
     UnknownModel."""
-    model = body.get("model")
-    everything = body.get("all") is True
-    if everything and model is None:
+    if verb == "release" and request.model is None and not request.messages and not request.prompts:
         return dict.fromkeys(_able(healthy(router)), "all replicas"), 0
-    pool = router.pool(model if isinstance(model, str) else None)
+    pool = router.pool(request.model)
     able = _able([one for one in healthy(router) if one.url in pool.upstreams], verb)
     if not able:
         raise NoReplica("No replica of this model takes requests now")
-    if everything or verb == "release" or not pool.needs_prompts:
+    if verb == "release" or not pool.needs_prompts:
         return dict.fromkeys(able, "all replicas"), 0
-    asked = _as_prompt(body)
-    prompt = await router.prompts.tokenize(asked, pool.tokenizing_replicas)
-    session = asked.session(call.headers.get("x-session-id"))
+    prompt = await router.prompts.tokenize(request, pool)
+    session = request.session_name(call.headers)
     name = f"{call.tenant.name}/{session}" if session is not None else None
-    known = pool.likely_replicas(pool.query(prompt, asked.model, _salt(call.tenant, body), name, None))
+    known = pool.likely_replicas(pool.query(prompt, request.model, Salt.of(call.tenant.salt, salt), name, None))
     found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
     return found or dict.fromkeys(able, "all replicas: none is known to hold it"), len(prompt.tokens)
 
 
-def _salt(tenant: Tenant, body: Mapping[str, Any]) -> Salt:
-    """Of the blocks that a body is about."""
-    return Salt.of(tenant.salt, body["cache_salt"])
-
-
-def _as_prompt(body: Mapping[str, Any]) -> ClientRequest:
-    """The prefix as a request that is placed."""
-    model = body.get("model")
-    given = {**body, "add_generation_prompt": False}
-    return ClientRequest(
-        "completion" if body.get("prompt") is not None else "chat",
-        b"",
-        given,
-        model if isinstance(model, str) else None,
-        streams=False,
-        single=True,
-        wants_usage=False,
-        wants_token_ids=False,
-    )
-
-
 async def _ask(
-    router: Router, call: Call, targets: Sequence[Upstream], body: Mapping[str, Any] | None = None
+    router: Router, call: Call, targets: Sequence[Upstream], body: ClientBody | None = None, salt: str | None = None
 ) -> dict[Upstream, Answer]:
     """The answers of these replicas. One that does not answer counts as an error response."""
 
@@ -120,8 +107,8 @@ async def _ask(
         data = b""
         if body is not None:
             # Only Foreword's servers know the tenant without it.
-            given = body["cache_salt"] if upstream.kind == "foreword" else _salt(call.tenant, body).text or None
-            data = msgspec.json.encode({**body, "cache_salt": given})
+            given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
+            data = edited(body, (), {"cache_salt": given})
         try:
             return await send_once(router, call, upstream, call.path, data)
         except ReplicaFailed as error:

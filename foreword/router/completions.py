@@ -16,9 +16,9 @@ from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
-from foreword.router.client_request import DIALECT_NAMES, PATHS, ClientRequest, parse_request
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replica_body import PATHS, parse_request
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
@@ -37,9 +37,9 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Place a request, queue it per tenant, and retry and continue it on other replicas."""
         return await _proxy(router, call, call.body)
 
-    for interface, path in PATHS.items():
-        body, name = JsonBody(partial(parse_request, interface)), DIALECT_NAMES[interface]
-        add = routes.add("POST", path, right=right, meter=tokens, body=body, tag="generate", outcome=name)
+    for name in ("chat", "completions", "embeddings"):
+        body = JsonBody(partial(parse_request, name))
+        add = routes.add("POST", PATHS[name], right=right, meter=tokens, body=body, tag="generate", outcome=name)
         add(generate)
     for dialect in map(DIALECTS.__getitem__, TRANSLATED):
         routes.add(
@@ -47,7 +47,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             dialect.path,
             right=right,
             meter=tokens,
-            body=JsonBody(dialect.parse),
+            body=JsonBody(partial(parse_request, dialect.name)),
             tag="generate",
             errors=dialect.error_response,
             outcome=dialect.name,
@@ -67,7 +67,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         given: GenerateRequest = call.body
         pool = router.pool(given.model)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
-        prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
+        prompt = await router.prompts.tokenize(request, pool)
         if not prompt.exact:
             raise NoReplica("No replica of this model can count tokens now")
         return {"input_tokens": len(prompt.tokens)}
@@ -89,7 +89,7 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
 
 
 async def _proxy(
-    router: Router, call: Call, request: ClientRequest, translation: Translation | None = None
+    router: Router, call: Call, request: GenerateRequest, translation: Translation | None = None
 ) -> Answer | None:
     call.release_body()
     tenant, pool = call.tenant, router.pool(request.model)
@@ -100,10 +100,10 @@ async def _proxy(
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - clock()) as limit:
             read = clock()
             if pool.needs_prompts:
-                prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
+                prompt = await router.prompts.tokenize(request, pool)
             else:
                 prompt = TokenizedPrompt((), "unread")
-            session = request.session(call.headers.get("x-session-id"))
+            session = request.session_name(call.headers)
             proxied = ProxiedRequest(
                 router,
                 request,

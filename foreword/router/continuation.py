@@ -7,15 +7,15 @@ because one may span the failover.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
+from foreword.api.request import GenerateRequest
 from foreword.engine.stops import StopFinder
 from foreword.errors import ReplicaFailed
-from foreword.router.client_request import ClientRequest
 
 # Fields that a continuation replaces, or that concern the first replica only.
 _DROPPED: Final = frozenset(
@@ -29,47 +29,23 @@ _DROPPED: Final = frozenset(
     )
     for name in names.split()
 )
-# Fields that prevent an exact continuation, and their values that mean "not set".
-_UNSUPPORTED: Final[Mapping[str, tuple[object, ...]]] = {
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "prompt_logprobs": (None,),
-    "suffix": (None, ""),
-    "echo": (None, False),
-    "prompt_embeds": (None,),
-    "use_beam_search": (None, False),
-    "logits_processors": (None, []),
-}
 
 
-def why_not_continuable(request: ClientRequest) -> str | None:
+def why_not_continuable(request: GenerateRequest) -> str | None:
     """Why no other replica can continue the response to this request; None if one can."""
     if not request.single:
         return "it has several prompts or choices"
-    for name, neutral in _UNSUPPORTED.items():
-        if request.body.get(name) not in neutral:
-            return f"{name} cannot be continued in the middle of a response"
-    messages = request.body.get("messages")
-    if isinstance(messages, list) and not all(_is_text(message) for message in messages):
-        return "its prompt is not only text"
-    if request.body.get("tool_choice") not in (None, "none", "auto"):
-        return "tool_choice cannot be continued in the middle of a response"
-    return None
-
-
-def _is_text(message: Any) -> bool:
-    content = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(content, list):
-        return True
-    return all(isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content)
+    if request.refusal is not None:
+        return f"it is not understood here ({request.refusal.message})"
+    used = {
+        "tools": request.tools,
+        "structured output": request.output_format is not None,
+        "echo": request.echo,
+        "prompt_logprobs": "prompt_logprobs" in request.sampling,
+        **{name: request.sampling.get(name) for name in ("presence_penalty", "frequency_penalty")},
+    }
+    found = next((name for name, value in used.items() if value), None)
+    return f"{found} cannot be continued in the middle of a response" if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +68,12 @@ class StreamPosition:
 class ContinuedResponse:
     """Converts the next replica's chunks."""
 
-    def __init__(self, request: ClientRequest, position: StreamPosition) -> None:
-        stops = request.body.get("stop")
-        self.stops: tuple[str, ...] = (stops,) if isinstance(stops, str) else tuple(stops or ())
-        self._finder = StopFinder(self.stops, include=bool(request.body.get("include_stop_str_in_output")))
-        self._chat = request.interface == "chat"
-        self._top = int(request.body.get("top_logprobs") or 0)
-        self._wants_logprobs = num_logprobs(request) is not None
+    def __init__(self, request: GenerateRequest, position: StreamPosition) -> None:
+        given = request.sampling
+        self._finder = StopFinder(given.get("stop", ()), include=given.get("include_stop", False))
+        self._chat = request.dialect == "chat"
+        # The number of alternatives per token; None without log-probabilities.
+        self._top: int | None = given.get("logprobs")
         self._skip = position.repeated
         self._offset = len(position.text)
         # Characters from the start of the output: those that passed the stop finder, and those that the client has.
@@ -128,7 +103,7 @@ class ContinuedResponse:
         ids = choice.token_ids or []
         skipped = min(self._skip, len(ids))
         self._skip -= skipped
-        found = choice.read_logprobs() if self._wants_logprobs else None
+        found = choice.read_logprobs() if self._top is not None else None
         odds = None if found is None else self._logprobs(found, skipped)
         reason = "stop" if stopped is not None else finish
         match = stopped if stopped is not None else choice.stop_reason
@@ -165,32 +140,19 @@ class ContinuedResponse:
         return {**columns, "top_logprobs": tops, "text_offset": offsets}
 
 
-def num_logprobs(request: ClientRequest) -> int | None:
-    """The value of `logprobs` for `/v1/completions`: the number of alternatives per token."""
-    found = request.body.get("logprobs")
-    if request.interface == "completion":
-        return found if isinstance(found, int) and not isinstance(found, bool) else None
-    return int(request.body.get("top_logprobs") or 0) if found else None
-
-
 def continuation_body(
-    request: ClientRequest,
-    prompt: Sequence[int],
-    position: StreamPosition,
-    max_model_len: int | None,
-    default_tokens: int | None,
+    request: GenerateRequest, prompt: Sequence[int], position: StreamPosition, max_model_len: int | None
 ) -> dict[str, Any]:
     """The body that continues after `position`. Its `max_tokens` is 0 if nothing is left to generate.
 
     Args:
         max_model_len: maximum length of the model; None if unknown.
-        default_tokens: `max_tokens` of a completion without one.
 
     Raises ReplicaFailed if the length is needed and unknown.
     """
-    body = {name: value for name, value in request.body.items() if name not in _DROPPED}
-    ids = [*prompt, *position.tokens]
-    max_tokens = request.max_tokens if request.max_tokens is not None else default_tokens
+    body: dict[str, Any] = {name: value for name, value in request.body.fields.items() if name not in _DROPPED}
+    ids, given = [*prompt, *position.tokens], request.sampling
+    max_tokens = given.get("max_tokens")
     limits = [max_tokens - len(position.tokens)] if max_tokens is not None else []
     limits += [max_model_len - len(ids)] if max_model_len is not None else []
     if not limits:
@@ -202,8 +164,8 @@ def continuation_body(
         "stream_options": {"include_usage": True},
         "return_token_ids": True,
     }
-    if isinstance(min_tokens := request.body.get("min_tokens"), int):
-        body["min_tokens"] = min(max(min_tokens - len(position.tokens), 0), body["max_tokens"])
-    if (alternatives := num_logprobs(request)) is not None:
-        body["logprobs"] = alternatives
+    if "min_tokens" in given:
+        body["min_tokens"] = min(max(given["min_tokens"] - len(position.tokens), 0), body["max_tokens"])
+    if "logprobs" in given:
+        body["logprobs"] = given["logprobs"]
     return body

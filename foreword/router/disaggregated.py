@@ -10,13 +10,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
 from foreword.api.dialects.answer_reader import AnswerReader
+from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
-from foreword.router.client_request import ROUTER_FIELDS, ClientRequest, replica_body
 from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replica_body import PATHS, ROUTER_FIELDS, edited, replica_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ _PREFILL_ONLY: Final = {
 }
 # Fields that only concern the decode replica.
 _DECODE_FIELDS: Final = frozenset(("stream_options", "min_tokens", "logprobs", "top_logprobs", "return_token_ids"))
-# With these vLLM computes the whole prompt on the decode replica in any case.
-_NO_TRANSFER: Final = ("prompt_logprobs", "echo", "use_beam_search")
 
 
 async def decode_body(proxied: ProxiedRequest, attempt: Attempt) -> bytes:
@@ -57,16 +54,17 @@ async def _transfer_params(proxied: ProxiedRequest, attempt: Attempt, prefill: U
     return None
 
 
-def _can_be_split(request: ClientRequest) -> bool:
-    """vLLM returns one `kv_transfer_params`, which is not enough for several prompts or choices."""
-    return request.single and not any(request.body.get(name) for name in _NO_TRANSFER)
+def _can_be_split(request: GenerateRequest) -> bool:
+    """vLLM returns one `kv_transfer_params`, which is not enough for several prompts or choices. With some options it computes
+    the whole prompt on the decode replica in any case."""
+    return request.single and not (request.refusal or request.echo or "prompt_logprobs" in request.sampling)
 
 
 async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, Any] | None:
     """vLLM's first step: compute the prompt and one token. None if it failed."""
     prefill.in_flight += 1
     try:
-        path = proxied.request.path
+        path = PATHS[proxied.request.dialect]
         response, data = await proxied.send(prefill, _prefill_body(proxied), path, streams=False)
     except (*CONNECTION_ERRORS, ReplicaFailed) as error:
         _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
@@ -85,10 +83,10 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
 
 def _prefill_body(proxied: ProxiedRequest) -> bytes:
     dropped = _DECODE_FIELDS | ROUTER_FIELDS
-    body = {name: value for name, value in proxied.request.body.items() if name not in dropped}
-    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    body |= {"stream": False, limit: 1, "kv_transfer_params": _PREFILL_ONLY}
-    return msgspec.json.encode({**body, **proxied.own_fields("vllm")})
+    body = proxied.request.body
+    limit = "max_completion_tokens" if "max_completion_tokens" in body.fields else "max_tokens"
+    changes = {"stream": False, limit: 1, "kv_transfer_params": _PREFILL_ONLY, **proxied.own_fields("vllm")}
+    return edited(body, dropped, changes)
 
 
 def _prefill_failed(proxied: ProxiedRequest, prefill: Upstream, reason: str, *, certain: bool = False) -> None:

@@ -13,12 +13,10 @@ import msgspec
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.front import Answer
-from foreword.api.misses.bodies import conversation_of
 from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl, GenerateRequest
 from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord
-from foreword.router.client_request import ClientRequest
 from foreword.router.decision_log import DecisionLog
 from foreword.router.router_metrics import RouterMetrics
 
@@ -33,7 +31,7 @@ class ServedRequest:
 
     id: str
     tenant: str
-    request: ClientRequest
+    request: GenerateRequest
     model: str
     session: str | None
     replica: str
@@ -89,10 +87,10 @@ class RouterMisses:
 
     def _explain(self, served: ServedRequest) -> Miss:
         conversation = self._finder.begin(
-            _conversation(served.request, served.session),
+            dataclasses.replace(served.request, cache=CacheControl(key=served.session)),
             served.tenant,
             model=served.model,
-            salt=served.request.cache_salt or "",
+            salt=served.request.cache_salt,
             began=served.began,
         )
         conversation.computed_at = served.computed_at
@@ -127,12 +125,7 @@ def _resolve(explained: asyncio.Future[Miss], found: Future[Miss]) -> None:
 
 def _is_compared(served: ServedRequest) -> bool:
     known = served.cached_tokens is not None and (served.prompt_tokens or 0) >= _MIN_TOKENS
-    return known and served.request.interface != "embedding"
-
-
-def _conversation(request: ClientRequest, session: str | None) -> GenerateRequest:
-    found = conversation_of("chat" if request.interface == "chat" else "completions", request.body)
-    return dataclasses.replace(found, cache=CacheControl(key=session))
+    return known and served.request.dialect != "embeddings"
 
 
 def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:

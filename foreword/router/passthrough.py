@@ -12,11 +12,12 @@ from yarl import URL
 from foreword.api import stored_responses
 from foreword.api.callers import credentials
 from foreword.api.front import Answer, Call, Handler
+from foreword.api.request import ClientBody
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.client_request import decode_object
+from foreword.router.replica_body import edited, read_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
 from foreword.router.service import Router
 
@@ -60,19 +61,17 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     async def tokenize(call: Call) -> Answer:
         """Tokenization, by a replica of the model."""
-        body: dict[str, Any] = call.body
-        name = body.get("model")
-        replicas = router.pool(name if isinstance(name, str) else None).tokenizing_replicas()
+        body: ClientBody = call.body
+        replicas = router.pool(body.text("model")).tokenizing_replicas()
         if not replicas:
             raise NoReplica("No replica of this model can tokenize")
         path = str(replicas[0].info and replicas[0].info.tokenize_path)
         if call.path.endswith("/detokenize"):
             path = path.replace("tokenize", "detokenize")
-        data = msgspec.json.encode({key: value for key, value in body.items() if key not in _DROPPED})
-        return await send_to_one(router, call, replicas, path, data)
+        return await send_to_one(router, call, replicas, path, edited(body, _DROPPED, {}))
 
     for path in ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"):
-        add = routes.add("POST", path, right=Right.TENANT, meter=free, body=JsonBody(decode_object), tag="models")
+        add = routes.add("POST", path, right=Right.TENANT, meter=free, body=JsonBody(read_body), tag="models")
         add(tokenize)
 
 

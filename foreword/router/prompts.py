@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import aiohttp
 import msgspec
 
+from foreword.api.chat_template import chat_text
+from foreword.api.dialects.chat_request import ReplicaKind
+from foreword.api.request import GenerateRequest, Message
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.router.client_request import ClientRequest
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 from foreword.router.token_cache import MessageTokenizer, TokenLru, digest
 
@@ -28,9 +30,10 @@ if TYPE_CHECKING:
 _CACHED_TOKENS: Final = 8_000_000
 # Shorter prompts are tokenized on the event loop: it takes less than a millisecond, and a thread would cost as much again.
 _INLINE_BYTES: Final = 2048
-_TEMPLATE_OPTIONS: Final = ("continue_final_message", "chat_template", "chat_template_kwargs", "tools", "documents")
-_CHAT_FIELDS: Final = ("add_generation_prompt", "add_special_tokens", *_TEMPLATE_OPTIONS)
-_PROMPT_FIELDS: Final = ("add_special_tokens",)
+# Of a chat, what a replica needs to render it.
+_CHAT_FIELDS: Final = (
+    "messages", "tools", "documents", "chat_template", "chat_template_kwargs", "add_special_tokens", "continue_final_message",
+)  # fmt: skip
 # Tokens before the output on which the text of its first tokens may depend.
 _CONTEXT: Final = 8
 # Maximum number of tokens whose text a server holds back; more than a few only if a model writes no characters.
@@ -41,8 +44,22 @@ _MAX_ASKED: Final = 2
 # broken stream cannot be continued without the text of its tokens.
 _TIMEOUT_FACTORS: Final = (1, 5, 25)
 
-TokenizingReplicas = Callable[[], Sequence[Upstream]]
-"""Returns the replicas that can tokenize, the least loaded first."""
+
+class TokenizingPool(Protocol):
+    """What is needed of `replica_pool.ReplicaPool`."""
+
+    @property
+    def kind(self) -> ReplicaKind: ...
+    def tokenizing_replicas(self) -> Sequence[Upstream]:
+        """The least loaded first."""
+        ...
+
+
+class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
+    """A message that every server gives to the template in the same way."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +105,23 @@ class PromptTokenizer:
     def close(self) -> None:
         self._work.close()
 
-    async def tokenize(self, request: ClientRequest, replicas: TokenizingReplicas) -> TokenizedPrompt:
+    async def tokenize(self, request: GenerateRequest, pool: TokenizingPool) -> TokenizedPrompt:
         """The tokens of the request's prompt, of the first one if it has several."""
-        prompt = _first_prompt(request.body.get("prompt")) if request.interface == "completion" else None
-        if isinstance(prompt, list):
+        prompt = request.prompts[0] if request.prompts else None
+        if isinstance(prompt, tuple):
             return TokenizedPrompt(prompt, "client") if _are_token_ids(prompt) else TokenizedPrompt((), "text")
         body = _tokenize_body(request, prompt)
-        if body is None:
+        if body is None or (request.refusal is not None and pool.kind == "foreword"):
             return TokenizedPrompt(text_as_tokens(request), "text")
         data = msgspec.json.encode(body)
         name = digest(data)
+        local = self._is_local(request, pool.kind)
         tokens = self._cache.get(name)
-        local = self._is_local(body)
         if tokens is None and local and len(data) <= _INLINE_BYTES:
-            tokens = self._tokenize_locally(body)
+            tokens = self._tokenize_locally(request, prompt)
             self._keep(name, tokens)
         elif tokens is None:
-            tokens = await self._tokenize_once(name, body, len(data), replicas)
+            tokens = await self._tokenize_once(name, partial(self._tokenize, request, prompt, data, local, pool))
         if tokens is None:
             return TokenizedPrompt(text_as_tokens(request), "text")
         return TokenizedPrompt(tokens, "tokenizer" if local else "replica")
@@ -139,12 +156,12 @@ class PromptTokenizer:
     # Internals
 
     async def _tokenize_once(
-        self, name: bytes, body: Mapping[str, Any], size: int, replicas: TokenizingReplicas
+        self, name: bytes, tokenize: Callable[[], Coroutine[Any, Any, array[int] | None]]
     ) -> array[int] | None:
         """Concurrent requests with the same prompt share one call."""
         pending = self._pending.get(name)
         if pending is None:
-            pending = self._pending[name] = asyncio.ensure_future(self._tokenize_anywhere(body, size, replicas))
+            pending = self._pending[name] = asyncio.ensure_future(tokenize())
             pending.add_done_callback(partial(self._tokenized, name))
         # The first request may be cancelled while others still wait.
         return await asyncio.shield(pending)
@@ -154,48 +171,57 @@ class PromptTokenizer:
         if not pending.cancelled() and pending.exception() is None:
             self._keep(name, pending.result())
 
-    async def _tokenize_anywhere(
-        self, body: Mapping[str, Any], size: int, replicas: TokenizingReplicas
+    async def _tokenize(
+        self, request: GenerateRequest, prompt: str | None, data: bytes, local: bool, pool: TokenizingPool
     ) -> array[int] | None:
-        if self._is_local(body):
-            return await self._work.run(size, self._tokenize_locally, body)
-        for upstream in replicas()[:_MAX_ASKED]:
+        if local:
+            return await self._work.run(len(data), self._tokenize_locally, request, prompt)
+        for upstream in pool.tokenizing_replicas()[:_MAX_ASKED]:
             assert upstream.info is not None and upstream.info.tokenize_path is not None
             try:
-                found = await self._post(upstream, upstream.info.tokenize_path, body, self._timeout)
+                found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
                 return array("I", found["tokens"])
             except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
                 continue
         return None
 
-    def _is_local(self, body: Mapping[str, Any]) -> bool:
-        """Whether the router's own tokenizer can be used; not for options that change the chat template."""
-        return self._tokenizer is not None and not any(name in body for name in _TEMPLATE_OPTIONS)
+    def _is_local(self, request: GenerateRequest, kind: ReplicaKind) -> bool:
+        """Whether the router's own tokenizer gives the tokens of the replicas. Foreword's servers render as the router does;
+        others only what leaves nothing to choose."""
+        if self._tokenizer is None or request.refusal is not None:
+            return False
+        if kind == "foreword" or request.prompts:
+            return True
+        if request.tools or request.template_options or request.continue_final_message:
+            return False
+        given = request.body.only("messages", "documents")
+        try:
+            msgspec.json.decode(given.pop("messages"), type=list[_PlainMessage])
+        except msgspec.ValidationError:
+            return False
+        return not given
 
-    def _tokenize_locally(self, body: Mapping[str, Any]) -> array[int] | None:
+    def _tokenize_locally(self, request: GenerateRequest, prompt: str | None) -> array[int] | None:
         """Runs on any thread. None for an invalid prompt: the replica will report the error."""
         assert self._tokenizer is not None and self._messages is not None
-        if "prompt" in body:
-            special = body.get("add_special_tokens", True) is not False
-            return array("I", self._tokenizer.encode(body["prompt"], add_special_tokens=special))
-        messages = [_template_message(message) for message in body["messages"]]
-        generation_prompt = body.get("add_generation_prompt", True) is not False
+        if prompt is not None:
+            return array("I", self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens))
         try:
-            return self._messages.tokens(messages, add_generation_prompt=generation_prompt)
+            return self._messages.tokens(chat_text(self._tokenizer, request))
         except BadRequest:
             return None
 
     async def _detokenize(self, upstream: Upstream, seconds: float, tokens: Sequence[int]) -> str:
         assert upstream.info is not None and upstream.info.tokenize_path is not None
         path = upstream.info.tokenize_path.replace("tokenize", "detokenize")
-        found = await self._post(upstream, path, {"tokens": list(tokens), "model": upstream.model}, seconds)
+        data = msgspec.json.encode({"tokens": list(tokens), "model": upstream.model})
+        found = await self._post(upstream, path, data, seconds)
         if not isinstance(text := found.get("prompt"), str):
             raise ReplicaFailed(f"{upstream.url}{path} returned an unexpected body")
         return text
 
-    async def _post(self, upstream: Upstream, path: str, body: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    async def _post(self, upstream: Upstream, path: str, data: bytes, seconds: float) -> dict[str, Any]:
         headers = {**self._headers, "content-type": "application/json"}
-        data = msgspec.json.encode(body)
         limit = aiohttp.ClientTimeout(total=seconds)
         async with self._session.post(upstream.url + path, data=data, headers=headers, timeout=limit) as response:
             found = await response.read()
@@ -238,61 +264,38 @@ def _checked(text: str, sent: str) -> str:
     return text
 
 
-def text_as_tokens(request: ClientRequest) -> array[int]:
+def text_as_tokens(request: GenerateRequest) -> array[int]:
     """A prompt as numbers that are equal where its text is equal: four bytes per number."""
-    if request.interface == "chat":
-        messages = request.body.get("messages")
-        text = b"".join(map(msgspec.json.encode, messages)) if isinstance(messages, list) else b""
-    else:
-        prompt = _first_prompt(request.body.get("prompt"))
-        text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b""
-    prefix = request.body.get("prefix")
-    if isinstance(prefix, str):
-        text = prefix.encode("utf-8", "replace") + b"\x00" + text
+    prompt = request.prompts[0] if request.prompts else None
+    text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b"".join(map(_as_text, request.messages))
+    if request.prefix is not None:
+        text = request.prefix.encode("utf-8", "replace") + b"\x00" + text
     words = array("I")
     words.frombytes(text[: len(text) // 4 * 4])
     return words
 
 
-def _first_prompt(prompt: object) -> object:
-    """The first of several prompts; a list of numbers is one prompt."""
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        return prompt[0]
-    return prompt
+def _as_text(message: Message) -> bytes:
+    return msgspec.json.encode((message.role, message.reasoning, message.content, message.tool_calls))
 
 
-def _are_token_ids(prompt: list[Any]) -> bool:
-    return all(type(one) is int and 0 <= one < 2**32 for one in prompt)
+def _are_token_ids(prompt: tuple[int, ...]) -> bool:
+    return bool(prompt) and 0 <= min(prompt) <= max(prompt) < 2**32
 
 
-def _tokenize_body(request: ClientRequest, prompt: object) -> dict[str, Any] | None:
+def _tokenize_body(request: GenerateRequest, prompt: str | None) -> dict[str, Any] | None:
     """The body of a tokenization request; None if the prompt cannot be tokenized separately."""
-    if request.body.get("prefix") is not None:  # a named prefix, whose text the replica has
+    if request.prefix is not None:  # a named prefix, whose text the replica has
         return None
-    if request.interface == "completion":
-        if not isinstance(prompt, str):
-            return None
-        return _given(request, _PROMPT_FIELDS) | {"prompt": prompt}
-    messages = request.body.get("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+    body: dict[str, Any] = {"model": request.model} if request.model else {}
+    if prompt is not None:
+        return body | {"prompt": prompt} | ({} if request.add_special_tokens else {"add_special_tokens": False})
+    body |= request.body.only(*_CHAT_FIELDS)
+    if "messages" not in body:
         return None
-    return _given(request, _CHAT_FIELDS) | {"messages": messages}
-
-
-def _given(request: ClientRequest, names: Sequence[str]) -> dict[str, Any]:
-    found = {name: request.body[name] for name in names if request.body.get(name) is not None}
-    return found | ({"model": request.model} if request.model else {})
-
-
-def _template_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as Foreword's server gives it to the template: text parts joined, `developer` as `system`."""
-    plain = dict(message)
-    content = plain.get("content")
-    if isinstance(content, list):
-        plain["content"] = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if plain.get("role") == "developer":
-        plain["role"] = "system"
-    return plain
+    if request.template_options:
+        body["chat_template_kwargs"] = request.template_options
+    return body if request.add_generation_prompt else {**body, "add_generation_prompt": False}
 
 
 def _decode(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> tuple[int, str]:

@@ -77,7 +77,7 @@ class ProxiedRequest(RoutedRequest):
         """Whether the client asked for a cache report."""
         if self.translation is not None:
             return self.translation.request.cache_report
-        return self.request.body.get("cache_report") is True
+        return self.request.cache_report
 
     def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """Headers for a replica."""
@@ -126,7 +126,7 @@ class ProxiedRequest(RoutedRequest):
         if not attempt.begun and not is_certain(error) and clock() - attempt.sent_at > _SILENT_SECONDS:
             self.silences += 1
             if self.silences >= _MAX_SILENCES:
-                self.router.suspicious.add(self.request.raw)
+                self.router.suspicious.add(self.request.body.raw)
         self._failed(attempt, upstream, reason)
         self.router.failed(upstream, reason, certain=is_certain(error))
 
@@ -158,7 +158,7 @@ class ProxiedRequest(RoutedRequest):
 
     async def repairs(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
         """Whether the replica had lost a named prefix and has it again. If so the attempt is ended, to be repeated."""
-        name = self.request.body.get("prefix")
+        name = self.request.prefix
         if name is None or self.repaired or response.status != 404 or error_of(data).code != "prefix_not_found":
             return False
         self.repaired = True

@@ -27,12 +27,13 @@ import aiohttp
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
+from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
-from foreword.router.client_request import ClientRequest
+from foreword.router.replica_body import PATHS
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _LIKELY: Final = -4.0
 _TOKENS: Final = 8
 _LOGPROBS: Final[Mapping[str, Mapping[str, Any]]] = {
     "chat": {"logprobs": True, "top_logprobs": 5},
-    "completion": {"logprobs": 5},
+    "completions": {"logprobs": 5},
 }
 _MAX_PENDING: Final = 16
 _MAX_BODY: Final = 1 << 20
@@ -67,6 +68,7 @@ class _Hit:
     weights: str | None
     tenant: Tenant
     cache_salt: str | None
+    model: str | None
     path: str
     body: Mapping[str, Any]
     tokens: int
@@ -106,7 +108,7 @@ class RouterAudit:
         self._pending: deque[_Hit] = deque()
 
     def finished(
-        self, request: ClientRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: UsageCounts
+        self, request: GenerateRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: UsageCounts
     ) -> None:
         """A request has ended; it had this `cache_salt`. Some of those that hit are taken for an audit."""
         if not self._every:
@@ -122,13 +124,14 @@ class RouterAudit:
             return
         # The replica must take the tenant from the router, and must not charge the client for it.
         salted = upstream.kind == "vllm" or (upstream.kind == "foreword" and self._auth.uses_own_key)
-        fits = request.interface in _LOGPROBS and len(request.raw) <= _MAX_BODY
+        fits = request.dialect in _LOGPROBS and len(request.body.raw) <= _MAX_BODY
         if not salted or not fits or len(self._pending) >= _MAX_PENDING:
             self.results["skipped"] += 1
             return
-        body = {name: request.body[name] for name in _PROMPT_FIELDS if request.body.get(name) is not None}
-        body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": False, **_LOGPROBS[request.interface]}
-        hit = _Hit(upstream, upstream.weights, tenant, cache_salt, request.path, body, counts.prompt or 0)
+        body: dict[str, Any] = dict(request.body.only(*_PROMPT_FIELDS))
+        body |= {"max_tokens": _TOKENS, "temperature": 0, "stream": False, **_LOGPROBS[request.dialect]}
+        model, path = request.model or upstream.model, PATHS[request.dialect]
+        hit = _Hit(upstream, upstream.weights, tenant, cache_salt, model, path, body, counts.prompt or 0)
         self._pending.append(hit)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
@@ -190,7 +193,7 @@ class RouterAudit:
         # What else waits of it was computed with the KV that is not used any more: it would be found wrong again.
         kept = [one for one in self._pending if one is hit or Salt.of(one.tenant.salt, one.cache_salt) != salt]
         self._pending = deque(kept)
-        url, prompt = hit.upstream.url, json.dumps(hit.body, sort_keys=True)
+        url, prompt = hit.upstream.url, msgspec.json.encode(hit.body)
         logger.error(
             "audit: %s answers from its cache otherwise than without it (log-probabilities differ by %.2g); nothing that "
             "tenant %s has cached with this cache_salt is used any more", url, min(figures), hit.tenant.name,
@@ -203,10 +206,10 @@ class RouterAudit:
             "kind": "router",
             "time": now,
             "replica": url,
-            "model": hit.body.get("model") or hit.upstream.model,
+            "model": hit.model,
             "tenant": salt.digest.hex(),
             "prompt_tokens": hit.tokens,
-            "prompt_sha256": sha256(prompt.encode()).hexdigest(),
+            "prompt_sha256": sha256(prompt).hexdigest(),
             "differences": [one if math.isfinite(one) else None for one in figures],
             "cached": output,
             "computed": expected,

@@ -29,12 +29,12 @@ from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaF
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, describe_error, describe_response
 from foreword.router.auth import response_headers
-from foreword.router.client_request import PATHS, resuming_body
 from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
 from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replica_body import PATHS, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.translation import Translation
@@ -42,8 +42,6 @@ from foreword.router.translation import Translation
 logger = logging.getLogger(__name__)
 
 MIGRATED_EVENT: Final = "foreword.moved"
-# `max_tokens` of a completion without one, in Foreword and vLLM.
-_DEFAULT_COMPLETION_TOKENS: Final = 16
 _END_SECONDS: Final = 0.5
 # How long the end of a stream waits for the cause of its cache miss.
 _EXPLAIN_SECONDS: Final = 2.0
@@ -51,9 +49,9 @@ _EXPLAIN_SECONDS: Final = 2.0
 
 async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
     """The answer; None if it was streamed. Raises ForewordError if nothing was sent to the client."""
-    proxied.router.suspicious.check(proxied.request.raw)
+    proxied.router.suspicious.check(proxied.request.body.raw)
     proxy = _ResponseProxy(proxied)
-    if proxied.request.streams:
+    if proxied.request.stream:
         proxy.client.send_comments()
     try:
         return await proxy.run()
@@ -89,7 +87,7 @@ class _ResponseProxy:
         self.client = EventStream(proxied.call, self._headers, keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
-        self._path = proxied.request.path
+        self._path = PATHS[proxied.request.dialect]
         self._body: dict[str, Any] | None = None
         self._prompt: TokenizedPrompt | None = None
         # The replica to which the request migrated, if it did.
@@ -150,7 +148,7 @@ class _ResponseProxy:
             body = await disaggregated.decode_body(proxied, attempt)
         else:
             body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})
-        streams = proxied.request.streams
+        streams = proxied.request.stream
         if not streams:
             proxied.pool.expect_first_token(attempt)
         response, data = await proxied.send(attempt.upstream, body, self._path, streams=streams)
@@ -357,15 +355,14 @@ class _ResponseProxy:
         end = stream.continue_from(continuation, position)
         if end is None:
             lengths = [one.info.max_model_len or 0 for one in same if one.info]
-            default = _DEFAULT_COMPLETION_TOKENS if request.interface == "completion" else None
-            body = continuation_body(request, stream.prompt_ids, position, max(lengths, default=0) or None, default)
+            body = continuation_body(request, stream.prompt_ids, position, max(lengths, default=0) or None)
             if body["max_tokens"] == 0:
                 end = stream.finish(continuation.flush(), "length")
         if end is not None:
             await self._write(None, end)
             return True
         pool.check_continuable(weights)
-        self._path = PATHS["completion"]
+        self._path = PATHS["completions"]
         self._continue_with(body, body["prompt"], len(position.tokens))
         return False
 
@@ -374,7 +371,7 @@ class _ResponseProxy:
         stream, request = self.stream, self.proxied.request
         prompt, output = list(stream.prompt_ids), list(stream.tokens)
         stream.resume()
-        self._continue_with(resuming_body(request, prompt, output), [*prompt, *output], len(output))
+        self._continue_with(resuming_fields(request, prompt, output), [*prompt, *output], len(output))
 
     def _continue_with(self, body: dict[str, Any], prompt: Sequence[int], count: int) -> None:
         """The next attempt sends this body, to continue after `count` tokens of output."""
@@ -387,9 +384,9 @@ class _ResponseProxy:
     async def _position(self) -> StreamPosition:
         """Where the stream broke. Raises ReplicaFailed."""
         proxied, stream = self.proxied, self.stream
-        body, sent, tokens = proxied.request.body, stream.sent_text(), list(stream.tokens)
+        given, sent, tokens = proxied.request.sampling, stream.sent_text(), list(stream.tokens)
         # With stop strings no chunk shows where the text ends: a server holds back what could begin one.
-        settled, length = (0, 0) if body.get("stop") else stream.settled
+        settled, length = (0, 0) if given.get("stop") else stream.settled
         count, text = 0, ""
         if settled < len(tokens) or length < len(sent):
             replicas = proxied.pool.tokenizing_replicas(proxied.avoid, proxied.weights)
@@ -398,7 +395,7 @@ class _ResponseProxy:
                 count, text = await proxied.router.prompts.text_of(before, tokens[settled:], rest, replicas)
             except ReplicaFailed:
                 # Greedy decoding generates the same tokens again.
-                if body.get("temperature") != 0:
+                if given.get("temperature") != 0:
                     raise
         count += settled
         return StreamPosition(tokens[:count], sent[:length] + text, sent, max(stream.entries - count, 0))

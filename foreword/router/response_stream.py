@@ -15,9 +15,9 @@ import msgspec
 from foreword.api.dialects.answer_reader import AnswerChoice, AnswerChunk, AnswerReader, UsageCounts
 from foreword.api.dialects.limits import is_set
 from foreword.api.misses.causes import Miss
+from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.router.client_request import ClientRequest
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
 
@@ -49,7 +49,7 @@ class ResponseStream:
         holds_end: the end of the stream is held back, for a cache report in its usage. `end_held`: it is complete.
     """
 
-    def __init__(self, request: ClientRequest) -> None:
+    def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.reader = AnswerReader()
         self.prompt_ids: list[int] = []
@@ -126,7 +126,7 @@ class ResponseStream:
         """The last chunk and the end of the stream."""
         assert self.continuation is not None
         self.finish_reason, self.cut = reason, True
-        extra = {"usage": None} if self.request.wants_usage else {}
+        extra = {"usage": None} if self.request.include_usage else {}
         last = self.encode({"choices": [self.continuation.make_choice(text, None, reason, match)], **extra})
         return last + (self.end() or b"")
 
@@ -154,7 +154,7 @@ class ResponseStream:
             where = "in the middle of the response" if self.begun else "without a response"
             raise ReplicaFailed(f"the replica ended the stream {where}")
         self.done = True
-        if self.request.wants_usage and not self.usage_sent and self.request.single and self.exact:
+        if self.request.include_usage and not self.usage_sent and self.request.single and self.exact:
             self._last = self._usage()
         if self.holds_end:
             self.end_held = True
@@ -248,7 +248,7 @@ class ResponseStream:
         if choice.delta is not None and choice.delta.role is not None:
             return self._restarted
         asked = choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids
-        return bool(asked and not self.request.wants_token_ids and self.opened and not is_set(choice.logprobs))
+        return bool(asked and not self.request.return_token_ids and self.opened and not is_set(choice.logprobs))
 
     def _add(self, text: str, ids: list[int] | None) -> None:
         """More text that the client gets, with these tokens."""
@@ -260,10 +260,10 @@ class ResponseStream:
     def _forward(self, event: ServerSentEvent, chunk: AnswerChunk, choice: AnswerChoice) -> bytes | None:
         """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks."""
         self.opened = True
-        hidden, data = not self.request.wants_token_ids, event.data
+        hidden, data = not self.request.return_token_ids, event.data
         if self._restarted or (hidden and (chunk.prompt_token_ids or choice.prompt_token_ids)):
             return self._written(event, hidden=hidden)
-        cuts = [] if self.request.wants_usage or chunk.usage is not None else [_NO_USAGE]
+        cuts = [] if self.request.include_usage or chunk.usage is not None else [_NO_USAGE]
         if hidden and choice.token_ids is not None:
             cuts.append(b',"token_ids":' + _encode(choice.token_ids))
         if not cuts:
@@ -282,7 +282,7 @@ class ResponseStream:
         for one in (chunk, *chunk["choices"]) if hidden else ():
             one.pop("token_ids", None)
             one.pop("prompt_token_ids", None)
-        if not self.request.wants_usage and chunk.get("usage", 0) is None:
+        if not self.request.include_usage and chunk.get("usage", 0) is None:
             del chunk["usage"]
         return b"data: " + _encode(chunk) + b"\n\n"
 
@@ -293,7 +293,7 @@ class ResponseStream:
             if choice.finish_reason:
                 self._unfinished.discard(choice.index)
                 self.finish_reason = choice.finish_reason
-        if self.request.wants_usage or chunk.usage is not None:
+        if self.request.include_usage or chunk.usage is not None:
             return event.raw + b"\n\n"
         return self._written(event, hidden=False)
 
@@ -302,18 +302,18 @@ class ResponseStream:
         if self.finish_reason is not None:
             return None
         self.tokens += choice.token_ids or ()
-        text, made = continuation.convert(choice, self.request.wants_token_ids)
+        text, made = continuation.convert(choice, self.request.return_token_ids)
         if made is None:
             return None
         if text:
             self._add(text, choice.token_ids)
         self.finish_reason = made.get("finish_reason")
         self.cut = self.finish_reason is not None and choice.finish_reason is None
-        extra = {"usage": None} if self.request.wants_usage else {}
+        extra = {"usage": None} if self.request.include_usage else {}
         return self.encode({"choices": [made], **extra})
 
     def _usage_chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
-        if not self.request.wants_usage:
+        if not self.request.include_usage:
             return None
         self.usage_sent = True
         found = self._usage() if self.continuation is not None else (_decode(event.data), self.reader.counts)

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.misses.causes import Miss
+from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt
-from foreword.router.client_request import DIALECT_NAMES, ClientRequest
 from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
@@ -41,7 +41,7 @@ class RoutedRequest:
     """
 
     router: Router
-    request: ClientRequest
+    request: GenerateRequest
     tenant: Tenant
     request_id: str
     pool: ReplicaPool
@@ -61,16 +61,14 @@ class RoutedRequest:
     priority: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt)[-1]
+        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
-        wanted = self.request.priority
-        allowed = self.router.auth.priority(self.tenant, wanted or 0)
-        self.priority = None if wanted is None and not allowed else allowed
+        self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
 
     @property
     def dialect(self) -> str:
         """In which the client speaks."""
-        return DIALECT_NAMES[self.request.interface]
+        return self.request.dialect
 
     def body_salt(self, kind: str) -> str | None:
         """`cache_salt` in the body for a replica of this kind. Foreword's servers know the tenant."""
@@ -87,7 +85,9 @@ class RoutedRequest:
         """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
-        query = pool.query(prompt, request.model, self.salt, self.session, request.max_tokens, self.weights)
+        query = pool.query(
+            prompt, request.model, self.salt, self.session, request.sampling.get("max_tokens"), self.weights
+        )
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
@@ -18,12 +17,14 @@ import aiohttp
 import msgspec
 
 from foreword.api.dialects.answer_reader import check_whole
+from foreword.api.dialects.limits import Limits
+from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.auth import RouterAuth
-from foreword.router.client_request import PATHS, ClientRequest
 from foreword.router.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
+from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
 
 if TYPE_CHECKING:
@@ -91,18 +92,16 @@ class RouterPrefixes:
 
     # Requests
 
-    def expanded(self, pool: ReplicaPool, tenant: Tenant, request: ClientRequest) -> ClientRequest:
+    def expanded(self, pool: ReplicaPool, tenant: Tenant, request: GenerateRequest) -> GenerateRequest:
         """The request with the prefix itself in place of its name, if a replica of the pool does not know names.
 
         Raises UnknownPrefix and BadRequest.
         """
-        name = request.body.get("prefix")
-        if name is None or pool.kind == "foreword":
+        if request.prefix is None or pool.kind == "foreword":
             return request
-        prefix = self.registry.get(tenant.name, name)
-        body = {field: value for field, value in request.body.items() if field != "prefix"}
-        body |= _with_messages(prefix, body) if request.interface == "chat" else _with_text(prefix, body)
-        return replace(request, body=body, raw=msgspec.json.encode(body))
+        prefix = self.registry.get(tenant.name, request.prefix)
+        changes = _with_text(prefix, request) if request.dialect == "completions" else _with_messages(prefix, request)
+        return parse_request(request.dialect, edited(request.body, ("prefix",), changes), Limits())
 
     async def repair(self, upstream: Upstream, tenant: Tenant, name: object) -> bool:
         """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
@@ -162,7 +161,7 @@ class RouterPrefixes:
         computed: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """Compute a prefix, so that the first request that names it hits."""
-        path = PATHS["completion" if prefix.kind == "text" else "chat"]
+        path = PATHS["completions" if prefix.kind == "text" else "chat"]
         body: dict[str, Any] = {"model": info.models[0], "max_tokens": 1}
         body["prompt" if prefix.kind == "text" else "messages"] = prefix.content
         if info.kind == "vllm" and tenant.salt:
@@ -195,19 +194,18 @@ def _has(prefix: RegisteredPrefix, data: bytes) -> bool:
     return isinstance(found, dict) and prefix.body.items() <= found.items()
 
 
-def _with_messages(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:
-    messages = body.get("messages")
-    if isinstance(prefix.content, str) or not isinstance(messages, list):
+def _with_messages(prefix: RegisteredPrefix, request: GenerateRequest) -> dict[str, Any]:
+    messages = request.body.only("messages").get("messages")
+    if isinstance(prefix.content, str) or messages is None:
         raise BadRequest(f"prefix: {prefix.name!r} is text; a chat needs a prefix of messages", param="prefix")
-    return {"messages": [*prefix.content, *messages]}
+    return {"messages": [*prefix.content, *msgspec.json.decode(messages, type=list[msgspec.Raw])]}
 
 
-def _with_text(prefix: RegisteredPrefix, body: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(prefix.content, str):
+def _with_text(prefix: RegisteredPrefix, request: GenerateRequest) -> dict[str, Any]:
+    content = prefix.content
+    if not isinstance(content, str):
         raise BadRequest(f"prefix: {prefix.name!r} is messages; a prompt needs a prefix of text", param="prefix")
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):
-        return {"prompt": prefix.content + prompt}
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str) for one in prompt):
-        return {"prompt": [prefix.content + one for one in prompt]}
-    raise BadRequest("prompt: must be text after a named prefix on these replicas", param="prompt")
+    prompts = [content + one for one in request.prompts if isinstance(one, str)]
+    if not prompts:
+        raise BadRequest("prompt: must be text after a named prefix on these replicas", param="prompt")
+    return {"prompt": prompts if len(prompts) > 1 else prompts[0]}

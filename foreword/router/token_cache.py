@@ -11,9 +11,8 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
@@ -85,9 +84,8 @@ class MessageTokenizer:
         """Cached tokens."""
         return self._cache.held
 
-    def tokens(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> array[int]:
-        """Tokens of a conversation. Raises BadRequest as `Tokenizer.render_chat` does."""
-        text = self._tokenizer.chat_text(messages, add_generation_prompt=add_generation_prompt)
+    def tokens(self, text: str) -> array[int]:
+        """Tokens of a rendered conversation."""
         cut = self._cut
         if cut is None:
             return self._encode(text)

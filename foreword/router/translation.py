@@ -5,10 +5,9 @@ Placement, failover and all guards work on the chat completion below; nothing of
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
-
-import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader, read_error
 from foreword.api.dialects.chat_request import ReplicaKind, write_request
@@ -17,10 +16,9 @@ from foreword.api.dialects.registry import Dialect
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.output import Usage
-from foreword.api.request import GenerateRequest, Message
+from foreword.api.request import ClientBody, GenerateRequest, Message
 from foreword.api.sse import DONE, EventParser
-from foreword.errors import BadRequest, ForewordError
-from foreword.router.client_request import ClientRequest
+from foreword.errors import ForewordError
 
 Store = Callable[[str, tuple[Message, ...], bytes], None]
 """Keeps a response: its id, the conversation with the answer, and the response as JSON."""
@@ -91,23 +89,11 @@ class Translation:
         self._store(self._response_id, conversation(self.request, self._answer), answer)
 
 
-def chat_request(request: GenerateRequest, kind: ReplicaKind) -> ClientRequest:
+def chat_request(request: GenerateRequest, kind: ReplicaKind) -> GenerateRequest:
     """A request of another dialect as a chat completion for replicas of this kind. Raises BadRequest."""
-    if request.prefill:
-        raise BadRequest("kv_transfer_params: only the router may set this", param="kv_transfer_params")
+    if request.refusal is not None:
+        raise request.refusal
     body = write_request(request, kind)
     if request.prefix is not None:
         body["prefix"] = request.prefix
-    return ClientRequest(
-        "chat",
-        msgspec.json.encode(body),
-        body,
-        request.model,
-        streams=request.stream,
-        single=True,
-        wants_usage=True,
-        wants_token_ids=False,
-        cache_salt=request.cache_salt or None,
-        priority=request.priority or None,
-        session_name=request.cache.key or request.session,
-    )
+    return dataclasses.replace(request, dialect="chat", body=ClientBody(to_json(body)), include_usage=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PROMPT_END = 16
 
 
-class AnswerReader:
+class DeltaReader:
     """Reads the deltas of one choice.
 
     Args:
@@ -127,14 +127,14 @@ def reader_for(
     prompt: Request,
     index: int,
     shown: PromptInfo | None = None,
-) -> AnswerReader:
+) -> DeltaReader:
     """The reader of choice `index`, which continues `prompt`."""
     parser = None
     if request.dialect != "completions":
         tools = () if request.tool_choice.mode == "none" else request.tools
         is_open = prompt_opens_reasoning(tokenizer, formats, prompt.tokens)
         parser = AnswerParser(formats, tools, reasoning_open=is_open)
-    return AnswerReader(
+    return DeltaReader(
         tokenizer,
         prompt,
         index,

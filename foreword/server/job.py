@@ -17,7 +17,7 @@ from foreword.api.request import GenerateRequest
 from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
 from foreword.errors import CannotMigrate
-from foreword.server.answers import AnswerReader
+from foreword.server.answers import DeltaReader
 
 # With these headers another server treats a request as the caller's own.
 _FORWARDED = ("authorization", "x-api-key", "x-foreword-salt", "x-request-id", "traceparent", "tracestate")
@@ -95,7 +95,7 @@ class Job:
     head: ResponseHead
     writer: Writer
     requests: tuple[Request, ...]
-    readers: tuple[AnswerReader, ...]
+    readers: tuple[DeltaReader, ...]
     owner: bytes
     streams: bool
     caller: Caller = field(default_factory=Caller)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints, logprobs
-from foreword.api.chat_template import template_messages, template_tools
+from foreword.api.chat_template import chat_text
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
@@ -267,13 +267,7 @@ def _chat_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) 
         content = engine.prefixes.service.book.use(request.prefix, "messages", salt=tenant.salt).content
         assert not isinstance(content, str)
         before = content
-    text = tokenizer.chat_text(
-        [*before, *template_messages(request.messages)],
-        tools=template_tools(request.tools),
-        options=request.template_options,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-    )
+    text = chat_text(tokenizer, request, before)
     tokens = tuple(encode_bounded(engine, text, "messages", add_special_tokens=False))
     retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
     return RenderedPrompt(tokens, retain, _shown(request, tokens))

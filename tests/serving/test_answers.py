@@ -14,7 +14,7 @@ from foreword.api.tools.pieces import joined
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.stops import StopFinder
 from foreword.engine.tokenizer import Tokenizer
-from foreword.server.answers import AnswerReader, reader_for
+from foreword.server.answers import DeltaReader, reader_for
 
 FORMATS = AnswerFormats("hermes", "think")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "héllo"}}\n</tool_call>'
@@ -35,7 +35,7 @@ def deltas(tokenizer: Tokenizer, request: Request, answer: str) -> list[Delta]:
     return [*made, Delta(request.id, 0, (), stops.push(stream.flush())[0] + stops.flush(), finish_reason="stop")]
 
 
-def read(reader: AnswerReader, some: list[Delta]) -> list[Piece]:
+def read(reader: DeltaReader, some: list[Delta]) -> list[Piece]:
     return [piece for delta in some for piece in reader.read(delta).pieces]
 
 

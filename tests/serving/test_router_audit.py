@@ -17,6 +17,7 @@ from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, until
 
 from foreword.api.dialects.answer_reader import UsageCounts
+from foreword.api.dialects.limits import Limits
 from foreword.api.listener import bind
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
@@ -25,8 +26,8 @@ from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.auth import RouterAuth
 from foreword.router.changed_salts import ChangedSalts
-from foreword.router.client_request import ClientRequest
 from foreword.router.replica_audit import RouterAudit, difference, read_output
+from foreword.router.replica_body import parse_request
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
 from foreword.server.app import ServerApp
@@ -150,7 +151,8 @@ def test_an_audit_that_fails() -> None:
         upstream = Upstream(
             ReplicaSpec("http://127.0.0.1:9"), "flag", ReplicaBreaker(), ReplicaInfo("foreword", ("m",))
         )
-        request = ClientRequest("completion", b"{}", {"prompt": PROMPT}, None, False, True, False, False)
+        body = json.dumps({"prompt": PROMPT}).encode()
+        request = parse_request("completions", body, Limits())
         async with aiohttp.ClientSession() as closed:
             pass
         work = asyncio.create_task(audit.run(closed))

@@ -63,6 +63,10 @@ PIECES = st.lists(
 ).map("".join)
 
 
+def text(made: Foreword, messages: list[dict[str, Any]]) -> str:
+    return made.chat_text(messages, add_generation_prompt=False)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_tokens_as_the_whole_text(kind: str) -> None:
     """The tokens are those of the whole conversation, and the second turn tokenizes only new messages."""
@@ -75,7 +79,7 @@ def test_the_same_tokens_as_the_whole_text(kind: str) -> None:
         messages = [{"role": "<c>", "content": text} for text in texts]
         for end in range(1, len(messages) + 1):
             whole = made.render_chat(messages[:end], add_generation_prompt=False)
-            assert list(tokenized.tokens(messages[:end], add_generation_prompt=False)) == whole
+            assert list(tokenized.tokens(text(made, messages[:end]))) == whole
 
     check()
     assert tokenized.held > 0, "nothing was cached"
@@ -88,7 +92,7 @@ def test_a_tokenizer_that_cannot_be_split() -> None:
     tokenized = MessageTokenizer(made)
     messages = [{"role": "<c>", "content": " aaa<c> <b>"}]
     whole = made.render_chat(messages, add_generation_prompt=False)
-    assert list(tokenized.tokens(messages, add_generation_prompt=False)) == whole
+    assert list(tokenized.tokens(text(made, messages))) == whole
 
 
 def test_the_cache_is_bounded() -> None:
@@ -98,5 +102,5 @@ def test_the_cache_is_bounded() -> None:
     for number in range(200):
         messages = [{"role": "<c>", "content": f"cat {number} " * (number % 50)}]
         whole = made.render_chat(messages, add_generation_prompt=False)
-        assert list(tokenized.tokens(messages, add_generation_prompt=False)) == whole
+        assert list(tokenized.tokens(text(made, messages))) == whole
         assert tokenized.held <= 2000

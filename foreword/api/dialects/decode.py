@@ -151,12 +151,16 @@ def refuse(path: str, reason: str) -> BadRequest:
     return BadRequest(f"{path}: {reason}", param=root(path))
 
 
+class TooMany(BadRequest):
+    """A list has more entries than any request needs."""
+
+
 def check_length(values: Any, most: int, path: str, *, least: int = 0) -> None:
-    """Raises BadRequest if a list has too many or too few entries."""
+    """Raises BadRequest if a list has too few entries, and TooMany."""
     if len(values) < least:
         raise refuse(path, f"must have at least {least} {'entry' if least == 1 else 'entries'}")
     if len(values) > most:
-        raise refuse(path, f"must have at most {most} entries, not {len(values)}")
+        raise TooMany(f"{path}: must have at most {most} entries, not {len(values)}", param=root(path))
 
 
 def one_of(value: str, allowed: Mapping[str, Any] | tuple[str, ...], path: str) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from foreword.api.dialects import chat, completions, messages, messages_writer, responses
+from foreword.api.dialects.decode import TooMany
+from foreword.api.dialects.foreign import read_foreign
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.messages_writer import MessagesWriter
 from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.errors import ErrorResponder, openai_error
-from foreword.api.request import DialectName, GenerateRequest
+from foreword.api.request import ClientBody, DialectName, GenerateRequest
+from foreword.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,21 @@ class Dialect:
     parse: Callable[[bytes, Limits], GenerateRequest]
     writer: Callable[[GenerateRequest, ResponseHead], Writer]
     error_response: ErrorResponder
+
+    def read(self, raw: bytes, limits: Limits) -> GenerateRequest:
+        """A request with its body, for a router: what this server does not understand is left to others.
+
+        Raises BadRequest for what no server understands, or the router needs, and BodyTooLarge.
+        """
+        body = ClientBody(raw)
+        try:
+            request = self.parse(raw, limits)
+        except TooMany:
+            raise
+        except BadRequest as refusal:
+            limits.check(raw)
+            request = read_foreign(self.parse, body, limits, refusal)
+        return replace(request, body=body)
 
 
 DIALECTS: Final[Mapping[DialectName, Dialect]] = {

@@ -190,7 +190,10 @@ def message_outline(message: Message, known: Mapping[int, MessageOutline] | None
 def _prompt_outline(prompt: Prompt) -> MessageOutline:
     if isinstance(prompt, str):
         return message_outline(Message("user", prompt))
-    data = array("q", prompt)
+    try:
+        data = array("q", prompt)
+    except OverflowError:  # no token; a replica will say so
+        return _prompt_outline(str(prompt))
     parts = [data[i : i + _TOKENS_PER_LINE].tobytes() for i in range(0, len(data), _TOKENS_PER_LINE)]
     lines, lengths = _hashed(parts, b"")
     whole = digest(data.tobytes())

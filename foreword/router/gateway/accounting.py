@@ -100,7 +100,7 @@ class Accounting:
         self._answer, self._placed = answer, answer.placed
         if self._placed is not None:
             routed, attempt = self._placed
-            if not routed.request.streams:
+            if not routed.request.stream:
                 routed.pool.expect_first_token(attempt)
 
     def refused(self, error: ForewordError) -> None:
@@ -119,7 +119,7 @@ class Accounting:
         if served and served != self._answer.endpoints.partition(",")[0]:
             router.failed(upstream, f"the gateway used {served} instead")
         elif status == 200:
-            self._response = ObservedResponse(streams=routed.request.streams)
+            self._response = ObservedResponse(streams=routed.request.stream)
             return
         elif status in (429, 503) and headers.get("retry-after", "").isdigit():
             router.paused(upstream, min(float(headers["retry-after"]), _MAX_PAUSE))

@@ -24,10 +24,10 @@ from foreword.blocks.salt import Salt
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
-from foreword.router.client_request import ClientRequest, decode_object, replica_body
 from foreword.router.completions import TRANSLATED
 from foreword.router.decision_log import as_header
 from foreword.router.prompts import TokenizedPrompt
+from foreword.router.replica_body import replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router
@@ -214,37 +214,37 @@ class Picker:
         except (NoReplica, QueueFull, TimeoutError) as error:
             if router.config.picker_open and not router.auth.has_tenants:
                 # Without API keys there is no tenant to set, and a client must not invent one.
-                given, own = request.cache_salt, Salt.of(b"", request.cache_salt)
+                given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
                 salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
                 name = router.attempt_name(head.id)
-                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(head, request, raw, salt))
+                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt))
             if isinstance(error, TimeoutError):
                 raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
             raise
         try:
-            return await self._answer(head, routed, attempt, raw, among)
+            return await self._answer(head, routed, attempt, request, among)
         except BaseException:
             routed.pool.failed(attempt)
             raise
 
-    async def _parsed(self, head: RequestHead, raw: bytes) -> ClientRequest:
-        """The request as it is placed and, with its own body, sent. Raises BadRequest."""
+    async def _parsed(self, head: RequestHead, raw: bytes) -> GenerateRequest:
+        """Raises BadRequest."""
         assert head.route is not None and isinstance(head.route.body, JsonBody)
         parse, work = functools.partial(head.route.body.parse, raw, self.router.limits()), self.router.work
         request = parse() if len(raw) <= work.inline else await work.run(len(raw), parse)
-        if isinstance(request, GenerateRequest):
-            return chat_request(request, self.router.pool(request.model).kind)
-        assert isinstance(request, ClientRequest)
+        assert isinstance(request, GenerateRequest)
         return request
 
     async def _routed(
-        self, head: RequestHead, tenant: Tenant, request: ClientRequest, arrived: float, among: Collection[str] | None
+        self, head: RequestHead, tenant: Tenant, request: GenerateRequest, arrived: float, among: Collection[str] | None
     ) -> RoutedRequest:
         router, pool = self.router, self.router.pool(request.model)
         prompt = TokenizedPrompt((), "unread")
+        if head.outcome in TRANSLATED and request.refusal is None:
+            request = chat_request(request, pool.kind)
         if pool.needs_prompts:
-            prompt = await router.prompts.tokenize(request, pool.tokenizing_replicas)
-        session = request.session(head.headers.get("x-session-id"))
+            prompt = await router.prompts.tokenize(request, pool)
+        session = request.session_name(head.headers)
         name = f"{tenant.name}/{session}" if session is not None else None
         routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived, span=head.span)
         if among is not None:
@@ -256,7 +256,7 @@ class Picker:
         head: RequestHead,
         routed: RoutedRequest,
         attempt: Attempt,
-        raw: bytes,
+        given: GenerateRequest,
         among: Collection[str] | None,
     ) -> Answer:
         upstream = attempt.upstream
@@ -272,7 +272,7 @@ class Picker:
         endpoints = ",".join([address, *await self._others(routed, attempt, among)])
         headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
-        body = _body(head, routed.request, raw, own)
+        body = _body(given, own)
         return Answer(attempt.id, headers, body, endpoints, (routed, attempt))
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
@@ -306,9 +306,7 @@ class Picker:
         return {**changes, "x-request-id": head.id}
 
 
-def _body(head: RequestHead, request: ClientRequest, raw: bytes, own: dict[str, Any]) -> bytes | None:
+def _body(request: GenerateRequest, own: dict[str, Any]) -> bytes | None:
     """The body to send; None for the client's."""
-    if head.outcome in TRANSLATED:
-        request = dataclasses.replace(request, raw=raw, body=decode_object(raw))
     body = replica_body(request, "openai", own)
-    return None if body is raw else body
+    return None if body is request.body.raw else body

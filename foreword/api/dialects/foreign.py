@@ -1,0 +1,92 @@
+"""Reads requests that this server would refuse and another engine may know, as far as a router needs them.
+
+The refusal names a field. It is made simpler or left out until the rest is understood. Of what is not text, such as images, a
+digest remains: equal parts are equal texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from foreword.api.dialects.decode import TooMany
+from foreword.api.dialects.limits import Limits
+from foreword.api.request import ClientBody, GenerateRequest
+from foreword.errors import BadRequest
+
+# A router acts on these itself.
+_NEEDED: Final = frozenset(
+    ("model", "stream", "stream_options", "n", "max_tokens", "prefix", "cache_salt", "priority", "return_token_ids")
+)
+_CONVERSATIONS: Final = frozenset(("messages", "input", "system"))
+# Types of parts, items and tools that all dialects here know.
+_KNOWN: Final = frozenset(
+    ("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "reasoning", "summary_text")
+) | frozenset(
+    ("reasoning_text", "message", "tool_use", "tool_result", "function_call", "function_call_output", "function", "custom")
+)  # fmt: skip
+_MOST: Final = 8
+
+
+def read_foreign(
+    parse: Callable[[bytes, Limits], GenerateRequest], body: ClientBody, limits: Limits, refusal: BadRequest
+) -> GenerateRequest:
+    """What `parse` has refused. Raises that refusal if the router cannot do without what is wrong."""
+    fields: dict[str, Any] = dict(body.fields)
+    error, refused = refusal, set[str]()
+    for _ in range(_MOST):
+        name = error.param
+        if name == "prompt" and "prompt_embeds" in fields:
+            fields["prompt"] = _digest(fields.pop("prompt_embeds"))
+        elif name is None or name not in fields or name in _NEEDED:
+            break
+        elif name in _CONVERSATIONS:
+            fields[name] = _texts(fields[name]) if name in refused else _simpler(_decoded(fields[name]), "message")
+        elif name == "tools" and name not in refused:
+            fields[name] = [one for one in _decoded(fields[name]) if _is_function(one)]
+        else:
+            del fields[name]
+        refused.add(name)
+        try:
+            return dataclasses.replace(parse(msgspec.json.encode(fields), limits), refusal=refusal)
+        except TooMany:
+            raise
+        except BadRequest as found:
+            error = found
+    raise refusal
+
+
+def _decoded(field: Any) -> Any:
+    return msgspec.json.decode(field) if isinstance(field, msgspec.Raw) else field
+
+
+def _is_function(tool: Any) -> bool:
+    return isinstance(tool, dict) and tool.get("type", "function") in ("function", "custom")
+
+
+def _simpler(value: Any, place: str = "part") -> Any:
+    """A conversation in which everything of an unknown type is a text with its digest."""
+    if isinstance(value, list):
+        return [_simpler(one, place) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    if not isinstance(kind, str) or kind in _KNOWN:
+        return {name: _simpler(one) for name, one in value.items()}
+    text = f"[{kind} {_digest(value)}]"
+    return {"role": "user", "content": text} if place == "message" else {"type": "text", "text": text}
+
+
+def _texts(field: Any) -> Any:
+    """A conversation whose messages are texts of JSON."""
+    value = _decoded(field)
+    parts = value if isinstance(value, list) else [value]
+    return [{"role": "user", "content": msgspec.json.encode(one).decode()} for one in parts]
+
+
+def _digest(value: Any) -> str:
+    return blake2b(msgspec.json.encode(value), digest_size=16).hexdigest()
