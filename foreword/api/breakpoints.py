@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from foreword.api.chat_template import ChatTokenizer, template_messages, template_tools
+from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.request import CacheBreakpoint, GenerateRequest
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
@@ -23,12 +23,23 @@ MAX_BREAKPOINTS: Final = 4
 _PLACEHOLDER: Final = {"role": "user", "content": "\x00"}
 
 
-class _Tokenizer(ChatTokenizer, Protocol):
+class ChatTokenizer(Protocol):
+    """What is needed of `engine.tokenizer.Tokenizer`."""
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = ...,
+        options: Mapping[str, Any] = ...,
+        add_generation_prompt: bool = ...,
+        continue_final_message: bool = ...,
+    ) -> str: ...
     def token_ends(self, text: str) -> list[int]: ...
 
 
 def retentions(
-    tokenizer: _Tokenizer,
+    tokenizer: ChatTokenizer,
     request: GenerateRequest,
     num_tokens: int,
     text: str = "",
@@ -50,7 +61,7 @@ def retentions(
 
 
 def _positions(
-    tokenizer: _Tokenizer, request: GenerateRequest, num_tokens: int, text: str, before: Sequence[Mapping[str, Any]]
+    tokenizer: ChatTokenizer, request: GenerateRequest, num_tokens: int, text: str, before: Sequence[Mapping[str, Any]]
 ) -> dict[int, Retention]:
     parts = _parts(request, before)[-MAX_BREAKPOINTS:]
     ends = tokenizer.token_ends(text) if parts else []

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from foreword.api.request import GenerateRequest, Message, Tool, ToolCall
 
-
-class ChatTokenizer(Protocol):
-    """What is needed of `engine.tokenizer.Tokenizer`."""
-
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] = ...,
-        options: Mapping[str, Any] = ...,
-        add_generation_prompt: bool = ...,
-        continue_final_message: bool = ...,
-    ) -> str: ...
+if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
 
 
-def chat_text(tokenizer: ChatTokenizer, request: GenerateRequest, before: Sequence[Mapping[str, Any]] = ()) -> str:
+def chat_text(tokenizer: Tokenizer, request: GenerateRequest, before: Sequence[Mapping[str, Any]] = ()) -> str:
     """A conversation as the model sees it, to be encoded without special tokens. `before`: messages of a named prefix.
 
     Raises BadRequest if the template rejects it.

@@ -12,13 +12,13 @@ from foreword.api.dialects.conversations import continued
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.outcomes import ClientGone
-from foreword.api.request import DialectName, GenerateRequest
+from foreword.api.request import GenerateRequest
 from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, parse_request
+from foreword.router.replica_body import PATHS, TRANSLATED, parse_request
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
@@ -26,8 +26,6 @@ from foreword.router.translation import Translation, chat_request
 
 # About, where a prompt is not tokenized.
 _BYTES_PER_TOKEN: Final = 4
-# Those that replicas need not know.
-TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
@@ -75,12 +73,16 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
 def _translated(router: Router, dialect: Dialect) -> Handler:
     async def translate(call: Call) -> Reply:
-        """The same, in a format that only the router needs to know: replicas get chat completions."""
+        """The same, in a format that only the router needs to know: replicas get chat completions. What the router does not
+        understand they get as it is."""
         given: GenerateRequest = call.body
-        salt = call.tenant.salt
+        salt, pool = call.tenant.salt, router.pool(given.model)
+        if given.refusal is not None:
+            if pool.kind == "foreword" or given.previous is not None:
+                raise given.refusal
+            return await _proxy(router, call, given)
         if given.previous is not None:
             given = continued(given, router.responses.get(salt, given.previous).messages)
-        pool = router.pool(given.model)
         model = given.model or pool.model
         translation = Translation(dialect, given, model, call.id, partial(router.responses.add, salt))
         return await _proxy(router, call, chat_request(given, pool.kind), translation)

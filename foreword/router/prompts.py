@@ -21,6 +21,7 @@ from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.api.request import GenerateRequest, Message
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 from foreword.router.token_cache import MessageTokenizer, TokenLru, digest
 
@@ -285,7 +286,8 @@ def _are_token_ids(prompt: tuple[int, ...]) -> bool:
 
 def _tokenize_body(request: GenerateRequest, prompt: str | None) -> dict[str, Any] | None:
     """The body of a tokenization request; None if the prompt cannot be tokenized separately."""
-    if request.prefix is not None:  # a named prefix, whose text the replica has
+    # A named prefix is known to the replica only.
+    if request.prefix is not None or request.dialect in TRANSLATED:
         return None
     body: dict[str, Any] = {"model": request.model} if request.model else {}
     if prompt is not None:

@@ -212,7 +212,7 @@ class ProxiedRequest(RoutedRequest):
         self._failed(attempt, upstream, reason)
         if response.status == 503:
             self.router.paused(upstream, retry_after(response))
-        if error_of(data).code not in _DIFFERS:
+        if self.request.refusal is None and error_of(data).code not in _DIFFERS:
             self.suspects.append((upstream, reason))
 
     def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> Answer:

@@ -18,6 +18,8 @@ PATHS: Final[Mapping[DialectName, str]] = {
     **{name: dialect.path for name, dialect in DIALECTS.items()},
     "embeddings": "/v1/embeddings",
 }
+# Dialects that replicas need not know.
+TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
 # Fields that only the router may set.
 ROUTER_FIELDS: Final = frozenset(("salt", "cache_salt", "priority", "request_id", "kv_transfer_params", "continuation"))
 
@@ -74,7 +76,7 @@ def replica_body(
         return request.body.raw
     if kind != "openai" and transfer is not None:
         own = {**own, "kv_transfer_params": transfer}
-    if kind != "openai" and request.stream:
+    if kind != "openai" and request.stream and request.dialect not in TRANSLATED:
         own = own | _stream_fields(request)
     return edited(request.body, ROUTER_FIELDS, own)
 

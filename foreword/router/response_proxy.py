@@ -20,6 +20,8 @@ from yarl import URL
 
 from foreword.api import sse
 from foreword.api.dialects.answer_reader import UsageCounts, read_error
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.dialects.writer import ResponseHead
 from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream
 from foreword.api.front import Answer
@@ -34,7 +36,7 @@ from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.translation import Translation
@@ -157,6 +159,8 @@ class _ResponseProxy:
             return response
         if await proxied.repairs(attempt, response, data) or proxied.retries(attempt, response, data):
             return None
+        if response.status in (404, 405) and proxied.translation is None and proxied.dialect in TRANSLATED:
+            return await self._not_spoken(attempt)
         if self.client.begun:
             if self.stream.begun or response.status == 200:
                 raise ReplicaFailed(describe_response(response.status, data))
@@ -166,6 +170,15 @@ class _ResponseProxy:
             raise ReplicaFailed("it did not send a stream")
         answer = proxied.respond(attempt, response, data)
         return _Ended(await with_report(answer, proxied.counts, proxied.miss) if reports else answer)
+
+    async def _not_spoken(self, attempt: Attempt) -> _Ended:
+        """The replica does not speak the client's dialect, and the request cannot be translated."""
+        refusal = self.proxied.request.refusal or ReplicaFailed("it does not know this path")
+        if not self.client.begun:
+            raise refusal
+        self.proxied.pool.failed(attempt)
+        await self.fail(refusal)
+        return _Ended(None)
 
     # From the replica to the client
 
@@ -446,8 +459,8 @@ class _ResponseProxy:
         """The replica's error, as the end of a stream whose head was sent already."""
         answer, translation = self.proxied.respond(attempt, response, data), self.proxied.translation
         failure = self.proxied.call.failure = read_error(response.status, data)
-        if translation is not None:
-            await self.client.write(translation.error_event(failure))
+        if translation is not None or self.proxied.request.dialect in TRANSLATED:
+            await self.client.write(self._error_event(failure))
         else:
             await self.client.write(sse.encode(msgspec.json.decode(answer.body or b"{}")))
         await self._close()
@@ -458,10 +471,17 @@ class _ResponseProxy:
             raise error
         logger.warning("request %s ends with an error: %s", self.proxied.request_id, error.message)
         self.proxied.call.failure = error
-        translation = self.proxied.translation
-        event = sse.encode(error_body(error)) if translation is None else translation.error_event(error)
-        await self.client.write(event)
+        await self.client.write(self._error_event(error))
         await self._close()
+
+    def _error_event(self, error: ForewordError) -> bytes:
+        """The end of a stream that failed, in the client's dialect."""
+        proxied = self.proxied
+        if proxied.translation is not None:
+            return proxied.translation.error_event(error)
+        if proxied.request.dialect in TRANSLATED:
+            return DIALECTS[proxied.request.dialect].writer(proxied.request, ResponseHead("", "", 0)).error(error)
+        return sse.encode(error_body(error))
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

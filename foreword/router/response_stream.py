@@ -20,6 +20,7 @@ from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
+from foreword.router.replica_body import TRANSLATED
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
@@ -144,6 +145,9 @@ class ResponseStream:
         except BadRequest:
             self.done = True
             return event.raw + b"\n\n"
+        if self.request.dialect in TRANSLATED:
+            self._pass()
+            return event.raw + b"\n\n"
         return event.raw + b"\n\n" if event.name else self._chunk(event, chunk)
 
     def end(self) -> bytes | None:
@@ -194,6 +198,12 @@ class ResponseStream:
         return self.text[0] if self.text else ""
 
     # Events
+
+    def _pass(self) -> None:
+        """An event of a dialect that is not understood here. No other replica can continue."""
+        self.begun, self.exact = True, False
+        if self.reader.ended:
+            self.done, self.finish_reason = True, "stop"
 
     def _chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not chunk.choices:

@@ -20,7 +20,7 @@ from foreword.errors import BadRequest
 
 # A router acts on these itself.
 _NEEDED: Final = frozenset(
-    ("model", "stream", "stream_options", "n", "max_tokens", "prefix", "cache_salt", "priority", "return_token_ids")
+    ("model", "stream", "stream_options", "n", "prefix", "cache_salt", "priority", "return_token_ids")
 )
 _CONVERSATIONS: Final = frozenset(("messages", "input", "system"))
 # Types of parts, items and tools that all dialects here know.
@@ -35,15 +35,17 @@ _MOST: Final = 8
 def read_foreign(
     parse: Callable[[bytes, Limits], GenerateRequest], body: ClientBody, limits: Limits, refusal: BadRequest
 ) -> GenerateRequest:
-    """What `parse` has refused. Raises that refusal if the router cannot do without what is wrong."""
+    """What `parse` has refused. Raises BadRequest if the router cannot do without what is wrong."""
     fields: dict[str, Any] = dict(body.fields)
     error, refused = refusal, set[str]()
     for _ in range(_MOST):
         name = error.param
         if name == "prompt" and "prompt_embeds" in fields:
             fields["prompt"] = _digest(fields.pop("prompt_embeds"))
-        elif name is None or name not in fields or name in _NEEDED:
+        elif name is None or name not in fields:
             break
+        elif name in _NEEDED:
+            raise error
         elif name in _CONVERSATIONS:
             fields[name] = _texts(fields[name]) if name in refused else _simpler(_decoded(fields[name]), "message")
         elif name == "tools" and name not in refused:

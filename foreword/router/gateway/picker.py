@@ -24,10 +24,9 @@ from foreword.blocks.salt import Salt
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
-from foreword.router.completions import TRANSLATED
 from foreword.router.decision_log import as_header
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replica_body import replica_body
+from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router

@@ -1,0 +1,153 @@
+"""Requests that this server would refuse, in front of replicas that understand them: the router passes them on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import http_client
+import pytest
+from aiohttp import web
+from chat_replica import ChatReplica
+from router_parts import Loop, RouterThread
+from scripted_replica import ScriptedReplica
+
+IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 200
+SHOWN = {"type": "image_url", "image_url": {"url": IMAGE}}
+USAGE = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
+ANSWER = {"id": "resp_1", "object": "response", "status": "completed", "output": [{"type": "message"}], "usage": USAGE}
+MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "usage": {"input_tokens": 4}}
+TEXT = "Look. " * 300
+# What Codex sends, about.
+CODEX = {
+    "model": "m",
+    "input": [
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": TEXT}]},
+        {"type": "custom_tool_call", "call_id": "1", "name": "apply_patch", "input": "*** Begin Patch"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "Done."},
+        {"role": "user", "content": [{"type": "input_image", "image_url": IMAGE}]},
+    ],
+    "tools": [
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": {}}]},
+        {"type": "web_search"},
+        {"type": "custom", "name": "apply_patch"},
+    ],
+    "tool_choice": "auto",
+    "prompt_cache_key": "k",
+    "stream": True,
+}
+EVENTS = (
+    (b"response.created", {"type": "response.created", "response": {"id": "resp_1"}}),
+    (b"response.output_text.delta", {"type": "response.output_text.delta", "delta": "A cat."}),
+    (b"response.completed", {"type": "response.completed", "response": ANSWER}),
+)
+STREAM = b"".join(b"event: %b\ndata: %b\n\n" % (name, json.dumps(data).encode()) for name, data in EVENTS)
+
+
+class Speaker(ScriptedReplica):
+    """Speaks all dialects. `seen` has the bodies, `cut` ends a stream after so many bytes."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.seen: list[bytes] = []
+        self.cut: int | None = None
+        super().__init__(loop)
+
+    def routes(self) -> list[web.RouteDef]:
+        paths = ("/v1/responses", "/v1/messages", "/v1/chat/completions")
+        return [web.post(path, self._answer) for path in paths]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.seen.append(await request.read())
+        if request.path == "/v1/chat/completions":
+            choice = {"index": 0, "message": {"role": "assistant", "content": "A cat."}, "finish_reason": "stop"}
+            return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 20, "completion_tokens": 3}})
+        if not json.loads(self.seen[-1]).get("stream"):
+            return web.json_response(ANSWER if request.path == "/v1/responses" else MESSAGE)
+        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await out.prepare(request)
+        await out.write(STREAM[: self.cut])
+        return out
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@pytest.fixture(scope="module")
+def replica(loop: Loop) -> Speaker:
+    return Speaker(loop)
+
+
+@pytest.fixture(scope="module")
+def router(replica: Speaker) -> Iterator[RouterThread]:
+    process = RouterThread("--replica", replica.url)
+    try:
+        yield process.wait_for(1)
+        assert "Traceback" not in process.text
+    finally:
+        process.kill()
+
+
+def post(router: RouterThread, path: str, body: Any) -> http_client.Response:
+    return http_client.request(
+        "POST", f"{router.url}{path}", headers={"content-type": "application/json"}, content=json.dumps(body).encode()
+    )
+
+
+def test_a_dialect_is_passed_on(router: RouterThread, replica: Speaker) -> None:
+    """Tools and items of kinds that only the replica knows: it gets the client's body, the client its events."""
+    answer = post(router, "/v1/responses", CODEX)
+    assert answer.status_code == 200 and answer.content == STREAM
+    assert (
+        replica.seen[-1] == json.dumps(CODEX, separators=(",", ":")).encode() or json.loads(replica.seen[-1]) == CODEX
+    )
+    whole = post(router, "/v1/responses", {**CODEX, "stream": False})
+    assert whole.json() == ANSWER
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}
+    assert post(router, "/v1/messages", body).json() == MESSAGE and json.loads(replica.seen[-1]) == body
+    [decision, *_] = http_client.get(f"{router.url}/v1/router/decisions").json()["data"]
+    assert decision["dialect"] == "messages"
+
+
+def test_images_in_a_chat(router: RouterThread, replica: Speaker) -> None:
+    """A chat with images reaches the replica unchanged. Images count for placement by their digests."""
+    said = {"role": "user", "content": [{"type": "text", "text": TEXT}, SHOWN]}
+    body = {"model": "m", "messages": [said], "max_tokens": "16", "modalities": ["text", "image"]}
+    assert post(router, "/v1/chat/completions", body).status_code == 200
+    assert json.loads(replica.seen[-1]) == body
+
+
+def test_a_stream_that_breaks(router: RouterThread, replica: Speaker) -> None:
+    """A stream that ends too early ends with an error in the client's dialect."""
+    replica.cut = len(STREAM) // 2
+    try:
+        answer = post(router, "/v1/responses", CODEX)
+    finally:
+        replica.cut = None
+    assert answer.status_code == 200 and answer.content.startswith(STREAM[:40])
+    last = json.loads(answer.content.rpartition(b"data: ")[2])
+    assert last["type"] == "error" or last["type"] == "response.failed"
+
+
+def test_what_a_router_needs_is_checked(router: RouterThread, replica: Speaker) -> None:
+    """Fields that the router acts on are refused if they are wrong, and so are those that only it may set."""
+    seen = len(replica.seen)
+    for wrong in ({"cache_salt": 5}, {"priority": "high"}, {"model": 7}, {"kv_transfer_params": {"prefill": "x"}}):
+        for path, body in (("/v1/responses", CODEX), ("/v1/chat/completions", {"messages": [SHOWN]})):
+            answer = post(router, path, {**body, **wrong})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(wrong))
+    assert len(replica.seen) == seen
+
+
+def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
+    """If the replicas do not know the dialect either, the client learns what this server would say."""
+    other = ChatReplica(loop)
+    router = RouterThread("--replica", other.url).wait_for(1)
+    try:
+        answer = post(router, "/v1/responses", CODEX)
+        assert answer.status_code == 400 and "error" in answer.json()
+        assert router.metric("foreword:router_breaker_opened_total") == 0
+    finally:
+        router.kill()
