@@ -239,7 +239,11 @@ def _parallel_region() -> c_void_p:
     """The function that opens a parallel region in the OpenMP runtime that torch has loaded (GNU's or LLVM's), so the
     kernels use the same threads. Raises CannotBuild."""
     torch.empty(0)
-    try:
-        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p)
-    except AttributeError:
-        raise CannotBuild("torch has loaded no OpenMP runtime whose threads they could use") from None
+    # What is visible everywhere comes first: a preloaded runtime takes the place of torch's. On aarch64 torch's own is visible
+    # to torch's library alone.
+    for name in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
+        try:
+            return ctypes.cast(ctypes.CDLL(name and str(name)).GOMP_parallel, c_void_p)
+        except (OSError, AttributeError):
+            continue
+    raise CannotBuild("torch has loaded no OpenMP runtime whose threads they could use")
