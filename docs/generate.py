@@ -206,7 +206,11 @@ def configuration_page() -> str:
         rows = [
             (
                 f"`{flag.key}`",
-                "MODEL" if (flag.section, flag.key) == ("engine", "model") else f"`--{flag.name}`",
+                "MODEL"
+                if (flag.section, flag.key) == ("engine", "model")
+                else f"`--{flag.name}`"
+                if flag.offered
+                else "",
                 "" if flag.default in (None, ()) else f"`{flag.shown_default}`",
                 flag.text[:1].upper() + flag.text[1:],
             )

@@ -360,7 +360,7 @@ class StoreConfig:
         found = []
         for entry in self.integrity_secrets:
             number, _, text = entry.partition(":")
-            if not number.isascii() or not number.isdecimal() or not 0 < int(number[:12]) < (1 << 32) - 1:
+            if not number.isascii() or not number.isdecimal() or not 0 < int(number[:12]) < 1 << 31:
                 raise ConfigError("store.integrity_secrets are written ID:SECRET, with a number from 1 as ID")
             check_secret("store.integrity_secrets", text)
             found.append((int(number), text))
@@ -373,6 +373,45 @@ class StoreConfig:
         if not parse_bytes(self.staging, "store.staging (--store-staging)"):
             raise ConfigError("store.staging (--store-staging) must have room for a block")
         _check("store", self)
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionConfig:
+    """Encryption of blocks and records in stores that outlive the process. Needs stores, a key store and master keys.
+
+    Attributes:
+        key_store: folder, or URL of a store, that keeps each tenant's data key, encrypted by a master key; without it nothing
+            is encrypted. It is none of the stores for blocks, and has no copies that outlive a deletion.
+        master_keys: keys that encrypt data keys, each as `ID:KEY`, 64 hexadecimal digits: the first encrypts, all decrypt.
+        master_key_file: file with one such entry per line; it is read again when a data key names an unknown one.
+        master_key_command: command that prints such lines, for a key management service; it is run when they are needed.
+        read_plain: also read blocks and records that are not encrypted, while encryption is switched on in a fleet.
+        check_seconds: seconds after which a server looks again whether a data key exists.
+        outage_seconds: seconds for which data keys are used while the key store does not answer.
+    """
+
+    key_store: str | None = field(default=None, repr=False)  # it may contain a password
+    master_keys: tuple[str, ...] = field(default=(), repr=False)
+    master_key_file: str | None = None
+    master_key_command: str | None = field(default=None, repr=False)
+    read_plain: bool = False
+    check_seconds: float = _between(0.01, 60.0, 1.0)
+    outage_seconds: float = _between(0.0, 3600.0, 30.0)
+
+    def __post_init__(self) -> None:
+        sources = [one for one in (self.master_keys, self.master_key_file, self.master_key_command) if one]
+        if len(sources) != (1 if self.key_store else 0):
+            raise ConfigError(
+                "encryption needs key_store, and exactly one of master_keys, master_key_file and master_key_command"
+            )
+        _check("encryption", self)
+
+    @classmethod
+    def from_environment(cls) -> EncryptionConfig:
+        """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file."""
+        prefix = f"{ENV_PREFIX}ENCRYPTION_"
+        values = {name[len(prefix) :].lower(): text for name, text in os.environ.items() if name.startswith(prefix)}
+        return build(cls, "encryption", values)
 
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})
@@ -622,6 +661,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     prefixes: PrefixConfig = field(default_factory=PrefixConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
 

@@ -199,6 +199,8 @@ SECRETS = {
     ("store", "urls"): "redis://:QuietPlease@localhost",
     ("transfer", "secret"): "QuietPlease-QuietPlease",
     ("router", "replica_key"): "QuietPlease",
+    ("encryption", "key_store"): "rediss://:QuietPlease@10.0.0.1/?prefix=keys",
+    ("encryption", "master_keys"): "QuietPlease:" + "00" * 32,
 }
 
 

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.poly1305 import Poly1305
 from benchmarks.harness import machine, median, set_up, table, version_of
 from foreword.config import StoreConfig
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store

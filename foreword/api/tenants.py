@@ -11,11 +11,12 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from foreword.blocks.salt import ungenerated
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, ConfigError, Unauthorized
 
@@ -45,11 +46,19 @@ class Tenants:
     Args:
         keys: key and tenant.
         router_key: a caller with this key names the tenant's salt itself.
+        current: the salt of a tenant in its generation now, which changes when its data keys are destroyed
+            (`store.data_keys.DataKeys.current`).
     """
 
-    def __init__(self, keys: Iterable[tuple[bytes, Tenant]] = (), router_key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[tuple[bytes, Tenant]] = (),
+        router_key: bytes | None = None,
+        current: Callable[[bytes], bytes] = bytes,
+    ) -> None:
         self._keys = tuple(keys)
         self._router_key = router_key
+        self._current = current
         self._only = Tenant("default", b"", "none")
 
     def __len__(self) -> int:
@@ -63,8 +72,12 @@ class Tenants:
     def named(self, name: str) -> Tenant | None:
         """The tenant with this name."""
         if not self._keys:
-            return self._only if name == self._only.name else None
-        return next((tenant for _, tenant in self._keys if tenant.name == name), None)
+            return self._now(self._only) if name == self._only.name else None
+        return next((self._now(tenant) for _, tenant in self._keys if tenant.name == name), None)
+
+    def _now(self, tenant: Tenant) -> Tenant:
+        salt = self._current(tenant.salt)
+        return tenant if salt == tenant.salt else replace(tenant, salt=salt)
 
     @property
     def first_key(self) -> str | None:
@@ -72,7 +85,7 @@ class Tenants:
         return self._keys[0][0].decode() if self._keys else None
 
     @classmethod
-    def from_config(cls, config: ServerConfig) -> Tenants:
+    def from_config(cls, config: ServerConfig, current: Callable[[bytes], bytes] = bytes) -> Tenants:
         """Raises ConfigError for an unreadable key file or a malformed entry."""
         secret = config.tenant_secret.encode() if config.tenant_secret else secrets.token_bytes(32)
         entries = [_parse(entry) for entry in (*config.api_keys, *_read(config.api_key_file))]
@@ -81,7 +94,7 @@ class Tenants:
         if len({key for _, key in entries}) < len(entries):
             raise ConfigError("an API key is configured twice; each key belongs to one tenant")
         router_key = config.router_key.encode() if config.router_key else None
-        return cls(((key, Tenant(name, derive_salt(secret, name))) for name, key in entries), router_key)
+        return cls(((key, Tenant(name, derive_salt(secret, name))) for name, key in entries), router_key, current)
 
     def authenticate(self, authorization: str | None, salt: str | None = None) -> Tenant:
         """The tenant of an `Authorization` header. Raises Unauthorized, or BadRequest for a malformed salt.
@@ -91,7 +104,7 @@ class Tenants:
         Every key is compared in constant time, so the time of an answer reveals nothing about a key.
         """
         if not self.require_keys:
-            return self._only
+            return self._now(self._only)
         scheme, _, given = (authorization or "").strip().partition(" ")
         if scheme.lower() != "bearer" or not given.strip():
             raise Unauthorized(
@@ -100,14 +113,15 @@ class Tenants:
         candidate = given.strip().encode("latin-1", "replace")
         found = [tenant for key, tenant in self._keys if hmac.compare_digest(key, candidate)]
         if self._router_key is not None and hmac.compare_digest(self._router_key, candidate):
-            return _tenant_of_salt(salt)
+            return self._now(_tenant_of_salt(salt))
         if not found:
             raise Unauthorized("The API key is not one that this server knows")
-        return found[0]
+        return self._now(found[0])
 
     def headers_for(self, salt: bytes) -> dict[str, str]:
         """Headers that authenticate a call on behalf of this salt's tenant at another server with the same keys."""
-        key = next((key for key, tenant in self._keys if hmac.compare_digest(tenant.salt, salt)), None)
+        base = ungenerated(salt)
+        key = next((key for key, tenant in self._keys if hmac.compare_digest(tenant.salt, base)), None)
         if key is not None or self._router_key is None:
             return {} if key is None else {"authorization": f"Bearer {key.decode()}"}
         return {"authorization": f"Bearer {self._router_key.decode()}", SALT_HEADER: salt.hex()}

@@ -9,6 +9,9 @@ The first 16 bytes of a chain's root key are in the names of all its blocks (doc
     with one                  the first 12 of these bytes || SHA-256("foreword/salt\\0" + client)[:4]
 
 So the blocks of a tenant are those whose names have the same 12 bytes there, and those of one client's salt 16.
+
+A tenant whose key was destroyed begins a new *generation* (`store/data_keys.py`): 6 random bytes, which are a part of its salt
+from then on, so that what it had is unreachable at once. In names they take the place of the last 6 of the 12 bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 16
 TENANT_BYTES: Final = 12
 _CLIENT_BYTES: Final = 16
+GENERATION_BYTES: Final = 6
+_GENERATION_MARK: Final = b"\x00gen"
+_SHARED_BYTES: Final = TENANT_BYTES - GENERATION_BYTES  # what the generations of a tenant have in common
 # What a router or gateway writes as the `cache_salt` of a request to an engine without tenants of its own. vLLM takes up to 128
 # characters there, without slashes.
 _MARK: Final = "foreword:"
@@ -66,7 +72,10 @@ class Salt(NamedTuple):
     @property
     def digest(self) -> bytes:
         """The first bytes of the root key of a chain with this salt, 16 of them."""
-        tenant = _digest(b"foreword/tenant\x00", self.tenant)
+        base = ungenerated(self.tenant)
+        tenant = _digest(b"foreword/tenant\x00", base)
+        if base != self.tenant:
+            tenant = tenant[:_SHARED_BYTES] + self.tenant[-GENERATION_BYTES:] + tenant[TENANT_BYTES:]
         client = _digest(b"foreword/salt\x00", self.client)
         return tenant[:TENANT_BYTES] + client[: DIGEST_BYTES - TENANT_BYTES] if self.client else tenant
 
@@ -82,6 +91,18 @@ NO_SALT: Final = Salt()
 def tenant_digest(tenant: bytes) -> str:
     """Identifies a tenant without revealing its salt."""
     return Salt(tenant).digest.hex()
+
+
+def with_generation(tenant: bytes, generation: bytes) -> bytes:
+    """A tenant's salt in a generation, 6 bytes; b"" for the first, which has none."""
+    return ungenerated(tenant) + (_GENERATION_MARK + generation if generation else b"")
+
+
+def ungenerated(tenant: bytes) -> bytes:
+    """A tenant's salt in its first generation."""
+    end = len(tenant) - GENERATION_BYTES
+    marked = tenant[max(end - len(_GENERATION_MARK), 0) : max(end, 0)] == _GENERATION_MARK
+    return tenant[: end - len(_GENERATION_MARK)] if marked else tenant
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:

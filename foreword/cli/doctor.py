@@ -170,8 +170,8 @@ def _port(host: str, port: int) -> Finding:
 
 def _store(url: str) -> Finding:
     """Open a store and ask it for a block that it does not have."""
-    from foreword.store.integrity import KeyRing
     from foreword.store.redact import redacted
+    from foreword.store.sealing import KeyRing
     from foreword.store.types import Reach
     from foreword.store.urls import check_stores, open_store
 

@@ -23,11 +23,12 @@ SECTIONS = {
     "server": "Server",
     "prefixes": "Named prefixes",
     "store": "Stores",
+    "encryption": "Encryption of stores",
     "transfer": "KV transfer between instances",
     "router": "Router",
 }
-_ENGINE_SECTIONS = ("engine", "server", "prefixes", "store", "transfer")
-_ROUTER_SECTIONS = ("server", "router")
+_ENGINE_SECTIONS = ("engine", "server", "prefixes", "store", "encryption", "transfer")
+_ROUTER_SECTIONS = ("server", "encryption", "router")
 # Keys of the server that a router does not have.
 _NOT_FOR_ROUTERS = {
     ("server", key)
@@ -46,6 +47,7 @@ _NOT_FOR_ROUTERS = {
     )
 }
 _POSITIONAL = ("engine", "model")
+_NOT_FLAGS = {("encryption", "master_keys")}  # what a command line shows to every user of the machine
 _NAME_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
 _NAMES = {
     ("store", "urls"): "store",
@@ -72,6 +74,11 @@ class ConfigFlag:
     def name(self) -> str:
         given = _NAMES.get((self.section, self.key))
         return given or _NAME_PREFIX.get(self.section, f"{self.section}-") + self.key.replace("_", "-")
+
+    @property
+    def offered(self) -> bool:
+        """Whether commands have the flag. A secret key is for files and the environment."""
+        return (self.section, self.key) not in _NOT_FLAGS
 
     @property
     def variable(self) -> str:
@@ -142,7 +149,7 @@ def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callable[..., None]:
-    flags = [flag for flag in known if (flag.section, flag.key) != _POSITIONAL]
+    flags = [flag for flag in known if flag.offered and (flag.section, flag.key) != _POSITIONAL]
     own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
 
     def run(config: Path | None, model: str | None = None, **given: Any) -> None:
@@ -155,7 +162,7 @@ def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callab
             chosen.setdefault("engine", {})["model"] = model
         command(load_config(config, flags=chosen), **given)
 
-    positional = [_model_parameter()] if len(flags) < len(known) else []
+    positional = [_model_parameter()] if any((flag.section, flag.key) == _POSITIONAL for flag in known) else []
     parameters = [*positional, _file_parameter(), *own, *(flag.parameter() for flag in flags)]
     # Typer reads the name, the docstring, the signature and the annotations.
     run.__name__, run.__doc__ = command.__name__, command.__doc__

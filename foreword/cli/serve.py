@@ -40,5 +40,7 @@ def route(config: Config) -> None:
     A request goes to a server that has its prefix cached, unless waiting there costs more time.
     """
     from foreword.router.process import run
+    from foreword.store.data_keys import data_keys_of
 
-    raise typer.Exit(run(config))
+    keys = data_keys_of(config.encryption)
+    raise typer.Exit(run(config, bytes if keys is None else keys.current))

@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
 
 def _opened(urls: list[str], *, only_read: bool = False) -> closing[TieredStore]:
     """Open stores that exist: a tool creates none."""
-    from foreword.store.integrity import KeyRing
+    from foreword.store.sealing import KeyRing
     from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse
 

@@ -5,21 +5,27 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
+from foreword.config import EncryptionConfig
 from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import make_frames, names_of, present, read, soon, whole
 from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.errors import BadFrame
 from foreword.store.base import Store
+from foreword.store.data_keys import DataKeys
+from foreword.store.fair_share import tenant_of
 from foreword.store.frame import Frame, check, frame
+from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore
 
 Damage = Callable[[Store, Frame, bytes], None]
@@ -317,6 +323,40 @@ class StoreContract(ReadContract, BudgetContract):
         assert len(list(store.scan(deadline=soon()))) == 2
         store.delete(names_of(frames), deadline=soon())
         assert store.get_record(frames[0].header.key.hex(), deadline=soon()) == b"record"
+
+    # Encryption
+
+    def test_encrypted_blocks_and_records(self, store: Store, tmp_path: Path) -> None:
+        """Behind encryption blocks and records come back as they were, and the store has nothing of their content. Once the
+        tenant's data key is destroyed none comes back, none is written, and all can still be listed and erased."""
+        pytest.importorskip("cryptography")
+        if store.authenticates or isinstance(store, TieredStore):
+            pytest.skip("the store seals frames, or its tiers do")
+        config = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'5a' * 32}",))
+        with closing(DataKeys(config)) as keys:
+            sealed = KeyRing(data=keys).sealed(store)
+            frames = [*make_frames(24, 6, 3000), *make_frames(25, 2, 0), *make_frames(26, 2, 1)]
+            tenant = tenant_of(frames[0].name)
+            record = f"prefixes/model/{tenant.hex()}00000000/name"
+            sealed.put_record(record, b"a tenant's text", deadline=soon())
+            assert sealed.put(frames, deadline=soon()) == len(frames)
+            assert read(sealed, frames) == whole(frames)
+            assert read(sealed, frames) == whole(frames), "reading changes nothing in the store"
+            assert sealed.get_record(record, deadline=soon()) == b"a tenant's text"
+            for one, stored in zip(frames[:6], read(store, frames[:6]), strict=True):
+                assert stored is not None and len(stored) == len(one.data)
+                assert not {stored[i : i + 8] for i in range(2993)} & {
+                    bytes(one.payload[i : i + 8]) for i in range(2993)
+                }
+            assert b"text" not in (store.get_record(record, deadline=soon()) or b"")
+            assert [number for one, number in keys.destroy(tenant) if one == tenant]
+            tiers = TieredStore([sealed])
+            assert read(tiers, frames) == read(sealed, frames) == [None] * len(frames)
+            assert not tiers.tiers[0].counters.bad, "what cannot be read any more is not damaged"
+            assert sealed.get_record(record, deadline=soon()) is None
+            assert sealed.put(make_frames(27, 2, 100), deadline=soon()) == 0
+            assert len(list(sealed.scan(deadline=soon()))) == len(frames)
+            assert sealed.erase(b"", tenant, deadline=soon()) == len(frames)
 
     def test_threads_at_once(self, store: Store) -> None:
         """Concurrent calls never return a wrong or incomplete frame, and afterwards the store works."""

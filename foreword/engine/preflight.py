@@ -14,9 +14,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import Config, EngineConfig, StoreConfig, TransferConfig, check_source
+from foreword.config import Config, EncryptionConfig, EngineConfig, StoreConfig, TransferConfig, check_source
 from foreword.errors import ConfigError, ModelNotFound
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.types import Reach, check_folder
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
@@ -26,7 +26,9 @@ _PACKAGES = ("torch", "transformers")
 _DRIVER = "libcuda.so.1"
 
 
-def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -> None:
+def check(
+    config: EngineConfig, stores: StoreConfig, transfer: TransferConfig, encryption: EncryptionConfig | None = None
+) -> None:
     """Raises ForewordError."""
     for package in _PACKAGES:
         if find_spec(package) is None:
@@ -43,7 +45,7 @@ def check(config: EngineConfig, stores: StoreConfig, transfer: TransferConfig) -
     check_stores_and_peers(stores.urls, transfer)
     if config.batch_invariant and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
-    KeyRing.of(stores)
+    KeyRing.of(stores, encryption)
 
 
 def check_server(config: Config) -> None:
@@ -53,7 +55,7 @@ def check_server(config: Config) -> None:
     TlsSettings(transfer)
     if config.role is not None:
         check_listener(transfer)
-    check(config.engine, config.store, transfer)
+    check(config.engine, config.store, transfer, config.encryption)
 
 
 def check_salts(config: Config) -> None:

@@ -20,7 +20,7 @@ from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig
+from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
@@ -121,6 +121,7 @@ class AsyncEngine:
         *,
         prefixes: PrefixConfig | None = None,
         store: StoreConfig | None = None,
+        encryption: EncryptionConfig | None = None,
         transfer: TransferConfig | None = None,
         role: str | None = None,
         observers: Sequence[Observer] = (),
@@ -133,6 +134,7 @@ class AsyncEngine:
             config or EngineConfig(),
             prefixes=prefixes,
             store=store,
+            encryption=encryption,
             transfer=transfer,
             readable=transfer is not None and role is not None,
             observers=observers,
@@ -375,10 +377,13 @@ class AsyncEngine:
 
     async def forget(self, salt: Salt = NO_SALT, *others: Salt) -> dict[str, Any]:
         """Remove a tenant's blocks and named prefixes from every store and its unused blocks from the device; of a salt with a
-        client's own only what requests with it have cached. What waits to be written is dropped. Returns what was removed, and
+        client's own only what requests with it have cached. A tenant's data keys are destroyed first, and what waits to be
+        written is dropped. Returns what was removed, and
         what was not: `prefixes.erasure.Receipt` as an object, with `device_blocks` and the id for `erasure`. It is repeated in
         the background where it is not complete."""
-        cleared, salts = 0, (salt, *others)
+        cleared, salts, destroyed = 0, (salt, *others), None
+        if self._parts.erasures is not None:  # first: nothing can be read from here on, whatever the rest takes
+            destroyed = await asyncio.to_thread(self._parts.erasures.destroy_keys, salts)
         tenants = [one.tenant for one in salts if not one.client]
 
         def drop_prefixes() -> None:
@@ -391,7 +396,7 @@ class AsyncEngine:
             cleared += await self.clear_cache(salt)
         if self._parts.erasures is None:
             return {"what": described(salts), "complete": True, "device_blocks": cleared, "left": 0}
-        name, receipt = await asyncio.to_thread(self._parts.erasures.erase, salts)
+        name, receipt = await asyncio.to_thread(self._parts.erasures.erase, salts, destroyed)
         await asyncio.to_thread(drop_prefixes)  # those that were read from a store before it was swept
         return {"id": name, **receipt.plain(), "device_blocks": cleared}
 

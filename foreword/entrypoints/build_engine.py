@@ -16,7 +16,7 @@ from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.resume import KVGroup
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
+from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
@@ -45,8 +45,9 @@ from foreword.prefixes.stored import StoredPrefixes
 from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
+from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import loss_of, open_store, parse
 
@@ -97,6 +98,7 @@ class EngineParts:
         prefix_budget: bytes of KV that named prefixes may pin.
         offload, stores: the stores behind the device, if any, and their configuration.
         pins, retentions, erasures: of blocks in the stores, if there are any.
+        keys: data keys of tenants, if blocks in the stores are encrypted.
         chains: where each published block is in its chain; None unless other instances may read blocks.
         quarantine: chains that are not reused, because an audit found their KV to be wrong.
     """
@@ -113,6 +115,7 @@ class EngineParts:
     pins: StorePins | None = None
     retentions: StoredRetentions | None = None
     erasures: OpenErasures | None = None
+    keys: DataKeys | None = None
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have everything; False if that takes longer. True without a store."""
@@ -166,6 +169,7 @@ def build_engine(
     *,
     prefixes: PrefixConfig | None = None,
     store: StoreConfig | None = None,
+    encryption: EncryptionConfig | None = None,
     transfer: TransferConfig | None = None,
     readable: bool = False,
     observers: Iterable[Observer] = (),
@@ -180,7 +184,9 @@ def build_engine(
     Raises ForewordError.
     """
     stores = store or StoreConfig()
-    preflight.check(config, stores, transfer or TransferConfig())
+    preflight.check(config, stores, transfer or TransferConfig(), encryption)
+    keys = KeyRing.of(stores, encryption)
+    data_keys = None if keys is None else keys.data
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
@@ -201,7 +207,7 @@ def build_engine(
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
     offload = None
     if stores.urls:
-        offload = _open_stores(stores, loaded, runner, transfer or TransferConfig(), progress)
+        offload = _open_stores(stores, keys, loaded, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
     prefixes = prefixes or PrefixConfig()
     kept = _kept_prefixes(prefixes, info, cache)
@@ -212,12 +218,12 @@ def build_engine(
     budget = prefixes.budget_bytes(info.num_blocks * info.kv_bytes_per_block)
     pins = retentions = erasures = None
     if offload is not None:
-        erasures = OpenErasures(offload.store, offload.erase_queued)
+        erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
         pins = StorePins(offload, cache.groups, info.block_size)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
-    kept_there = pins, retentions, erasures
+    kept_there = pins, retentions, erasures, data_keys
     return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, quarantine, *kept_there)
 
 
@@ -325,6 +331,7 @@ def _prefix_cache(
 
 def _open_stores(
     config: StoreConfig,
+    keys: KeyRing | None,
     loaded: models.LoadedModel,
     runner: TorchRunner,
     transfer: TransferConfig,
@@ -341,7 +348,7 @@ def _open_stores(
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
     openers = {Reach.INSTANCE: _peer_opener(transfer)}
-    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=KeyRing.of(config))
+    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys)
     tiers.warm_up(layout.fingerprint for layout in layouts[:1])
     wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)

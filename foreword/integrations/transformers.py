@@ -26,7 +26,7 @@ from foreword.blocks.salt import Salt
 from foreword.engine.model import fingerprint_model
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store

@@ -26,6 +26,7 @@ from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreReadOnly, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
+from foreword.store.data_keys import DataKeys
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
@@ -35,6 +36,7 @@ Parsed = TypeVar("Parsed")
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 _CALL_TIMEOUT = 60.0
 _KINDS = ("prefixes/", "retained/", "quarantine/")
+KEY_STORE = "key store"  # the place of data keys in receipts
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
 
@@ -137,6 +139,7 @@ class Receipt:
         unknown_blocks: number of blocks whose layout is not described in the store, so their model is unknown. They are
             counted where a model is erased.
         widened: the chain of a prefix had gaps, so all blocks of its tenant and model were erased.
+        keys: data keys that were destroyed, each as `<tenant>/<id>` in hexadecimal.
     """
 
     what: str
@@ -144,6 +147,7 @@ class Receipt:
     records: list[str] = field(default_factory=list)
     unknown_blocks: int = 0
     widened: bool = False
+    keys: list[str] = field(default_factory=list)
     finished: float = field(default_factory=time.time)
 
     @property
@@ -186,7 +190,8 @@ class Receipt:
         before = {(one.tier, one.place): one.removed for one in self.places}
         places = [replace(one, removed=one.removed + before.get((one.tier, one.place), 0)) for one in later.places]
         records = sorted({*self.records, *later.records})
-        return replace(later, places=[*kept, *places], records=records)
+        keys = sorted({*self.keys, *later.keys})
+        return replace(later, places=[*kept, *places], records=records, keys=keys)
 
     def plain(self, secret: str | None = None) -> dict[str, object]:
         """As a JSON object, what is open first, with a signature if there is a secret: BLAKE2b of the canonical JSON without
@@ -194,6 +199,7 @@ class Receipt:
         plain: dict[str, object] = {
             "what": self.what,
             "complete": self.complete,
+            "keys": self.keys,
             "unreachable": self.unreachable,
             "left": self.left,
             "unknown_blocks": self.unknown_blocks,
@@ -247,11 +253,54 @@ def _parse_records(
     return found
 
 
-def forget_tenant(store: TieredStore, salt: Salt, *others: Salt) -> Receipt:
+@dataclass(frozen=True, slots=True)
+class KeysDestroyed:
+    """The first step of an erasure: what is encrypted is unreadable after it.
+
+    Attributes:
+        prefixes: first bytes of the roots of what is to be deleted.
+        place: of the receipt; None without encryption, or if no tenant is erased as a whole.
+    """
+
+    prefixes: tuple[bytes, ...]
+    keys: tuple[str, ...] = ()
+    place: Place | None = None
+
+    def noted(self, receipt: Receipt) -> Receipt:
+        """The receipt with these keys."""
+        places = receipt.places if self.place is None else [self.place, *receipt.places]
+        return replace(receipt, places=places, keys=sorted({*self.keys, *receipt.keys}))
+
+
+def destroy_keys(keys: DataKeys | None, prefixes: Iterable[bytes]) -> KeysDestroyed:
+    """Destroy the data keys of the tenants among these first bytes of roots. What has keys besides, because of another
+    generation, is to be deleted too. Does not raise."""
+    wanted = tuple(prefixes)
+    tenants = [one for one in wanted if len(one) == TENANT_BYTES]
+    if keys is None or not tenants:
+        return KeysDestroyed(wanted)
+    place, dead = Place(KEY_STORE), list[tuple[bytes, int]]()
+    for tenant in tenants:
+        try:
+            dead += keys.destroy(tenant)
+        except StoreError as error:
+            place.fail(error.message, outcome_of(error))
+    if dead and place.outcome.done:
+        place.outcome = PlaceOutcome.ERASED
+    others = dict.fromkeys([*wanted, *(tenant for tenant, _ in dead)])
+    return KeysDestroyed(tuple(others), tuple(f"{tenant.hex()}/{number:08x}" for tenant, number in dead), place)
+
+
+def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: DataKeys | None = None) -> Receipt:
     """Erase all blocks, named prefixes and retentions of tenants; of a salt with a client's own the blocks of requests with it.
-    Does not raise: the receipt says what failed."""
+    Does not raise: the receipt says what failed.
+
+    Args:
+        keys: data keys, those of the tenants are destroyed first.
+    """
     salts = (salt, *others)
-    return erase_prefixes(store, [one.prefix for one in salts], described(salts))
+    first = destroy_keys(keys, [one.prefix for one in salts])
+    return first.noted(erase_prefixes(store, first.prefixes, described(salts)))
 
 
 def erase_prefixes(

@@ -15,10 +15,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt
+from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import StoreError
-from foreword.prefixes.erasure import PlaceOutcome, Receipt, described, erase_prefixes
+from foreword.prefixes.erasure import (
+    KEY_STORE,
+    KeysDestroyed,
+    PlaceOutcome,
+    Receipt,
+    described,
+    destroy_keys,
+    erase_prefixes,
+)
 from foreword.store.background import use_background_cores
+from foreword.store.data_keys import DataKeys
 from foreword.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -59,11 +68,15 @@ class OpenErasures:
     Args:
         drop: drops what waits to be written of chains whose roots begin with these bytes; returns how many blocks are being
             written.
+        keys: of tenants, if blocks are encrypted.
     """
 
-    def __init__(self, store: TieredStore, drop: Callable[[Sequence[bytes]], int]) -> None:
+    def __init__(
+        self, store: TieredStore, drop: Callable[[Sequence[bytes]], int], keys: DataKeys | None = None
+    ) -> None:
         self._store = store
         self._drop = drop
+        self._keys = keys
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
         self._wake = threading.Event()
@@ -71,11 +84,18 @@ class OpenErasures:
         self._thread = threading.Thread(target=self._run, name="foreword-erasures", daemon=True)
         self._thread.start()
 
-    def erase(self, salts: Sequence[Salt]) -> tuple[str, Receipt]:
+    def destroy_keys(self, salts: Sequence[Salt]) -> KeysDestroyed:
+        """The first step of an erasure, to be followed by `erase`. In its first generation a tenant may have plain blocks, so
+        those are erased in any."""
+        first = (Salt(ungenerated(one.tenant), one.client) for one in salts)
+        return destroy_keys(self._keys, dict.fromkeys(one.prefix for one in (*salts, *first)))
+
+    def erase(self, salts: Sequence[Salt], destroyed: KeysDestroyed | None = None) -> tuple[str, Receipt]:
         """Erase what these tenants, or requests with these salts, have stored. Returns the erasure's id and its receipt. It is
         repeated in the background where it is not complete."""
-        prefixes, what = tuple(one.prefix for one in salts), described(salts)
-        receipt = erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes))
+        what, destroyed = described(salts), destroyed or self.destroy_keys(salts)
+        prefixes = destroyed.prefixes
+        receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, _open_tiers(receipt), receipt)
         with self._lock:
             while len(self._known) >= _MAX:
@@ -122,9 +142,15 @@ class OpenErasures:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _repeat(self, one: OpenErasure) -> None:
+        destroyed = KeysDestroyed(one.prefixes)
+        if KEY_STORE in one.tiers:
+            if self._keys is None:
+                return  # for an instance that has the keys
+            destroyed = destroy_keys(self._keys, one.prefixes)
+            one.prefixes = destroyed.prefixes
         queued = self._drop(one.prefixes)
         receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
-        one.receipt = one.receipt.followed_by(receipt)
+        one.receipt = one.receipt.followed_by(destroyed.noted(receipt))
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
             return

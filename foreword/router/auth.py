@@ -40,11 +40,14 @@ _NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
 class RouterAuth:
     """API keys of clients, tenants, and keys for replicas.
 
+    Args:
+        current: as for `Tenants`.
+
     Raises ConfigError for malformed keys or weights.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.tenants = Tenants.from_config(config.server)
+    def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
+        self.tenants = Tenants.from_config(config.server, current)
         self.weights = _numbers(
             config.router.tenant_weights, "weight", "TENANT=WEIGHT", lambda weight: 0 < weight < math.inf
         )

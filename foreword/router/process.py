@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from foreword import __version__
@@ -38,8 +38,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _MIN_OPEN_FILES = 4096
 
 
-def run(config: Config) -> int:
-    """Run the router until a signal; returns the exit status. Raises ConfigError before anything is started."""
+def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
+    """Run the router until a signal; returns the exit status. `current`: as for `Tenants`. Raises ConfigError before anything
+    is started."""
     configure_logging(config.server.log_level)
     specs = configured_replicas(config.router)
     given = config.router
@@ -60,7 +61,7 @@ def run(config: Config) -> int:
     gc.set_threshold(*_GC_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
     with http.event_loop() as runner:
-        return runner.run(_serve(config, listener, specs))
+        return runner.run(_serve(config, listener, specs, current))
 
 
 def _check_tokenizer(source: str) -> None:
@@ -71,10 +72,12 @@ def _check_tokenizer(source: str) -> None:
             raise ConfigError(f"--tokenizer {source}: the folder has no {_TOKENIZER_FILES[0]}")
 
 
-async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> int:
+async def _serve(
+    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes]
+) -> int:
     stop = asyncio.Event()
     http.catch_signals(stop.set)
-    async with serving(config, listener, specs) as router:
+    async with serving(config, listener, specs, current) as router:
         # Exclude everything that is loaded now, such as the tokenizer's libraries, from later collections.
         gc.collect()
         gc.freeze()
@@ -85,9 +88,11 @@ async def _serve(config: Config, listener: socket.socket, specs: list[ReplicaSpe
 
 
 @contextlib.asynccontextmanager
-async def serving(config: Config, listener: socket.socket, specs: list[ReplicaSpec]) -> AsyncIterator[Router]:
+async def serving(
+    config: Config, listener: socket.socket, specs: list[ReplicaSpec], current: Callable[[bytes], bytes] = bytes
+) -> AsyncIterator[Router]:
     """A router that serves on a socket, on the running event loop."""
-    router = Router(config)
+    router = Router(config, current)
     await router.start()
     discovery = Discovery(router, config.router)
     front = create_front(router)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -77,13 +77,16 @@ _UNKNOWN_MODEL_LEN: Final = 128 << 10
 class Router:
     """The router's state. Runs on one event loop; call `start` and `stop` there.
 
+    Args:
+        current: as for `Tenants`.
+
     Attributes:
         front: its HTTP front, once it serves. picked: requests that it has placed for a gateway and that are running.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
         self.config = config.router
-        self.auth = RouterAuth(config)
+        self.auth = RouterAuth(config, current)
         self.upstreams: dict[str, Upstream] = {}
         self.pools: dict[str, ReplicaPool] = {}
         self.subscriptions: dict[str, list[KvEventSubscription]] = {}

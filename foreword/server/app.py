@@ -30,6 +30,7 @@ from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext, check_length
 from foreword.server.peers import Peers
 from foreword.server.prepare import parser_names
+from foreword.store.data_keys import data_keys_of
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -61,7 +62,8 @@ class ServerApp(AsgiFront):
     ) -> None:
         given = config.server
         admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine)
-        tenants = Tenants.from_config(given)
+        keys = data_keys_of(config.encryption)
+        tenants = Tenants.from_config(given, bytes if keys is None else keys.current)
         formats_named(*parser_names(given))
         responses = StoredResponses(parse_bytes(given.response_memory), given.response_ttl)
         peers = Peers.from_config(config)

@@ -195,6 +195,7 @@ def load_engine(
         config.engine,
         prefixes=config.prefixes,
         store=config.store,
+        encryption=config.encryption,
         transfer=transfer if role is not None or transfer != TransferConfig() else None,
         role=role,
         observers=observers,

@@ -67,7 +67,12 @@ class DiskType(StoreType):
     label = "disk"
     reach = Reach.HOST
     pins = True
-    options: ClassVar[Options] = {**_BUDGET_OPTIONS, "read_only": parse_flag, "journal": str}
+    options: ClassVar[Options] = {
+        **_BUDGET_OPTIONS,
+        "read_only": parse_flag,
+        "journal": str,
+        "sync_records": parse_flag,
+    }
 
     def check(self, url: StoreUrl) -> None:
         from foreword.store.disk.disk_store import DiskStore

@@ -16,14 +16,15 @@ Offset  Bytes  Field of the header, integers little-endian
 110     2      reserved, 0
 112     8      length of the payload once decoded
 120     8      length of the payload as stored
-128     4      key id; 0 for a frame that is not signed
-132     12     nonce of the signature, 0 without one
+128     4      key id; 0 for a frame that is not sealed, the highest bit is set if the payload is encrypted
+132     12     nonce of the seal, 0 without one
 144     16     reserved, 0
-160     16     XXH3-128 (canonical, big-endian) of the payload and bytes 0..159, in which key id and nonce count as 0
-176     16     signature (store/integrity.py) over the payload and bytes 0..175, 0 without one
+160     16     XXH3-128 (canonical, big-endian) of the payload and bytes 0..159, in which key id and nonce count as 0; encrypted
+               with the payload
+176     16     seal (store/sealing.py): a signature over the payload and bytes 0..175, or the tag of the encryption; 0 without
 
 The checksum detects accidental damage: flipped bits, a truncated file, a block under the wrong name. A party with write
-access to a store can write a block that passes, unless frames are signed.
+access to a store can write a block that passes, unless frames are sealed.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Header:
     Attributes:
         root: the first 16 bytes of the root key of the block's chain, which stand for a tenant.
         group: index of the KV group in the model.
-        key_id, nonce: of the signature.
+        key_id, nonce: of the seal.
     """
 
     layout: bytes
@@ -194,7 +195,7 @@ def check(data: memoryview, name: bytes | None = None, *, authenticated: bool = 
     """Verify that `data` is an intact frame, and the one called `name` if given. Raises BadFrame.
 
     The checksum is compared last, so the error names the specific defect where there is one. It is not compared if a
-    signature over the same bytes was verified (`authenticated`). The reasons in `FOREIGN_REASONS` do not say that the frame is
+    seal of the same bytes was verified (`authenticated`). The reasons in `FOREIGN_REASONS` do not say that the frame is
     damaged.
     """
     header = read_header(data)
@@ -203,9 +204,9 @@ def check(data: memoryview, name: bytes | None = None, *, authenticated: bool = 
     if len(data) != header.length + HEADER_BYTES:
         raise BadFrame("length", f"the frame has {len(data)} bytes, its header says {header.length + HEADER_BYTES}")
     if header.key_id == UNAUTHENTICATED:
-        raise BadFrame("unauthenticated", "the signature is not that of the block")
+        raise BadFrame("unauthenticated", "the seal is not that of the block")
     if header.key_id != UNKEYED:
-        raise BadFrame("unknown_key", "the block is signed, and its key is not known here")
+        raise BadFrame("unknown_key", "the block is sealed, and its key is not known here")
     end = header.length + _SUMMED
     if not authenticated and _checksum(data[: header.length], data[header.length : end]) != data[end:]:
         raise BadFrame("checksum", "the checksum does not match")

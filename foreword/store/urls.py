@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import parse_qsl, unquote, urlunsplit
 
 from foreword.blocks.layout import Layout
@@ -24,9 +24,7 @@ from foreword.store.redact import redacted, split_url
 from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
-
-if TYPE_CHECKING:
-    from foreword.store.integrity import KeyRing
+from foreword.store.wrappers import StoreKeys
 
 TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BUILTIN, StoreConfigError)
 
@@ -87,7 +85,7 @@ def open_store(
     openers: Mapping[Reach, Opener] | None = None,
     *,
     more_layouts: Sequence[Layout] = (),
-    keys: KeyRing | None = None,
+    keys: StoreKeys | None = None,
     must_exist: bool = False,
     only_read: bool = False,
 ) -> TieredStore:
@@ -96,7 +94,7 @@ def open_store(
     Args:
         layout: layout of the blocks. Without it (tools), encoded blocks stay encoded.
         more_layouts: of further blocks, which codecs encode too.
-        keys: authenticate what is in stores that other processes can write to. Peers are authenticated by their connection.
+        keys: seal what is in stores that other processes can read or write. Peers are authenticated by their connection.
         openers: functions that open stores of this reach in place of their types: other instances
             (`foreword.transfer.peer.opener`), and the memory of other processes.
         must_exist: refuse what does not exist instead of creating it: for tools.
@@ -121,9 +119,7 @@ def open_store(
         for url in _with_distinct_labels(parsed):
             store = (openers or {}).get(url.reach, url.type.open)(url, layout)
             if keys is not None and url.persistent:
-                from foreword.store.integrity import AuthenticatedStore
-
-                store = AuthenticatedStore(store, keys)
+                store = keys.sealed(store)
             opened.append(store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts)))
             if layout is not None:
                 _check_room(url, opened[-1], max(one.block_bytes for one in (layout, *more_layouts)))

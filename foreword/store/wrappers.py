@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from foreword.errors import StoreError
 from foreword.store.base import (
@@ -114,8 +114,16 @@ class StoreWrapper(Store):
         self.inner.close()
 
 
+class StoreKeys(Protocol):
+    """Keys that seal what stores keep (`sealing.KeyRing`)."""
+
+    def sealed(self, store: Store) -> Store:
+        """A store that seals what it writes into this one."""
+        ...
+
+
 class FormChanger(StoreWrapper):
-    """A wrapper whose frames have a form of their own in `inner`: signed, or encoded.
+    """A wrapper whose frames have a form of their own in `inner`: sealed, or encoded.
 
     A frame in another form is FOREIGN: other readers may use it, so it is not deleted. A subclass that would store the block in
     its own form notes the name in `replaceable`; the next `put` of the block replaces the frame.

@@ -29,6 +29,7 @@ FRAME = ("tests/store/test_frame.py",)
 MEMORY = ("tests/store/test_memory.py", "tests/store/test_contract_machine.py")
 TIERED = ("tests/store/test_tiered.py",)
 DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
+ENCRYPTION = ("tests/store/test_encryption.py",)
 SOUND = ("tests/store/test_sound_blocks_stay.py",)
 ERASURE = ("tests/store/test_erasure_faults.py",)
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
@@ -322,10 +323,66 @@ MUTANTS = (
     ),
     Mutant(
         "store: signature not verified",
-        "foreword/store/integrity.py",
-        "        except self._invalid_tag:\n            return False\n        return True",
-        "        except self._invalid_tag:\n            return True\n        return True",
+        "foreword/store/sealing.py",
+        "        except self._keys.invalid_tag:\n            return False\n        set_key",
+        "        except self._keys.invalid_tag:\n            pass\n        set_key",
         ("tests/store/test_integrity.py",),
+    ),
+    Mutant(
+        "encryption: a tag that fails is ignored",
+        "foreword/store/sealing.py",
+        "            data[end : end + _CLEAR] = head\n            return False",
+        "            data[end : end + _CLEAR] = head\n            return None",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "encryption: the checksum is in the clear",
+        "foreword/store/sealing.py",
+        "    buffer[end + _CLEAR :] = bytes(buffer[end : end + HEADER_BYTES - _CLEAR])\n",
+        "    buffer[-TAG_BYTES:] = bytes(buffer[end + _CHECKSUM_BYTES : end + HEADER_BYTES - _CLEAR])\n",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "encryption: a frame without a seal is read",
+        "foreword/store/sealing.py",
+        "        if not self._keys.read_plain:\n",
+        "        if False:\n",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "data keys: a destroyed tenant gets a new key",
+        "foreword/store/data_keys.py",
+        "        if _DESTROYED in names:\n            return None\n",
+        "",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "data keys: a key written during a destruction stays",
+        "foreword/store/data_keys.py",
+        "        if self._store.get(_path(tenant, _DESTROYED)) is not None:\n            self._store.delete",
+        "        if False:\n            self._store.delete",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "data keys: a key in memory is never looked for again",
+        "foreword/store/data_keys.py",
+        "        if entry is None or time.monotonic() >= entry.until:\n            entry = self._checked",
+        "        if entry is None:\n            entry = self._checked",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "data keys: keys are used for ever while the key store fails",
+        "foreword/store/data_keys.py",
+        "now - entry.checked < self._config.outage_seconds",
+        "True",
+        ENCRYPTION,
+    ),
+    Mutant(
+        "data keys: a tenant keeps its salt after its keys were destroyed",
+        "foreword/store/data_keys.py",
+        "        if first not in dead:\n            return base",
+        "        if True:\n            return base",
+        ENCRYPTION,
     ),
     # Between the device and the stores
     Mutant(

@@ -9,8 +9,8 @@ import pytest
 from foreword.config import StoreConfig
 from foreword.errors import BadFrame, ConfigError
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
-from foreword.store.integrity import AuthenticatedStore, KeyRing
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.sealing import KeyRing, SealedStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 
@@ -52,12 +52,12 @@ def fetched(store: TieredStore, names: Sequence[bytes]) -> list[bool]:
 def test_planted_blocks_are_refused(plain: MemoryStore) -> None:
     """Of 10,000 blocks planted under another tenant's names none is loaded: unsigned ones, signed ones of the attacker's own
     tenant under changed headers, signatures by another secret, and altered content."""
-    victim = TieredStore([AuthenticatedStore(plain, ring(FIRST))])
+    victim = TieredStore([SealedStore(plain, ring(FIRST))])
     own = MemoryStore(size=1 << 20)
-    AuthenticatedStore(own, ring(FIRST)).put([block(ANN, 0)], deadline=later())
+    SealedStore(own, ring(FIRST)).put([block(ANN, 0)], deadline=later())
     stolen = memoryview(bytearray(SIZE + HEADER_BYTES))
     assert own.get([block(ANN, 0).name], [stolen], deadline=later()) == [len(stolen)]
-    other = AuthenticatedStore(plain, ring("1:another secret altogether"))
+    other = SealedStore(plain, ring("1:another secret altogether"))
     planted: list[Frame] = []
     for number in range(PLANTED):
         kind = number % 4
@@ -106,7 +106,7 @@ def test_signed_blocks_are_loaded_and_heal(tmp_path: Path) -> None:
 
 def test_a_frame_comes_back_as_it_was(plain: MemoryStore) -> None:
     """Signing changes neither content nor checksum of what readers get, and no memory of the writer."""
-    store = AuthenticatedStore(plain, ring(FIRST))
+    store = SealedStore(plain, ring(FIRST))
     one = block(ANN, 3)
     before = bytes(one.data)
     store.put([one], deadline=later())
@@ -118,7 +118,7 @@ def test_a_frame_comes_back_as_it_was(plain: MemoryStore) -> None:
 
 def test_altered_bytes_are_refused(plain: MemoryStore) -> None:
     """A signed frame with any altered byte is refused."""
-    store = AuthenticatedStore(plain, ring(FIRST))
+    store = SealedStore(plain, ring(FIRST))
     one = block(ANN, 4)
     store.put([one], deadline=later())
     signed = memoryview(bytearray(len(one.data)))
@@ -129,7 +129,7 @@ def test_altered_bytes_are_refused(plain: MemoryStore) -> None:
         copy[place] ^= 1 << place % 8
         changed.put([Frame(one.header, memoryview(copy))], deadline=later())
         buffer = memoryview(bytearray(len(signed)))
-        AuthenticatedStore(changed, ring(FIRST)).get([one.name], [buffer], deadline=later())
+        SealedStore(changed, ring(FIRST)).get([one.name], [buffer], deadline=later())
         with pytest.raises(BadFrame):
             check(buffer, one.name, authenticated=True)
         changed.close()
@@ -137,10 +137,10 @@ def test_altered_bytes_are_refused(plain: MemoryStore) -> None:
 
 def test_records(plain: MemoryStore) -> None:
     """Records are signed under their keys: one that was altered, is not signed, or lies under another key is missing."""
-    store = AuthenticatedStore(plain, ring(FIRST))
+    store = SealedStore(plain, ring(FIRST))
     store.put_record("prefixes/a", b"data", deadline=later())
     assert store.get_record("prefixes/a", deadline=later()) == b"data"
-    assert AuthenticatedStore(plain, ring(SECOND, FIRST)).get_record("prefixes/a", deadline=later()) == b"data"
+    assert SealedStore(plain, ring(SECOND, FIRST)).get_record("prefixes/a", deadline=later()) == b"data"
     signed = plain.get_record("prefixes/a", deadline=later())
     assert signed is not None
     plain.put_record("prefixes/b", signed, deadline=later())

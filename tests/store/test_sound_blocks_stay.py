@@ -22,8 +22,8 @@ from foreword.store.base import Name, Store
 from foreword.store.codecs.codec import Codec
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, VERSION, Frame
-from foreword.store.integrity import AuthenticatedStore, IntegritySecret, KeyRing
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore
 from foreword.store.wrappers import StoreWrapper
@@ -162,14 +162,14 @@ def newer(frame: Frame) -> Frame:
 OLD, NEW = (1, "old"), (2, "new")
 WRITERS: dict[str, Callable[[Store], Store]] = {
     "unsigned": lambda store: store,
-    "old key": lambda store: AuthenticatedStore(store, ring(OLD)),
-    "new key": lambda store: AuthenticatedStore(store, ring(NEW)),
+    "old key": lambda store: SealedStore(store, ring(OLD)),
+    "new key": lambda store: SealedStore(store, ring(NEW)),
 }
 READERS: dict[str, tuple[Callable[[Store], Store], set[str]]] = {
     "no key": (lambda store: store, {"unsigned"}),
-    "old key": (lambda store: AuthenticatedStore(store, ring(OLD)), {"old key"}),
-    "new key": (lambda store: AuthenticatedStore(store, ring(NEW)), {"new key"}),
-    "both keys": (lambda store: AuthenticatedStore(store, ring(NEW, OLD)), {"old key", "new key"}),
+    "old key": (lambda store: SealedStore(store, ring(OLD)), {"old key"}),
+    "new key": (lambda store: SealedStore(store, ring(NEW)), {"new key"}),
+    "both keys": (lambda store: SealedStore(store, ring(NEW, OLD)), {"old key", "new key"}),
 }
 
 
@@ -199,13 +199,13 @@ def test_a_key_replaces_blocks_without_one(stack: ExitStack) -> None:
     frames = make_frames(1, LENGTH, PAYLOAD)
     unsigned = stack.enter_context(closing(TieredStore([inner])))
     put_all(unsigned, frames[:8])
-    signed = TieredStore([AuthenticatedStore(inner, ring(NEW))])
+    signed = TieredStore([SealedStore(inner, ring(NEW))])
     assert read(signed, frames) == [None] * LENGTH
     put_all(signed, frames)
     assert read(signed, frames) == whole(frames)
     assert read(unsigned, frames) == [None] * LENGTH
     put_all(unsigned, frames)
-    assert read(TieredStore([AuthenticatedStore(inner, ring(NEW))]), frames) == whole(frames)
+    assert read(TieredStore([SealedStore(inner, ring(NEW))]), frames) == whole(frames)
 
 
 def test_another_version_is_left(stack: ExitStack) -> None:
@@ -225,7 +225,7 @@ def test_no_fault_deletes(stack: ExitStack, seed: int) -> None:
     inner = Undeleted(memory(stack))
     known = chains()
     for frames in known:
-        put_all(AuthenticatedStore(inner, ring(NEW)), frames)
+        put_all(SealedStore(inner, ring(NEW)), frames)
     plan = {"fail": 0.1, "block_fails": 0.2, "unreadable": 0.2}
     for number in range(60):
         opened, _ = READERS[draw.choice(list(READERS))]
@@ -243,4 +243,4 @@ def test_no_fault_deletes(stack: ExitStack, seed: int) -> None:
             assert found.sound + found.unread + found.foreign == CHAINS * LENGTH
     assert not inner.deleted
     for frames in known:
-        assert read(TieredStore([AuthenticatedStore(inner, ring(NEW))]), frames) == whole(frames)
+        assert read(TieredStore([SealedStore(inner, ring(NEW))]), frames) == whole(frames)

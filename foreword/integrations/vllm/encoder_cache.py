@@ -45,7 +45,7 @@ from foreword.integrations.vllm.namespace import base_digest, log, settings_dige
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse

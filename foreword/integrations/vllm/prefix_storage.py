@@ -24,7 +24,7 @@ from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length
 from foreword.store.base import Name
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.tier import StoreTier
 from foreword.store.urls import open_store, parse
 

@@ -10,7 +10,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.store.base import Name, Store
-from foreword.store.integrity import KeyRing
+from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store

@@ -71,6 +71,7 @@ class DiskStore(Store):
         pin_share: share of `size` that may be pinned.
         tenant_quota: share of `size`, or bytes, that the blocks of one tenant may take; None: all.
         read_only: never write, not even uses. Implied if the folder cannot be written.
+        sync_records: a call that puts or deletes a record returns when the device has that.
         journal: "delete" on network file systems, where SQLite's write-ahead log does not work across hosts.
 
     A deadline cannot end a call to a file system that hangs, such as a network mount whose server is down.
@@ -92,6 +93,7 @@ class DiskStore(Store):
         read_only: bool = False,
         journal: Literal["wal", "delete"] = "wal",
         tenant_quota: float | None = None,
+        sync_records: bool = False,
     ) -> None:
         self.check_options(size, pin_share=pin_share, journal=journal, tenant_quota=tenant_quota)
         self.label = label
@@ -104,7 +106,7 @@ class DiskStore(Store):
             log.warning("the folder %s cannot be written: its blocks are only read", self.path)
         self._pin_limit = int(size * pin_share)
         self._files = BlockFiles(self.path)
-        self._records = RecordFiles(f"{self.path}/records")
+        self._records = RecordFiles(f"{self.path}/records", sync=sync_records)
         self._index = DiskIndex(f"{self.path}/index.sqlite", journal=journal, read_only=self.read_only)
         self._closed = False
         self._unreadable: set[Name] = set()  # blocks whose files a put writes again
@@ -127,6 +129,7 @@ class DiskStore(Store):
         read_only: bool = False,
         journal: str = "wal",
         tenant_quota: float | None = None,
+        sync_records: bool = False,
     ) -> None:
         """Raises StoreConfigError for what the constructor would refuse."""
         if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -9,15 +10,20 @@ from pathlib import Path
 
 from foreword.errors import StoreUnavailable
 from foreword.store.base import PartialListing, check_record, check_record_key
-from foreword.store.disk.files import remove_file, write_atomically
+from foreword.store.disk.files import remove_file, store_error, write_atomically
 
 
 class RecordFiles:
     """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can
-    coexist."""
+    coexist.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        sync: a record that was put or deleted is so after a loss of power, too.
+    """
+
+    def __init__(self, folder: str, *, sync: bool = False) -> None:
         self._folder = folder
+        self._sync = sync
 
     def _path(self, key: str) -> str:
         *parts, last = check_record_key(key).split("/")
@@ -26,6 +32,7 @@ class RecordFiles:
     def put(self, key: str, data: bytes, token: str) -> None:
         path = self._path(key)
         write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
+        self._sync_to(path)
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -36,12 +43,29 @@ class RecordFiles:
             raise StoreUnavailable(f"a record cannot be read: {error}") from error
 
     def delete(self, key: str) -> bool:
-        return remove_file(self._path(key))
+        path = self._path(key)
+        removed = remove_file(path)
+        self._sync_to(os.path.dirname(path))
+        return removed
+
+    def _sync_to(self, path: str) -> None:
+        """Write a file or folder to the device, with the folders that it is in."""
+        while self._sync and len(path) >= len(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                except OSError as error:
+                    raise store_error(error) from error
+                finally:
+                    os.close(handle)
+            path = os.path.dirname(path)
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""
         found, problems = list[str](), list[OSError]()
-        for path, _, files in os.walk(self._folder, onerror=problems.append):
+        start = "/".join([self._folder, *(part + "=" for part in prefix.split("/")[:-1])])
+        for path, _, files in os.walk(start, onerror=problems.append):
             folder = os.path.relpath(path, self._folder)
             parts = [] if folder == "." else [part.removesuffix("=") for part in folder.split("/")]
             found += ["/".join([*parts, name.removesuffix("~")]) for name in files if name.endswith("~")]

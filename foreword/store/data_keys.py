@@ -1,0 +1,489 @@
+"""Data keys: what encrypts a tenant's blocks and records. They lie in a key store, each encrypted by a master key.
+
+A tenant is the part of a block's name that `fair_share.tenant_of` returns, 12 bytes. The key store has records below
+`<first 6 bytes>/<last 6 bytes>/`, both in hexadecimal (docs/reference/formats.md):
+
+    <id>        a data key; several while one follows another, or if two servers made one at the same time
+    destroyed   no key of this tenant is used any more, whatever else is there
+
+Destroying a tenant writes `destroyed` and deletes its keys. What it had is unreadable from then on. It begins a new generation
+with another salt (`blocks/salt.py`), so its names, and with them its keys, are others: what a server still has of it on its
+device, in memory or in its write queue is found by no request, and is never written with a key that lives.
+
+Servers look again after `check_seconds` whether a key exists. While the key store does not answer they use the keys that they
+have for `outage_seconds`. No key is ever used longer than that after it was destroyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerated, with_generation
+from foreword.config import EncryptionConfig
+from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.base import Store
+from foreword.store.master_keys import MasterKeys
+from foreword.store.tier import StoreTier
+from foreword.store.types import StoreUrl
+from foreword.store.urls import parse
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+log = logging.getLogger("foreword.store")
+Result = TypeVar("Result")
+
+ENCRYPTED: Final = 1 << 31  # is set in the id of a data key, not in that of a secret that signs
+SHARED: Final = bytes(TENANT_BYTES)  # the tenant of records that belong to none
+_FORMAT: Final = 1
+_KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+_CIPHERS: Final = 4096  # of a data key
+_MAX_ENTRIES: Final = 65_536
+_CALL_SECONDS: Final = 1.0
+_LISTED_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 15.0
+_DESTROYED: Final = "destroyed"
+
+
+@dataclass(frozen=True, slots=True)
+class DataKey:
+    """A data key.
+
+    Attributes:
+        id: with `ENCRYPTED`, as frames name it.
+        master: id of the master key that encrypts it in the key store.
+        created, ends: Unix times; after `ends` it decrypts nothing. A key with an end encrypts nothing.
+        cipher: the cipher for a context, such as a part of the names of blocks.
+    """
+
+    id: int
+    material: bytes = field(repr=False)
+    master: str
+    created: float
+    ends: float = math.inf
+    cipher: Callable[[bytes], AESGCM] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        def derived(context: bytes) -> AESGCM:
+            return AESGCM(hmac.digest(self.material, b"foreword/data\x00" + context, "sha256"))
+
+        object.__setattr__(self, "cipher", lru_cache(_CIPHERS)(derived))
+
+    @property
+    def opens(self) -> bool:
+        return time.time() < self.ends
+
+    @property
+    def seals(self) -> bool:
+        return math.isinf(self.ends)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one key: itself if there is one, until when that counts, and when the key store last said so."""
+
+    key: DataKey | None
+    until: float
+    checked: float
+
+
+@dataclass(slots=True)
+class _Generation:
+    salt: bytes
+    until: float
+    listed: float
+
+
+class KeyStoreCalls:
+    """Calls of a key store, each within a second. After one that fails none is made until a probe has succeeded."""
+
+    def __init__(self, store: Store, seconds: float) -> None:
+        self._tier = StoreTier(store)
+        self._seconds = seconds
+        self._down = False
+
+    def _call(self, call: Callable[..., Result]) -> Result:
+        if self._down:
+            raise StoreUnavailable("the key store does not answer")
+        try:
+            return self._try(call)
+        except (StoreTimeout, StoreUnavailable) as error:
+            if not self._down:
+                self._down = True
+                log.warning("the key store does not answer: %s", error.message)
+                threading.Thread(target=self._probe, name="foreword-keys", daemon=True).start()
+            raise
+
+    def _try(self, call: Callable[..., Result]) -> Result:
+        deadline = time.monotonic() + _CALL_SECONDS
+        return self._tier.call(partial(call, deadline=deadline), deadline)
+
+    def _probe(self) -> None:
+        while self._down:
+            time.sleep(self._seconds)
+            with contextlib.suppress(StoreError):
+                self._try(partial(self._tier.store.get_record, _DESTROYED))
+                self._down = False
+        log.info("the key store answers again")
+
+    def get(self, key: str) -> bytes | None:
+        return self._call(partial(self._tier.store.get_record, key))
+
+    def put(self, key: str, data: bytes) -> None:
+        self._call(partial(self._tier.store.put_record, key, data))
+
+    def delete(self, key: str) -> None:
+        self._call(partial(self._tier.store.delete_record, key))
+
+    def list(self, prefix: str) -> list[str]:
+        return self._call(partial(self._tier.store.records, prefix))
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedKey:
+    """A record of the key store. `key`: None for one that cannot be decrypted; `destroyed`: none of its tenant is used."""
+
+    tenant: bytes
+    id: int
+    key: DataKey | None
+    destroyed: bool
+
+
+class DataKeys:
+    """The data keys of all tenants. Thread-safe.
+
+    Attributes:
+        on_end: functions that are called with a tenant's salt in a generation that has ended, on any thread: they must be quick
+            and must not raise.
+
+    Raises ConfigError, or StoreError if the key store cannot be opened.
+    """
+
+    def __init__(self, config: EncryptionConfig, store: Store | None = None) -> None:
+        self._config = config
+        self._masters = MasterKeys(config)
+        self._store = KeyStoreCalls(store or _opened(config), config.check_seconds)
+        self._lock = threading.Lock()
+        self._tenants_lock = threading.Lock()
+        self._entries: dict[tuple[bytes, int], _Entry] = {}
+        self._active: dict[bytes, tuple[int | None, float]] = {}
+        self._generations: dict[bytes, _Generation] = {}
+        self._closed = threading.Event()
+        self._looking: threading.Thread | None = None
+        self.on_end: list[Callable[[bytes], object]] = []
+
+    # Keys
+
+    def opening(self, tenant: bytes, number: int) -> DataKey | None:
+        """The tenant's key with this id; None if there is none (any more), or none that can be known now."""
+        entry = self._entries.get((tenant, number))
+        if entry is None or time.monotonic() >= entry.until:
+            entry = self._checked(tenant, number, entry)
+        return entry.key if entry.key is not None and entry.key.opens else None
+
+    def sealing(self, tenant: bytes) -> DataKey | None:
+        """The key that encrypts what the tenant stores now, a new one if it never had any; None for a tenant whose keys were
+        destroyed, or if the key store does not answer."""
+        number, until = self._active.get(tenant, (None, 0.0))
+        if number is not None:
+            key = self.opening(tenant, number)
+            if key is not None and key.seals:
+                return key
+        elif time.monotonic() < until:
+            return None
+        with self._lock:
+            try:
+                key = self._find_active(tenant)
+            except StoreError:
+                key = None
+            _bound(self._active)
+            until = time.monotonic() + self._config.check_seconds
+            self._active[tenant] = (None if key is None else key.id, until)
+            return key
+
+    def _find_active(self, tenant: bytes) -> DataKey | None:
+        names = self._names(tenant)
+        if _DESTROYED in names:
+            return None
+        known = [self.opening(tenant, _number(name)) for name in names]
+        usable = [key for key in known if key is not None and key.seals]
+        return max(usable, key=lambda key: (key.created, key.id)) if usable else self._create(tenant)
+
+    def _create(self, tenant: bytes) -> DataKey | None:
+        """A new key for a tenant; None if its keys were destroyed meanwhile."""
+        number = ENCRYPTED | secrets.randbelow(ENCRYPTED - 1)
+        key = DataKey(number, os.urandom(_KEY_BYTES), self._masters.current[0], time.time())
+        return key if self._write(tenant, key) else None
+
+    def _write(self, tenant: bytes, key: DataKey) -> bool:
+        """Store a key, encrypted by the current master key. False if the tenant's keys were destroyed meanwhile: then it is
+        deleted again."""
+        self._store.put(_path(tenant, _name(key.id)), self._wrapped(tenant, key))
+        if self._store.get(_path(tenant, _DESTROYED)) is not None:
+            self._store.delete(_path(tenant, _name(key.id)))
+            return False
+        self._entries.pop((tenant, key.id), None)
+        return True
+
+    def _names(self, tenant: bytes) -> list[str]:
+        """The last parts of the tenant's record keys."""
+        return [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""))]
+
+    def _checked(self, tenant: bytes, number: int, entry: _Entry | None) -> _Entry:
+        now = time.monotonic()
+        until = now + self._config.check_seconds
+        try:
+            data = self._store.get(_path(tenant, _name(number)))
+            if data is not None and self._store.get(_path(tenant, _DESTROYED)) is not None:
+                data = None
+        except StoreError:
+            fresh = entry is not None and now - entry.checked < self._config.outage_seconds
+            entry = _Entry(
+                entry.key if fresh and entry is not None else None, until, entry.checked if entry else -math.inf
+            )
+        else:
+            key = None if data is None else self._unwrapped(tenant, number, data)
+            if entry is not None and entry.key == key:
+                key = entry.key  # with the ciphers that are derived from it
+            entry = _Entry(key, until, now)
+        _bound(self._entries)
+        self._entries[tenant, number] = entry
+        return entry
+
+    def _wrapped(self, tenant: bytes, key: DataKey) -> bytes:
+        name, master = self._masters.current
+        nonce = os.urandom(_NONCE_BYTES)
+        plain = {
+            "format": _FORMAT, "tenant": tenant.hex(), "id": _name(key.id), "master": name, "created": key.created,
+            "ends": None if key.seals else key.ends,
+        }  # fmt: skip
+        sealed = master.encrypt(nonce, key.material, _canonical(plain))
+        return _canonical({**plain, "nonce": nonce.hex(), "key": sealed.hex()})
+
+    def _unwrapped(self, tenant: bytes, number: int, data: bytes) -> DataKey | None:
+        """Decrypt a record. None if it is damaged, of another tenant, or encrypted by a master key that is not known here."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            plain: dict[str, Any] = json.loads(data)
+            nonce, sealed = bytes.fromhex(plain.pop("nonce")), bytes.fromhex(plain.pop("key"))
+            named = plain["format"], plain["tenant"], plain["id"]
+            master = self._masters.get(str(plain["master"]))
+            if named != (_FORMAT, tenant.hex(), _name(number)) or master is None:
+                return None
+            material = master.decrypt(nonce, sealed, _canonical(plain))
+            ends = math.inf if plain["ends"] is None else float(plain["ends"])
+            return DataKey(number, material, plain["master"], float(plain["created"]), ends)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidTag):
+            return None
+        except ConfigError as error:
+            log.warning("%s", error.message)
+            return None
+
+    # Tenants
+
+    def current(self, salt: bytes) -> bytes:
+        """The salt of a tenant in its generation now, given its salt in any generation. While the key store does not answer,
+        that of the last one known. Does no I/O unless it is time to look again."""
+        base = ungenerated(salt)
+        known = self._generations.get(base)
+        if known is not None and time.monotonic() < known.until:
+            return known.salt
+        with self._tenants_lock:
+            now = time.monotonic()
+            listed = now if known is None or now - known.listed >= _LISTED_SECONDS else known.listed
+            try:
+                found = self._generation(base, None if known is None or listed == now else known.salt)
+            except StoreError:
+                found = salt if known is None else known.salt
+            _bound(self._generations)
+            self._generations[base] = _Generation(found, now + self._config.check_seconds, listed)
+            if self._looking is None:
+                self._looking = threading.Thread(target=self._look, name="foreword-generations", daemon=True)
+                self._looking.start()
+        if known is not None and known.salt != found:
+            for call in self.on_end:
+                call(known.salt)
+        return found
+
+    def _look(self) -> None:
+        """Look at the generations of tenants without requests, too."""
+        while not self._closed.wait(_LOOK_SECONDS):
+            for base in list(self._generations):
+                self.current(base)
+
+    def _generation(self, base: bytes, known: bytes | None) -> bytes:
+        """The tenant's salt in a generation whose keys live: `known` if they do. A new one if it has none."""
+        if known is not None and self._store.get(_path(_tenant(known), _DESTROYED)) is None:
+            return known
+        first, dead = _tenant(base), set[bytes]()
+        found = set[bytes]()
+        for tenant, name in self._listed(_family(first)):
+            (dead if name == _DESTROYED else found).add(tenant)
+        if first not in dead:
+            return base
+        for tenant in sorted(found - dead):
+            return with_generation(base, tenant[-GENERATION_BYTES:])
+        fresh = with_generation(base, os.urandom(GENERATION_BYTES))
+        return fresh if self._create(_tenant(fresh)) is not None else base
+
+    def _listed(self, prefix: str) -> Iterator[tuple[bytes, str]]:
+        """The tenants and last parts of record keys."""
+        for key in self._store.list(prefix):
+            folder, _, name = key.rpartition("/")
+            with contextlib.suppress(ValueError):
+                tenant = bytes.fromhex(folder.replace("/", ""))
+                if len(tenant) == TENANT_BYTES:
+                    yield tenant, name
+
+    def generations(self, salt: bytes) -> list[bytes]:
+        """The tenants, as in names, that a tenant with this salt has been, the first one first. Raises StoreError."""
+        first = _tenant(ungenerated(salt))
+        return list(dict.fromkeys([first, *sorted(tenant for tenant, _ in self._listed(_family(first)))]))
+
+    def destroy(self, tenant: bytes) -> list[tuple[bytes, int]]:
+        """Destroy all keys of a tenant, given 12 bytes of any of its generations. Returns them: the generation, and the id.
+
+        When this returns, nothing that was encrypted for it can be read, here at once and elsewhere within `check_seconds`.
+        Raises StoreError, and may then be repeated.
+        """
+        records = list(self._listed(_family(tenant)))
+        keys = [(one, _number(name)) for one, name in records if name != _DESTROYED]
+        dead = {one for one, name in records if name == _DESTROYED}
+        tenants = {tenant, *(one for one, _ in records)}
+        for one in tenants - dead:
+            self._store.put(_path(one, _DESTROYED), _canonical({"format": _FORMAT, "destroyed": time.time()}))
+        for one, number in keys:
+            self._store.delete(_path(one, _name(number)))
+        for known in [known for known in list(self._entries) if known[0] in tenants]:
+            self._entries.pop(known, None)
+        for of in [of for of in list(self._generations.values()) if _tenant(of.salt) in tenants]:
+            of.until = 0.0
+        return sorted(keys)
+
+    # Maintenance
+
+    def all(self) -> Iterator[ListedKey]:
+        """All records of the key store. Raises StoreError."""
+        records = list(self._listed(""))
+        dead = {tenant for tenant, name in records if name == _DESTROYED}
+        for tenant, name in records:
+            if name != _DESTROYED:
+                data = self._store.get(_path(tenant, name))
+                key = None if data is None else self._unwrapped(tenant, _number(name), data)
+                yield ListedKey(tenant, _number(name), key, tenant in dead)
+
+    def destroyed(self) -> list[bytes]:
+        """Tenants whose keys were destroyed. Raises StoreError."""
+        return [tenant for tenant, name in self._listed("") if name == _DESTROYED]
+
+    def wrap_again(self) -> tuple[int, int]:
+        """Encrypt all data keys by the current master key, and delete what is left of destroyed ones. Returns how many are
+        encrypted by it now, and how many could not be decrypted. Raises StoreError."""
+        done = failed = 0
+        for one in self.all():
+            if one.destroyed:
+                self._store.delete(_path(one.tenant, _name(one.id)))
+            elif one.key is None:
+                failed += 1
+            else:
+                done += one.key.master == self._masters.current[0] or self._write(one.tenant, one.key)
+        return done, failed
+
+    def rotate(self, tenant: bytes, seconds: float) -> DataKey | None:
+        """Give a tenant a new data key; what it has is readable for so many seconds. None if its keys were destroyed. Raises
+        StoreError."""
+        ends = time.time() + seconds
+        before = [one.key for one in self.all() if one.tenant == tenant and one.key is not None and one.key.seals]
+        fresh = self._create(tenant)
+        for key in before if fresh is not None else ():
+            self._write(tenant, replace(key, ends=ends))
+        return fresh
+
+    def close(self) -> None:
+        self._closed.set()
+        self._store.close()
+
+
+@lru_cache(64)
+def _shared(config: EncryptionConfig, process: int) -> DataKeys:
+    return DataKeys(config)
+
+
+def data_keys_of(config: EncryptionConfig) -> DataKeys | None:
+    """The data keys of a configuration, one object in a process; None without encryption. Raises ConfigError, StoreError."""
+    return _shared(config, os.getpid()) if config.key_store is not None else None
+
+
+def _url(config: EncryptionConfig) -> StoreUrl:
+    given = config.key_store or ""
+    return parse(given if ":" in given else f"disk://{os.path.abspath(given)}?size=16MiB")
+
+
+def check_apart(config: EncryptionConfig, urls: Iterable[str]) -> None:
+    """Raises ConfigError if data keys would lie in a store of the blocks that they encrypt, and in each copy of it."""
+    own = _url(config)
+    for url in map(parse, urls):
+        if (url.url.rstrip("/"), url.options.get("prefix")) == (own.url.rstrip("/"), own.options.get("prefix")):
+            raise ConfigError(f"encryption needs a key store of its own, which is not {url.shown}")
+
+
+def _opened(config: EncryptionConfig) -> Store:
+    url = _url(config)
+    if not (url.persistent and url.writable):
+        raise ConfigError("encryption.key_store is a folder, or the URL of a store that outlives a process")
+    if url.scheme == "disk":  # what was destroyed does not come back with a loss of power
+        url = replace(url, options={**url.options, "sync_records": "1"})
+    return url.type.open(url, None)
+
+
+def _tenant(salt: bytes) -> bytes:
+    return Salt(salt).digest[:TENANT_BYTES]
+
+
+def _family(tenant: bytes) -> str:
+    """What the record keys of all generations of a tenant begin with."""
+    return f"{tenant[:-GENERATION_BYTES].hex()}/"
+
+
+def _path(tenant: bytes, name: str) -> str:
+    return f"{_family(tenant)}{tenant[-GENERATION_BYTES:].hex()}/{name}"
+
+
+def _name(number: int) -> str:
+    return f"{number:08x}"
+
+
+def _number(name: str) -> int:
+    try:
+        return int(name, 16)
+    except ValueError:
+        return 0
+
+
+def _canonical(plain: dict[str, Any]) -> bytes:
+    return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _bound(known: dict[Any, Any]) -> None:
+    """Forget what was learned first if there is too much."""
+    while len(known) >= _MAX_ENTRIES:
+        known.pop(next(iter(known)), None)

@@ -1,0 +1,336 @@
+"""Seals of frames and records: encrypted with the data key of their tenant, or signed with a secret of the deployment.
+
+Encrypted (AES-256-GCM), a copy of a store tells nothing but names and lengths, and nothing at all once the tenant's data key is
+destroyed. Signed (AES-256-GMAC), it can be read, but a party without the secret cannot plant KV in it. Both are in the same
+place of a frame (docs/reference/formats.md). Keys are derived for each root, so a tenant's frames have keys of their own.
+
+    signed record    = magic "FWRA", key id (4 bytes, little-endian), nonce (12), tag (16), data
+    encrypted record = magic "FWRE", key id (4), nonce (12), encrypted data, tag (16)
+
+Nonces are random, 96 bits. An encrypted frame's key is one of 64 of its data key, layout and root, chosen by the block's key.
+With n frames under one of them, two have the same nonce with a probability below n² / 2^97: 2^-33 for 2^32 frames, which are
+2^38 frames of one tenant in one layout, 16 PiB in blocks of 64 KiB. `foreword keys rotate` begins anew.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from foreword.blocks.layout import PREFIX_BYTES
+from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
+from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig
+from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
+from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus
+from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, data_keys_of
+from foreword.store.fair_share import tenant_of
+from foreword.store.frame import (
+    HEADER_BYTES,
+    NONCE_BYTES,
+    TAG_BYTES,
+    UNAUTHENTICATED,
+    UNKEYED,
+    Frame,
+    Header,
+    check,
+    read_key,
+    set_key,
+)
+from foreword.store.wrappers import FormChanger
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+_RECORD: Final = struct.Struct(f"<4sI{NONCE_BYTES}s")
+_SIGNED, _ENCRYPTED = b"FWRA", b"FWRE"
+_ROOTS: Final = 4096
+_CHECKSUM_BYTES: Final = 16
+_CLEAR: Final = HEADER_BYTES - _CHECKSUM_BYTES - TAG_BYTES  # bytes of the header before its checksum
+_PARTS: Final = 64
+_OF_TENANTS: Final = ("prefixes", "retained", "quarantine")
+
+
+@dataclass(frozen=True, slots=True)
+class IntegritySecret:
+    """A secret and its number, which frames name."""
+
+    number: int
+    text: str = field(repr=False)
+
+
+class KeyRing:
+    """The keys of a deployment: data keys encrypt if there are any, else the first secret signs. All of them are known.
+
+    Args:
+        read_plain: what is not sealed is read too.
+
+    Raises StoreConfigError if the package `cryptography` is missing.
+    """
+
+    def __init__(
+        self, secrets: Sequence[IntegritySecret] = (), data: DataKeys | None = None, *, read_plain: bool = False
+    ) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ModuleNotFoundError:
+            raise StoreConfigError("keys of stores need: pip install 'foreword[integrity]'") from None
+        self.data = data
+        self.read_plain = read_plain
+        self.invalid_tag = InvalidTag
+        self._texts = {secret.number: secret.text.encode() for secret in secrets}
+        self._signing = next(iter(self._texts), UNKEYED)
+
+        @lru_cache(_ROOTS)
+        def cipher(number: int, scope: bytes) -> AESGCM:
+            return AESGCM(hmac.digest(self._texts[number], b"foreword/store/" + scope, "sha256"))
+
+        self._cipher = cipher
+
+    @classmethod
+    def of(cls, config: StoreConfig, encryption: EncryptionConfig | None = None) -> KeyRing | None:
+        """The configuration's keys; None if there are none. Raises ConfigError, StoreError."""
+        found = [IntegritySecret(number, text) for number, text in config.integrity_keys()]
+        data = None if encryption is None else data_keys_of(encryption)
+        if encryption is not None and data is not None:
+            check_apart(encryption, config.urls)
+        plain = encryption is not None and encryption.read_plain
+        return cls(found, data, read_plain=plain) if found or data is not None else None
+
+    @classmethod
+    def from_environment(cls, encryption: EncryptionConfig | None = None) -> KeyRing | None:
+        """The keys in FOREWORD_STORE_INTEGRITY_SECRETS and FOREWORD_ENCRYPTION_*, for tools and connectors without a
+        configuration file. `encryption`: in place of the latter."""
+        entries = os.environ.get(ENV_PREFIX + "STORE_INTEGRITY_SECRETS", "").split(",")
+        secrets = StoreConfig(integrity_secrets=tuple(one.strip() for one in entries if one.strip()))
+        return cls.of(secrets, EncryptionConfig.from_environment() if encryption is None else encryption)
+
+    def current(self, salt: bytes) -> bytes:
+        """The salt of a tenant in its generation now (`data_keys.py`)."""
+        return salt if self.data is None else self.data.current(salt)
+
+    def sealed(self, store: Store) -> Store:
+        return SealedStore(store, self)
+
+    def signing(self, scope: bytes) -> tuple[int, AESGCM]:
+        return self._signing, self._cipher(self._signing, scope)
+
+    def verifying(self, number: int, scope: bytes) -> AESGCM | None:
+        return self._cipher(number, scope) if number in self._texts else None
+
+    def opening(self, tenant: bytes, number: int) -> DataKey | None:
+        """A data key, None if it is not known (any more)."""
+        return None if self.data is None else self.data.opening(tenant, number)
+
+
+class SealedStore(FormChanger):
+    """Seals what is written to `inner`, and passes on only what is sealed, as it was before.
+
+    A frame whose tag is not that of its key is returned with a key id that no reader has: `frame.check` refuses it as
+    `unauthenticated`, and the tier deletes it. One without a tag, or with the tag of an unknown or destroyed key, is FOREIGN;
+    the first is replaced when the block is put. What belongs to a tenant whose data keys were destroyed is not written. Records
+    that are not sealed count as missing. They are bound to their keys.
+    """
+
+    authenticates = True
+
+    def __init__(self, inner: Store, keys: KeyRing) -> None:
+        super().__init__(inner)
+        self._keys = keys
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    # Frames
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        data = self._keys.data
+        if data is None:
+            return self.put_changed([self._signed(frame) for frame in frames], deadline=deadline)
+        found = [(frame, data.sealing(tenant_of(frame.name))) for frame in frames]
+        sealed = [_encrypted(frame, key) for frame, key in found if key is not None]
+        self._count("without_key", len(found) - len(sealed))
+        return self.put_changed(sealed, deadline=deadline) if sealed else 0
+
+    def _signed(self, frame: Frame) -> Frame:
+        """A signed copy: other tiers use the frame's memory."""
+        buffer = memoryview(bytearray(frame.data))
+        number, cipher = self._keys.signing(_scope(frame.header))
+        nonce = os.urandom(NONCE_BYTES)
+        set_key(buffer, number, nonce)
+        buffer[-TAG_BYTES:] = cipher.encrypt(nonce, b"", buffer[:-TAG_BYTES])
+        return Frame(replace(frame.header, key_id=number, nonce=nonce), buffer)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        lengths = self.inner.get(names, buffers, deadline=deadline)
+        return [self._opened(*item) if item[2] > 0 else item[2] for item in zip(names, buffers, lengths, strict=True)]
+
+    def _opened(self, name: Name, buffer: memoryview, length: int) -> int:
+        """Make a sealed frame one without a seal, as it was before. What `frame.check` refuses stays as it is. Returns the
+        result of `get`."""
+        if length > len(buffer):
+            return BAD
+        data = buffer[:length]
+        try:
+            scope, number, nonce = read_key(data)
+        except BadFrame:
+            return length
+        if scope != name[:PREFIX_BYTES] or (number != UNKEYED and not any(data[-TAG_BYTES:])):
+            return length  # a damaged header: `frame.check` says so
+        if number == UNKEYED:
+            return self._plain(name, data)
+        if number & ENCRYPTED:
+            key = self._keys.opening(tenant_of(name), number)
+            sound = None if key is None else self._decrypted(name, data, key, nonce)
+        else:
+            cipher = self._keys.verifying(number, scope)
+            sound = None if cipher is None else self._verified(data, cipher, nonce)
+        if sound is None:
+            self._count("unknown_key")
+            return FOREIGN
+        if not sound:
+            self._count("unauthenticated")
+            set_key(data, UNAUTHENTICATED, bytes(NONCE_BYTES))
+        return length
+
+    def _plain(self, name: Name, data: memoryview) -> int:
+        """The result of `get` for a frame that is not sealed. Its checksum is compared here, as the caller will not."""
+        if not self._keys.read_plain:
+            self._count("unauthenticated")
+            self.note_replaceable(name)
+            return FOREIGN
+        try:
+            check(data, name)
+        except BadFrame as error:
+            return BAD if error.reason == "checksum" else len(data)
+        return len(data)
+
+    def _verified(self, data: memoryview, cipher: AESGCM, nonce: bytes) -> bool:
+        try:
+            cipher.decrypt(nonce, bytes(data[-TAG_BYTES:]), data[:-TAG_BYTES])
+        except self._keys.invalid_tag:
+            return False
+        set_key(data, UNKEYED, bytes(NONCE_BYTES))
+        data[-TAG_BYTES:] = bytes(TAG_BYTES)
+        return True
+
+    def _decrypted(self, name: Name, data: memoryview, key: DataKey, nonce: bytes) -> bool:
+        """Decrypt a frame in place. The encrypted checksum and the tag are moved behind the payload for that."""
+        end = len(data) - HEADER_BYTES
+        head = bytes(data[end : end + _CLEAR])
+        data[end : end + HEADER_BYTES - _CLEAR] = bytes(data[end + _CLEAR :])
+        sealed, opened = data[: end + HEADER_BYTES - _CLEAR], data[: end + _CHECKSUM_BYTES]
+        try:
+            key.cipher(_part(name)).decrypt_into(nonce, sealed, head, opened)
+        except self._keys.invalid_tag:
+            data[end : end + _CLEAR] = head
+            return False
+        data[end + _CLEAR : end + _CLEAR + _CHECKSUM_BYTES] = bytes(data[end : end + _CHECKSUM_BYTES])
+        data[end : end + _CLEAR] = head
+        set_key(data, UNKEYED, bytes(NONCE_BYTES))
+        data[-TAG_BYTES:] = bytes(TAG_BYTES)
+        return True
+
+    # Records
+
+    def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
+        """As in the contract. Raises StoreReadOnly for a record of a tenant whose data keys were destroyed."""
+        nonce = os.urandom(NONCE_BYTES)
+        if self._keys.data is None:
+            number, cipher = self._keys.signing(b"record")
+            head = _RECORD.pack(_SIGNED, number, nonce)
+            sealed = cipher.encrypt(nonce, b"", _signed_record(head, key, data)) + data
+        else:
+            data_key = self._keys.data.sealing(_owner(key))
+            if data_key is None:
+                raise StoreReadOnly("the record has no data key: those of its tenant were destroyed, or cannot be read")
+            head = _RECORD.pack(_ENCRYPTED, data_key.id, nonce)
+            sealed = data_key.cipher(b"record").encrypt(nonce, bytes(data), head + key.encode())
+        self.inner.put_record(key, head + sealed, deadline=deadline)
+
+    def get_record(self, key: str, *, deadline: float) -> bytes | None:
+        found = self.inner.get_record(key, deadline=deadline)
+        if found is None:
+            return None
+        try:
+            data = self._opened_record(key, bytes(found))
+        except self._keys.invalid_tag:
+            data = None
+        if data is None:
+            self._count("unauthenticated_records")
+        return data
+
+    def _opened_record(self, key: str, found: bytes) -> bytes | None:
+        """The content of a record; None for one that is not sealed with a known key. Raises InvalidTag."""
+        magic = found[:4]
+        if magic not in (_SIGNED, _ENCRYPTED):
+            return found if self._keys.read_plain else None
+        if len(found) < _RECORD.size + TAG_BYTES:
+            return None
+        _, number, nonce = _RECORD.unpack_from(found)
+        head, rest = found[: _RECORD.size], found[_RECORD.size :]
+        if magic == _ENCRYPTED:
+            data_key = self._keys.opening(_owner(key), number)
+            return None if data_key is None else data_key.cipher(b"record").decrypt(nonce, rest, head + key.encode())
+        cipher = self._keys.verifying(number, b"record")
+        if cipher is None:
+            return None
+        tag, data = rest[:TAG_BYTES], rest[TAG_BYTES:]
+        cipher.decrypt(nonce, tag, _signed_record(head, key, data))
+        return data
+
+    def status(self) -> StoreStatus:
+        """The inner store's status, with notes of what was refused."""
+        status = self.inner.status()
+        with self._lock:
+            kinds = ("unauthenticated", "unauthenticated_records", "unknown_key", "without_key")
+            notes = {key: self._counts[key] for key in kinds}
+        return replace(status, notes={**status.notes, **notes})
+
+    def _count(self, key: str, count: int = 1) -> None:
+        with self._lock:
+            self._counts[key] += count
+
+
+def _encrypted(frame: Frame, key: DataKey) -> Frame:
+    """An encrypted copy: payload and checksum, with all before the checksum as associated data."""
+    end = len(frame.data) - HEADER_BYTES
+    buffer = memoryview(bytearray(frame.data))
+    nonce = os.urandom(NONCE_BYTES)
+    set_key(buffer, key.id, nonce)
+    head = bytes(buffer[end : end + _CLEAR])
+    buffer[end : end + _CHECKSUM_BYTES] = bytes(buffer[end + _CLEAR : end + _CLEAR + _CHECKSUM_BYTES])
+    plain, sealed = buffer[: end + _CHECKSUM_BYTES], buffer[: end + HEADER_BYTES - _CLEAR]
+    key.cipher(_part(frame.name)).encrypt_into(nonce, plain, head, sealed)
+    buffer[end + _CLEAR :] = bytes(buffer[end : end + HEADER_BYTES - _CLEAR])
+    buffer[end : end + _CLEAR] = head
+    return Frame(replace(frame.header, key_id=key.id, nonce=nonce), buffer)
+
+
+def _part(name: Name) -> bytes:
+    """What an encrypted frame's key is derived from, besides the data key."""
+    return b"frame" + name[:PREFIX_BYTES] + bytes([name[PREFIX_BYTES] % _PARTS])
+
+
+def _scope(header: Header) -> bytes:
+    return header.layout + header.root
+
+
+def _signed_record(head: bytes, key: str, data: bytes) -> bytes:
+    return head + bytes(TAG_BYTES) + key.encode() + b"\x00" + data
+
+
+def _owner(key: str) -> bytes:
+    """The tenant of a record, as in the names of its blocks; `SHARED` if it belongs to none."""
+    parts = key.split("/")
+    try:
+        digest = bytes.fromhex(parts[2]) if parts[0] in _OF_TENANTS and len(parts) > 2 else b""
+    except ValueError:
+        digest = b""
+    return digest[:TENANT_BYTES] if len(digest) == DIGEST_BYTES else SHARED
