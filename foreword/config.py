@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, cast
 
 from foreword.errors import ConfigError, ModelNotFound, did_you_mean, reason_of
@@ -407,11 +408,12 @@ class EncryptionConfig:
         _check("encryption", self)
 
     @classmethod
-    def from_environment(cls) -> EncryptionConfig:
-        """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file."""
+    def from_environment(cls, given: Mapping[str, Any] = MappingProxyType({})) -> EncryptionConfig:
+        """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file. What is given
+        here has precedence. Raises ConfigError."""
         prefix = f"{ENV_PREFIX}ENCRYPTION_"
         values = {name[len(prefix) :].lower(): text for name, text in os.environ.items() if name.startswith(prefix)}
-        return build(cls, "encryption", values)
+        return build(cls, "encryption", {**values, **given})
 
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,8 @@ from foreword import __version__
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
-from foreword.config import Config, EngineConfig
+from foreword.config import Config, EncryptionConfig, EngineConfig
+from foreword.store.data_keys import DataKeys
 
 runner = CliRunner()
 
@@ -204,6 +206,21 @@ def test_doctor_checks_stores(tmp_path: Path) -> None:
         bad = runner.invoke(cli.app, ["doctor", "--no-load", "--port", "0", "--store", "memory://", "--store", url])
         assert bad.exit_code == 1 and "ok    store" in bad.output and "FAIL  store" in bad.output
         assert "secret" not in bad.output
+
+
+def test_doctor_checks_keys(tmp_path: Path) -> None:
+    """`doctor` reads the master keys, and finds data keys that they do not decrypt."""
+    store, keys = f"disk://{tmp_path}/d?size=1MiB", ["--encryption-key-store", str(tmp_path / "keys")]
+    command = ["doctor", "--no-load", "--port", "0", "--store", store, *keys, "--encryption-master-key-file"]
+    for name in ("one", "two"):
+        line = runner.invoke(cli.app, ["keys", "new-master", name]).output
+        (tmp_path / name).write_text(line, encoding="ascii")
+    config = EncryptionConfig(key_store=str(tmp_path / "keys"), master_key_file=str(tmp_path / "one"))
+    with closing(DataKeys(config)) as opened:
+        assert opened.sealing(bytes(12)) is not None
+    good, bad = (runner.invoke(cli.app, [*command, str(tmp_path / name)]) for name in ("one", "two"))
+    assert good.exit_code == 0 and "ok    keys       1 data keys, 0 that" in good.output
+    assert bad.exit_code == 1 and "FAIL  keys       1 data keys, 1 that" in bad.output
 
 
 def without_package(name: str, code: str) -> subprocess.CompletedProcess[str]:

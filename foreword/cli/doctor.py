@@ -72,7 +72,9 @@ def examine(config: Config, load: bool, verbose: bool = False) -> Iterator[Findi
     yield Finding("memory", _memory())
     yield Finding("cpu", _features())
     yield _port(config.server.host, config.server.port)
-    stores = [_store(url) for url in config.store.urls]
+    stores = [_store(url, config) for url in config.store.urls]
+    if config.encryption.key_store is not None:
+        stores.append(_keys(config))
     yield from stores
     mistake = _mistake(config)
     if mistake is not None:
@@ -168,7 +170,21 @@ def _port(host: str, port: int) -> Finding:
     return Finding("port", f"{host} port {port} is free")
 
 
-def _store(url: str) -> Finding:
+def _keys(config: Config) -> Finding:
+    """Read the master keys, and look whether they decrypt all data keys."""
+    from foreword.store.data_keys import DataKeys
+
+    try:
+        with closing(DataKeys(config.encryption)) as keys:
+            living = [one for one in keys.all() if not one.destroyed]
+            unknown = sum(one.key is None for one in living)
+            text = f"{len(living)} data keys, {unknown} that these master keys do not decrypt; {keys.master} encrypts"
+    except ForewordError as error:
+        return Finding("keys", error.message, ok=False)
+    return Finding("keys", text, ok=not unknown)
+
+
+def _store(url: str, config: Config) -> Finding:
     """Open a store and ask it for a block that it does not have."""
     from foreword.store.redact import redacted
     from foreword.store.sealing import KeyRing
@@ -183,7 +199,7 @@ def _store(url: str) -> Finding:
         if not parsed.type.exists(parsed):
             return Finding("store", f"{shown}: not there yet; a server can create it")
         began = time.monotonic()
-        with closing(open_store([url], keys=KeyRing.from_environment())) as tiers:
+        with closing(open_store([url], keys=KeyRing.of(config.store, config.encryption))) as tiers:
             store = tiers.tiers[0].store
             store.lookup([bytes(NAME_BYTES)], deadline=began + _STORE_SECONDS)
             status = store.status()

@@ -23,6 +23,7 @@ from foreword.errors import ConfigError
 if TYPE_CHECKING:
     from foreword.prefixes.erasure import LayoutRecord, StoredChains
     from foreword.store.base import StoredBlock
+    from foreword.store.sealing import KeyRing
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
 
@@ -43,8 +44,8 @@ def register(app: typer.Typer) -> None:
     app.command("forget", **described("forget --tenant alice disk:///var/cache/foreword"))(forget)
 
 
-def _opened(urls: list[str], *, only_read: bool = False) -> closing[TieredStore]:
-    """Open stores that exist: a tool creates none."""
+def _opened(urls: list[str], keys: KeyRing | None = None, *, only_read: bool = False) -> closing[TieredStore]:
+    """Open stores that exist: a tool creates none. By default with the environment's keys."""
     from foreword.store.sealing import KeyRing
     from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse
@@ -54,8 +55,7 @@ def _opened(urls: list[str], *, only_read: bool = False) -> closing[TieredStore]
             raise ConfigError(
                 f"{url.shown}: a {url.scheme}:// store is in the memory of its server; name a store that outlives a process"
             )
-    keys = KeyRing.from_environment()
-    return closing(open_store(urls, keys=keys, must_exist=True, only_read=only_read))
+    return closing(open_store(urls, keys=keys or KeyRing.from_environment(), must_exist=True, only_read=only_read))
 
 
 # inspect
@@ -297,8 +297,9 @@ def forget(
 ) -> None:
     """Delete blocks from stores.
 
-    Deletes from all given stores and prints a receipt as JSON, signed if there is a tenant secret. Status 1 if blocks remain
-    or a store could not be reached. It can be repeated.
+    Destroys a tenant's data keys first, if blocks are encrypted (FOREWORD_ENCRYPTION_*). Then deletes from all given stores and
+    prints a receipt as JSON, signed if there is a tenant secret. Status 1 if blocks remain or a store could not be reached. It
+    can be repeated.
     """
     chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
     if len(chosen) != 1:
@@ -316,14 +317,17 @@ def forget(
     if not urls:
         raise ConfigError("name the stores to delete from, for example disk:///var/cache/foreword")
     from foreword.prefixes import erasure
+    from foreword.store.sealing import KeyRing
 
-    with _opened(urls) as store:
+    keys = KeyRing.from_environment()
+    data = None if keys is None else keys.data
+    with _opened(urls, keys) as store:
         if model is not None:
             receipt = erasure.forget_model(store, model)
         elif prefix is not None:
             receipt = erasure.forget_prefix(store, prefix)
         else:
-            receipt = erasure.forget_tenant(store, _salt(tenant, tenant_secret, cache_salt))
+            receipt = erasure.forget_tenant(store, salt_of(tenant, tenant_secret, cache_salt), keys=data)
     _print_receipt(receipt.plain(tenant_secret))
 
 
@@ -331,7 +335,7 @@ def _choices(*given: object) -> Iterable[tuple[str, bool]]:
     return zip(("tenant", "no-tenant", "prefix", "model", "server"), map(bool, given), strict=True)
 
 
-def _salt(tenant: str | None, secret: str | None, cache_salt: str | None) -> Salt:
+def salt_of(tenant: str | None, secret: str | None, cache_salt: str | None = None) -> Salt:
     """The salt of a tenant's requests (None: of those without a tenant), or of those with a `cache_salt`."""
     from foreword.api.tenants import derive_salt
 

@@ -42,7 +42,7 @@ def check(
         check_folder(config.audit_reports)
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
-    check_stores_and_peers(stores.urls, transfer)
+    check_stores_and_peers(stores.urls, transfer, encryption or EncryptionConfig())
     if config.batch_invariant and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
     KeyRing.of(stores, encryption)
@@ -54,7 +54,7 @@ def check_server(config: Config) -> None:
     transfer = config.transfer.with_secret()
     TlsSettings(transfer)
     if config.role is not None:
-        check_listener(transfer)
+        check_listener(transfer, config.encryption)
     check(config.engine, config.store, transfer, config.encryption)
 
 

@@ -38,7 +38,7 @@ from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, S
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.erasure import described
+from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.pin import PrefixPin
 from foreword.prefixes.prefix_service import PinnedKV, Registration
 
@@ -110,6 +110,8 @@ class AsyncEngine:
             self.instance = Instance(parts.core, view, transfer, role, self, self.served)
             parts.runner.on_written = self.instance.layer_written
         self._thread = threading.Thread(target=self._run, name="foreword-engine", daemon=True)
+        if parts.keys is not None:
+            parts.keys.on_end.append(self._generation_ended)
         self._core.kept.on_release = lambda: self.post(self._core.kept.settle)
         self.quarantine.on_change = lambda: self.post(lambda: None)  # an idle engine looks at the quarantine then
         self._thread.start()
@@ -400,6 +402,26 @@ class AsyncEngine:
         await asyncio.to_thread(drop_prefixes)  # those that were read from a store before it was swept
         return {"id": name, **receipt.plain(), "device_blocks": cleared}
 
+    def _generation_ended(self, tenant: bytes) -> None:
+        """Drop what this instance has of a tenant, given its salt, that was forgotten elsewhere. No request finds it, but it
+        takes memory, and pins some of it."""
+
+        def drop() -> None:
+            salt = Salt(tenant)
+            self.prefixes.service.drop(tenant)
+            self.release(salt=salt)
+            self.post(partial(self._clear_device, salt))
+            assert self.offload is not None
+            memory = {tier.label for tier in self.offload.store.tiers if not tier.blocking}
+            queued = self.offload.erase_queued([salt.prefix])
+            erase_prefixes(self.offload.store, [salt.prefix], described([salt]), queued=queued, only=memory)
+
+        if self.offload is not None:
+            threading.Thread(target=drop, name="foreword-generation", daemon=True).start()
+
+    def _clear_device(self, salt: Salt) -> None:
+        self._core.cache.clear(salt)
+
     def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
         """The receipt of an erasure of this tenant, so far. Raises NotFound."""
         found = self._parts.erasures.get(name) if self._parts.erasures is not None else None
@@ -425,6 +447,8 @@ class AsyncEngine:
         if self.instance is not None:
             self.instance.close()
         self._compilers.shutdown(wait=False, cancel_futures=True)
+        if self._parts.keys is not None:
+            self._parts.keys.on_end.remove(self._generation_ended)
         self._parts.close_stores()
 
     async def _call(self, function: Callable[[], Result]) -> Result:

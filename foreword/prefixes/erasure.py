@@ -8,6 +8,7 @@ called again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.blocks.salt import TENANT_BYTES, Salt, tenant_digest
+from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreReadOnly, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
@@ -163,7 +164,7 @@ class Receipt:
     def removed(self) -> dict[str, int]:
         """Number of blocks removed from each tier, by label."""
         found: dict[str, int] = {}
-        for one in self.places:
+        for one in (place for place in self.places if place.tier != KEY_STORE):
             found[one.tier] = found.get(one.tier, 0) + one.removed
         return found
 
@@ -276,7 +277,8 @@ def destroy_keys(keys: DataKeys | None, prefixes: Iterable[bytes]) -> KeysDestro
     """Destroy the data keys of the tenants among these first bytes of roots. What has keys besides, because of another
     generation, is to be deleted too. Does not raise."""
     wanted = tuple(prefixes)
-    tenants = [one for one in wanted if len(one) == TENANT_BYTES]
+    # One of a tenant's generations stands for all of them.
+    tenants = {one[:-GENERATION_BYTES]: one for one in wanted if len(one) == TENANT_BYTES}.values()
     if keys is None or not tenants:
         return KeysDestroyed(wanted)
     place, dead = Place(KEY_STORE), list[tuple[bytes, int]]()
@@ -299,7 +301,12 @@ def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: DataKeys 
         keys: data keys, those of the tenants are destroyed first.
     """
     salts = (salt, *others)
-    first = destroy_keys(keys, [one.prefix for one in salts])
+    prefixes = dict.fromkeys(one.prefix for one in salts)
+    with contextlib.suppress(StoreError):  # then the receipt says that the key store cannot be reached
+        prefixes |= dict.fromkeys(
+            old for one in salts if keys and not one.client for old in keys.generations(one.tenant)
+        )
+    first = destroy_keys(keys, prefixes)
     return first.noted(erase_prefixes(store, first.prefixes, described(salts)))
 
 

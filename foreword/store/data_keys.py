@@ -85,10 +85,6 @@ class DataKey:
         object.__setattr__(self, "cipher", lru_cache(_CIPHERS)(derived))
 
     @property
-    def opens(self) -> bool:
-        return time.time() < self.ends
-
-    @property
     def seals(self) -> bool:
         return math.isinf(self.ends)
 
@@ -184,6 +180,7 @@ class DataKeys:
         self._lock = threading.Lock()
         self._tenants_lock = threading.Lock()
         self._entries: dict[tuple[bytes, int], _Entry] = {}
+        self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}
         self._generations: dict[bytes, _Generation] = {}
         self._closed = threading.Event()
@@ -197,7 +194,7 @@ class DataKeys:
         entry = self._entries.get((tenant, number))
         if entry is None or time.monotonic() >= entry.until:
             entry = self._checked(tenant, number, entry)
-        return entry.key if entry.key is not None and entry.key.opens else None
+        return entry.key
 
     def sealing(self, tenant: bytes) -> DataKey | None:
         """The key that encrypts what the tenant stores now, a new one if it never had any; None for a tenant whose keys were
@@ -230,7 +227,7 @@ class DataKeys:
     def _create(self, tenant: bytes) -> DataKey | None:
         """A new key for a tenant; None if its keys were destroyed meanwhile."""
         number = ENCRYPTED | secrets.randbelow(ENCRYPTED - 1)
-        key = DataKey(number, os.urandom(_KEY_BYTES), self._masters.current[0], time.time())
+        key = DataKey(number, os.urandom(_KEY_BYTES), self.master, time.time())
         return key if self._write(tenant, key) else None
 
     def _write(self, tenant: bytes, key: DataKey) -> bool:
@@ -248,25 +245,32 @@ class DataKeys:
         return [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""))]
 
     def _checked(self, tenant: bytes, number: int, entry: _Entry | None) -> _Entry:
-        now = time.monotonic()
+        before, destructions = entry or _Entry(None, 0.0, -math.inf), self._destructions
+        now = checked = time.monotonic()
         until = now + self._config.check_seconds
         try:
             data = self._store.get(_path(tenant, _name(number)))
             if data is not None and self._store.get(_path(tenant, _DESTROYED)) is not None:
                 data = None
-        except StoreError:
-            fresh = entry is not None and now - entry.checked < self._config.outage_seconds
-            entry = _Entry(
-                entry.key if fresh and entry is not None else None, until, entry.checked if entry else -math.inf
-            )
-        else:
             key = None if data is None else self._unwrapped(tenant, number, data)
-            if entry is not None and entry.key == key:
-                key = entry.key  # with the ciphers that are derived from it
-            entry = _Entry(key, until, now)
+            if before.key == key:
+                key = before.key  # with the ciphers that are derived from it
+        except StoreError:
+            key, checked = before.key, before.checked
+            if now < checked + self._config.outage_seconds:
+                until = min(until, checked + self._config.outage_seconds)
+            else:
+                key = None
+        if key is not None:
+            left = key.ends - time.time()
+            key, until = (key, min(until, now + left)) if left > 0 else (None, until)
         _bound(self._entries)
-        self._entries[tenant, number] = entry
-        return entry
+        self._entries[tenant, number] = found = _Entry(key, until, checked)
+        if (
+            destructions != self._destructions
+        ):  # the key store may have been read before, and the entry written after it
+            found.until = 0.0
+        return found
 
     def _wrapped(self, tenant: bytes, key: DataKey) -> bytes:
         name, master = self._masters.current
@@ -279,24 +283,26 @@ class DataKeys:
         return _canonical({**plain, "nonce": nonce.hex(), "key": sealed.hex()})
 
     def _unwrapped(self, tenant: bytes, number: int, data: bytes) -> DataKey | None:
-        """Decrypt a record. None if it is damaged, of another tenant, or encrypted by a master key that is not known here."""
+        """Decrypt a record. None if it is damaged, or of another tenant. Raises StoreUnavailable if its master key is not known
+        here."""
         from cryptography.exceptions import InvalidTag
 
         try:
             plain: dict[str, Any] = json.loads(data)
             nonce, sealed = bytes.fromhex(plain.pop("nonce")), bytes.fromhex(plain.pop("key"))
             named = plain["format"], plain["tenant"], plain["id"]
-            master = self._masters.get(str(plain["master"]))
-            if named != (_FORMAT, tenant.hex(), _name(number)) or master is None:
+            if named != (_FORMAT, tenant.hex(), _name(number)):
                 return None
+            master = self._masters.get(str(plain["master"]))
+            if master is None:
+                raise StoreUnavailable(f"the master key {plain['master']!r} is not known here")
             material = master.decrypt(nonce, sealed, _canonical(plain))
             ends = math.inf if plain["ends"] is None else float(plain["ends"])
             return DataKey(number, material, plain["master"], float(plain["created"]), ends)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidTag):
             return None
-        except ConfigError as error:
-            log.warning("%s", error.message)
-            return None
+        except ConfigError as error:  # a file that has become unreadable, a command that fails
+            raise StoreUnavailable(error.message) from None
 
     # Tenants
 
@@ -332,9 +338,9 @@ class DataKeys:
 
     def _generation(self, base: bytes, known: bytes | None) -> bytes:
         """The tenant's salt in a generation whose keys live: `known` if they do. A new one if it has none."""
-        if known is not None and self._store.get(_path(_tenant(known), _DESTROYED)) is None:
+        if known is not None and self._store.get(_path(tenant_of_salt(known), _DESTROYED)) is None:
             return known
-        first, dead = _tenant(base), set[bytes]()
+        first, dead = tenant_of_salt(base), set[bytes]()
         found = set[bytes]()
         for tenant, name in self._listed(_family(first)):
             (dead if name == _DESTROYED else found).add(tenant)
@@ -343,7 +349,7 @@ class DataKeys:
         for tenant in sorted(found - dead):
             return with_generation(base, tenant[-GENERATION_BYTES:])
         fresh = with_generation(base, os.urandom(GENERATION_BYTES))
-        return fresh if self._create(_tenant(fresh)) is not None else base
+        return fresh if self._create(tenant_of_salt(fresh)) is not None else base
 
     def _listed(self, prefix: str) -> Iterator[tuple[bytes, str]]:
         """The tenants and last parts of record keys."""
@@ -356,7 +362,7 @@ class DataKeys:
 
     def generations(self, salt: bytes) -> list[bytes]:
         """The tenants, as in names, that a tenant with this salt has been, the first one first. Raises StoreError."""
-        first = _tenant(ungenerated(salt))
+        first = tenant_of_salt(ungenerated(salt))
         return list(dict.fromkeys([first, *sorted(tenant for tenant, _ in self._listed(_family(first)))]))
 
     def destroy(self, tenant: bytes) -> list[tuple[bytes, int]]:
@@ -373,13 +379,19 @@ class DataKeys:
             self._store.put(_path(one, _DESTROYED), _canonical({"format": _FORMAT, "destroyed": time.time()}))
         for one, number in keys:
             self._store.delete(_path(one, _name(number)))
+        self._destructions += 1
         for known in [known for known in list(self._entries) if known[0] in tenants]:
             self._entries.pop(known, None)
-        for of in [of for of in list(self._generations.values()) if _tenant(of.salt) in tenants]:
+        for of in [of for of in list(self._generations.values()) if tenant_of_salt(of.salt) in tenants]:
             of.until = 0.0
         return sorted(keys)
 
     # Maintenance
+
+    @property
+    def master(self) -> str:
+        """The id of the master key that encrypts."""
+        return self._masters.current[0]
 
     def all(self) -> Iterator[ListedKey]:
         """All records of the key store. Raises StoreError."""
@@ -387,8 +399,9 @@ class DataKeys:
         dead = {tenant for tenant, name in records if name == _DESTROYED}
         for tenant, name in records:
             if name != _DESTROYED:
-                data = self._store.get(_path(tenant, name))
-                key = None if data is None else self._unwrapped(tenant, _number(name), data)
+                data, key = self._store.get(_path(tenant, name)), None
+                with contextlib.suppress(StoreError):
+                    key = None if data is None else self._unwrapped(tenant, _number(name), data)
                 yield ListedKey(tenant, _number(name), key, tenant in dead)
 
     def destroyed(self) -> list[bytes]:
@@ -405,7 +418,7 @@ class DataKeys:
             elif one.key is None:
                 failed += 1
             else:
-                done += one.key.master == self._masters.current[0] or self._write(one.tenant, one.key)
+                done += one.key.master == self.master or self._write(one.tenant, one.key)
         return done, failed
 
     def rotate(self, tenant: bytes, seconds: float) -> DataKey | None:
@@ -455,7 +468,8 @@ def _opened(config: EncryptionConfig) -> Store:
     return url.type.open(url, None)
 
 
-def _tenant(salt: bytes) -> bytes:
+def tenant_of_salt(salt: bytes) -> bytes:
+    """The tenant of blocks with this salt, as in their names."""
     return Salt(salt).digest[:TENANT_BYTES]
 
 

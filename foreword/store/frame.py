@@ -36,7 +36,7 @@ from typing import Final
 import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES
+from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"
@@ -52,7 +52,6 @@ FOREIGN_REASONS: Final = frozenset({"unknown_key", "version"})
 _KEY: Final = struct.Struct(f"<I{NONCE_BYTES}s")
 _KEY_AT: Final = 128
 _LIKELY_VERSIONS: Final = 2
-_PREFIX_AT: Final = 8
 _HEAD = struct.Struct(f"<4sHH{FINGERPRINT_BYTES}s{ROOT_BYTES}s{KEY_BYTES}s{KEY_BYTES}sIHHQQI{NONCE_BYTES}s16s")
 _SUMMED = _HEAD.size
 _SUM_BYTES = 32
@@ -175,15 +174,6 @@ def _is_whole_as_ours(data: bytes | memoryview, start: int) -> bool:
     head[4:6] = VERSION.to_bytes(2, "little")
     _KEY.pack_into(head, _KEY_AT, UNKEYED, bytes(NONCE_BYTES))
     return _checksum(memoryview(data)[:start], memoryview(head))[:-TAG_BYTES] == data[start + _SUMMED : -TAG_BYTES]
-
-
-def read_key(data: memoryview) -> tuple[bytes, int, bytes]:
-    """Layout and root, key id and nonce in the header at the end of a frame. Raises BadFrame if there is no header."""
-    start = len(data) - HEADER_BYTES
-    if start < 0 or bytes(data[start : start + len(MAGIC)]) != MAGIC:
-        raise BadFrame("magic", "this is not a Foreword block, or not all of it")
-    prefix = start + _PREFIX_AT
-    return bytes(data[prefix : prefix + PREFIX_BYTES]), *_KEY.unpack_from(data, start + _KEY_AT)
 
 
 def set_key(data: memoryview, key_id: int, nonce: bytes) -> None:

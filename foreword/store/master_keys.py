@@ -16,7 +16,7 @@ from foreword.errors import ConfigError, reason_of
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-_ENTRY: Final = re.compile(r"([A-Za-z0-9._-]{1,32}):([0-9a-fA-F]{64})")
+ENTRY: Final = re.compile(r"([A-Za-z0-9._-]{1,32}):([0-9a-fA-F]{64})")
 _COMMAND_SECONDS: Final = 30.0
 _MAX_BYTES: Final = 1 << 16
 _AGAIN_SECONDS: Final = 5.0  # between two attempts to find an unknown key
@@ -54,7 +54,7 @@ class MasterKeys:
         self._read_at = time.monotonic()
         keys = {}
         for entry in self._entries():
-            match = _ENTRY.fullmatch(entry)
+            match = ENTRY.fullmatch(entry)
             if match is None or match[1] in keys:
                 raise ConfigError(
                     "master keys are written ID:KEY, each ID once, KEY 64 hexadecimal digits; create one with "

@@ -33,6 +33,7 @@ from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check
 from foreword.store.fair_share import tenant_of
 from foreword.store.frame import (
     HEADER_BYTES,
+    MAGIC,
     NONCE_BYTES,
     TAG_BYTES,
     UNAUTHENTICATED,
@@ -40,7 +41,6 @@ from foreword.store.frame import (
     Frame,
     Header,
     check,
-    read_key,
     set_key,
 )
 from foreword.store.wrappers import FormChanger
@@ -50,6 +50,11 @@ if TYPE_CHECKING:
 
 _RECORD: Final = struct.Struct(f"<4sI{NONCE_BYTES}s")
 _SIGNED, _ENCRYPTED = b"FWRA", b"FWRE"
+_NO_TAG: Final = bytes(TAG_BYTES)
+# A header: what says how it is sealed; what an encryption leaves in the clear, and the rest; the same with the seal removed.
+_SEAL: Final = struct.Struct(f"<4s4x{PREFIX_BYTES}s88xI{NONCE_BYTES}s32x{TAG_BYTES}s")
+_SPLIT: Final = struct.Struct("160s32s")
+_PLAIN: Final = struct.Struct("128s32x16s16x")
 _ROOTS: Final = 4096
 _CHECKSUM_BYTES: Final = 16
 _CLEAR: Final = HEADER_BYTES - _CHECKSUM_BYTES - TAG_BYTES  # bytes of the header before its checksum
@@ -176,12 +181,11 @@ class SealedStore(FormChanger):
         result of `get`."""
         if length > len(buffer):
             return BAD
-        data = buffer[:length]
-        try:
-            scope, number, nonce = read_key(data)
-        except BadFrame:
+        if length < HEADER_BYTES:
             return length
-        if scope != name[:PREFIX_BYTES] or (number != UNKEYED and not any(data[-TAG_BYTES:])):
+        data = buffer[:length]
+        magic, scope, number, nonce, tag = _SEAL.unpack_from(data, length - HEADER_BYTES)
+        if magic != MAGIC or scope != name[:PREFIX_BYTES] or (number != UNKEYED and tag == _NO_TAG):
             return length  # a damaged header: `frame.check` says so
         if number == UNKEYED:
             return self._plain(name, data)
@@ -190,7 +194,7 @@ class SealedStore(FormChanger):
             sound = None if key is None else self._decrypted(name, data, key, nonce)
         else:
             cipher = self._keys.verifying(number, scope)
-            sound = None if cipher is None else self._verified(data, cipher, nonce)
+            sound = None if cipher is None else self._verified(data, cipher, nonce, tag)
         if sound is None:
             self._count("unknown_key")
             return FOREIGN
@@ -211,30 +215,27 @@ class SealedStore(FormChanger):
             return BAD if error.reason == "checksum" else len(data)
         return len(data)
 
-    def _verified(self, data: memoryview, cipher: AESGCM, nonce: bytes) -> bool:
+    def _verified(self, data: memoryview, cipher: AESGCM, nonce: bytes, tag: bytes) -> bool:
         try:
-            cipher.decrypt(nonce, bytes(data[-TAG_BYTES:]), data[:-TAG_BYTES])
+            cipher.decrypt(nonce, tag, data[:-TAG_BYTES])
         except self._keys.invalid_tag:
             return False
         set_key(data, UNKEYED, bytes(NONCE_BYTES))
-        data[-TAG_BYTES:] = bytes(TAG_BYTES)
+        data[-TAG_BYTES:] = _NO_TAG
         return True
 
     def _decrypted(self, name: Name, data: memoryview, key: DataKey, nonce: bytes) -> bool:
         """Decrypt a frame in place. The encrypted checksum and the tag are moved behind the payload for that."""
         end = len(data) - HEADER_BYTES
-        head = bytes(data[end : end + _CLEAR])
-        data[end : end + HEADER_BYTES - _CLEAR] = bytes(data[end + _CLEAR :])
-        sealed, opened = data[: end + HEADER_BYTES - _CLEAR], data[: end + _CHECKSUM_BYTES]
+        checksum = end + _CHECKSUM_BYTES
+        head, sealed = _SPLIT.unpack_from(data, end)
+        data[end : checksum + TAG_BYTES] = sealed
         try:
-            key.cipher(_part(name)).decrypt_into(nonce, sealed, head, opened)
+            key.cipher(_part(name)).decrypt_into(nonce, data[: checksum + TAG_BYTES], head, data[:checksum])
         except self._keys.invalid_tag:
             data[end : end + _CLEAR] = head
             return False
-        data[end + _CLEAR : end + _CLEAR + _CHECKSUM_BYTES] = bytes(data[end : end + _CHECKSUM_BYTES])
-        data[end : end + _CLEAR] = head
-        set_key(data, UNKEYED, bytes(NONCE_BYTES))
-        data[-TAG_BYTES:] = bytes(TAG_BYTES)
+        _PLAIN.pack_into(data, end, head, bytes(data[end:checksum]))
         return True
 
     # Records
@@ -301,15 +302,14 @@ class SealedStore(FormChanger):
 def _encrypted(frame: Frame, key: DataKey) -> Frame:
     """An encrypted copy: payload and checksum, with all before the checksum as associated data."""
     end = len(frame.data) - HEADER_BYTES
+    checksum = end + _CHECKSUM_BYTES
     buffer = memoryview(bytearray(frame.data))
     nonce = os.urandom(NONCE_BYTES)
     set_key(buffer, key.id, nonce)
-    head = bytes(buffer[end : end + _CLEAR])
-    buffer[end : end + _CHECKSUM_BYTES] = bytes(buffer[end + _CLEAR : end + _CLEAR + _CHECKSUM_BYTES])
-    plain, sealed = buffer[: end + _CHECKSUM_BYTES], buffer[: end + HEADER_BYTES - _CLEAR]
-    key.cipher(_part(frame.name)).encrypt_into(nonce, plain, head, sealed)
-    buffer[end + _CLEAR :] = bytes(buffer[end : end + HEADER_BYTES - _CLEAR])
-    buffer[end : end + _CLEAR] = head
+    head, plain = _SPLIT.unpack_from(buffer, end)
+    buffer[end:checksum] = plain[:_CHECKSUM_BYTES]
+    key.cipher(_part(frame.name)).encrypt_into(nonce, buffer[:checksum], head, buffer[: checksum + TAG_BYTES])
+    _SPLIT.pack_into(buffer, end, head, bytes(buffer[end : checksum + TAG_BYTES]))
     return Frame(replace(frame.header, key_id=key.id, nonce=nonce), buffer)
 
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from foreword.config import TransferConfig
+from foreword.config import EncryptionConfig, TransferConfig
 from foreword.errors import ConfigError
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores
 from foreword.transfer.peer import settings_of
 from foreword.transfer.sockets import parse_address
-from foreword.transfer.tls import TlsSettings
+from foreword.transfer.tls import TlsSettings, check_encrypted
 
 
-def check_listener(transfer: TransferConfig) -> None:
+def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> None:
     """Raises ConfigError for a secret or certificate that cannot be used, or an address that no other instance could use.
 
     Args:
         transfer: with its secret read (`with_secret`).
     """
+    check_encrypted(transfer, encryption)
     where = parse_address(transfer.bind)
     if transfer.advertise is not None:
         parse_address(transfer.advertise)
@@ -39,8 +40,8 @@ def check_listener(transfer: TransferConfig) -> None:
         )
 
 
-def check_stores_and_peers(urls: Sequence[str], transfer: TransferConfig) -> None:
+def check_stores_and_peers(urls: Sequence[str], transfer: TransferConfig, encryption: EncryptionConfig) -> None:
     """`check_stores`, and the settings of connections to other instances. Raises StoreError."""
     for url in check_stores(urls):
         if url.reach is Reach.INSTANCE:
-            settings_of(url, transfer)
+            check_encrypted(settings_of(url, transfer), encryption)

@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
-from foreword.config import TransferConfig
+from foreword.config import EncryptionConfig, TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import Buffer
@@ -48,6 +48,15 @@ class TlsSettings:
         if context is None or sock.family == socket.AF_UNIX:
             return SocketStream(sock)
         return TlsStream(sock, context, b"" if client else self._certificate)
+
+
+def check_encrypted(config: TransferConfig, encryption: EncryptionConfig) -> None:
+    """Raises ConfigError if KV that is encrypted in stores would be sent to other instances as it is."""
+    if encryption.key_store is not None and not config.tls:
+        raise ConfigError(
+            "blocks are encrypted in stores (encryption.key_store): encrypt what is sent to other instances too, with "
+            "transfer.tls (--transfer-tls)"
+        )
 
 
 def _client_context() -> ssl.SSLContext:

@@ -221,6 +221,26 @@ def test_a_slow_destruction_brings_nothing_back(tmp_path: Path, stack: ExitStack
     assert [one.id for one in keys.all()] == [] and keys.opening(TENANT, key.id) is None
 
 
+def test_a_look_during_a_destruction(tmp_path: Path, stack: ExitStack) -> None:
+    """A key that was read from the key store just before it was destroyed is looked for again at its next use."""
+    keys = keys_in(stack, tmp_path, check_seconds=60.0)
+    key = keys.sealing(TENANT)
+    assert key is not None
+    keys._entries.clear()
+    get = keys._store.get
+
+    def slow(path: str) -> bytes | None:
+        found = get(path)
+        if path.endswith("destroyed") and found is None:
+            keys._store.get = get  # type: ignore[method-assign]
+            keys.destroy(TENANT)
+        return found
+
+    keys._store.get = slow  # type: ignore[method-assign]
+    keys.opening(TENANT, key.id)
+    assert keys.opening(TENANT, key.id) is None is keys.sealing(TENANT)
+
+
 def test_servers_that_begin_at_once(tmp_path: Path, stack: ExitStack) -> None:
     """Servers that make a tenant's first key at the same time read what each other has written."""
     inner = MemoryStore(4 << 20)
@@ -523,12 +543,13 @@ def test_damaged_keys(tmp_path: Path, stack: ExitStack) -> None:
     for change in (
         {"created": 1.0},
         {"ends": 9e9},
-        {"master": "x"},
         {"key": "00" * 48},
         {"nonce": 5},
         {"tenant": other},
     ):
         assert unwrapped(**change) is None
+    with pytest.raises(StoreError, match="is not known here"):
+        unwrapped(master="x")
     assert keys._unwrapped(bytes(12), key.id, json.dumps({**good, "tenant": other}).encode()) is None
     assert keys._unwrapped(TENANT, key.id, b"[]") is None is keys._unwrapped(TENANT, key.id, b"\xff")
     assert key.id & ENCRYPTED

@@ -101,9 +101,9 @@ class ConnectorSettings:
                 )
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
-        check_stores_and_peers(store.urls, transfer or TransferConfig())
+        check_stores_and_peers(store.urls, transfer or TransferConfig(), EncryptionConfig())
         if listens and transfer is not None:
-            check_listener(transfer)
+            check_listener(transfer, EncryptionConfig())
         if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
         return cls(

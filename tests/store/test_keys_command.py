@@ -1,0 +1,117 @@
+"""`foreword keys`, and `foreword forget` for encrypted stores."""
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foreword.api.tenants import derive_salt
+from foreword.blocks.salt import Salt
+from foreword.cli.main import app
+from foreword.conformance import make_frames, read, soon, whole
+from foreword.errors import ConfigError
+from foreword.store.frame import Frame
+from foreword.store.sealing import KeyRing
+from foreword.store.urls import open_store
+
+SECRET = "a tenant secret of the tests"
+
+
+@pytest.fixture
+def masters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of master keys that the environment names."""
+    file = tmp_path / "masters"
+    monkeypatch.setenv("FOREWORD_ENCRYPTION_KEY_STORE", str(tmp_path / "keys"))
+    monkeypatch.setenv("FOREWORD_ENCRYPTION_MASTER_KEY_FILE", str(file))
+    monkeypatch.setenv("FOREWORD_ENCRYPTION_CHECK_SECONDS", "0.01")
+    monkeypatch.setenv("FOREWORD_SERVER_TENANT_SECRET", SECRET)
+    run("keys", "new-master", "first", to=file)
+    return file
+
+
+def run(*arguments: str, to: Path | None = None, status: int = 0) -> Any:
+    """The JSON that a command prints. Its output is written to a file instead."""
+    result = CliRunner().invoke(app, [*arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    if to is not None:
+        before = to.read_text() if to.exists() else ""
+        to.write_text(result.output + before)
+        return None
+    return json.loads(result.output)
+
+
+def stored(tmp_path: Path, frames: list[Frame], *, put: bool = False) -> list[bytes | None]:
+    with closing(open_store([f"disk://{tmp_path}/store?size=64MiB"], keys=KeyRing.from_environment())) as store:
+        if put:
+            store.put(frames, deadline=soon())
+        return read(store, frames)
+
+
+def frames_of(tenant: str, seed: int) -> list[Frame]:
+    return make_frames(seed, 3, 500, root=Salt(derive_salt(SECRET.encode(), tenant)).digest + bytes(16))
+
+
+def test_a_life_of_keys(tmp_path: Path, masters: Path) -> None:
+    """Keys are listed, encrypted by a new master key, given successors, and destroyed; the commands say what they have done."""
+    ann, bob = frames_of("ann", 1), frames_of("bob", 2)
+    stored(tmp_path, ann, put=True)
+    stored(tmp_path, bob, put=True)
+    listed = run("keys", "list", "--json")
+    assert (
+        len(listed["keys"]) == 2 and {one["master"] for one in listed["keys"]} == {"first"} and not listed["destroyed"]
+    )
+    assert CliRunner().invoke(app, ["keys", "list"]).output.endswith("2 keys, 0 destroyed tenants\n")
+    run("keys", "new-master", "second", to=masters)
+    assert run("keys", "rotate") == {"master": "second", "keys": 2, "failed": 0}
+    masters.write_text(masters.read_text().splitlines()[0])
+    assert stored(tmp_path, ann) == whole(ann)
+    answer = run("keys", "rotate", "--tenant", "ann", "--keep", "3600")
+    assert answer["tenant"] == "ann" and answer["before_ends_in"] == 3600
+    listed = run("keys", "list", "--json")["keys"]
+    assert [one["id"] for one in listed if one["ends"] is None and one["id"] == answer["key"]] == [answer["key"]]
+    assert stored(tmp_path, ann) == whole(ann)
+    dead = run("keys", "destroy", "--tenant", "ann")
+    assert len(dead["destroyed"]) == 2
+    assert stored(tmp_path, ann) == [None] * 3 and stored(tmp_path, bob) == whole(bob)
+    assert len(run("keys", "list", "--json")["destroyed"]) == 1
+
+
+def test_forget_destroys_keys(tmp_path: Path, masters: Path) -> None:
+    """`foreword forget --tenant` destroys the tenant's keys, deletes its blocks, and names both in the receipt."""
+    ann, bob = frames_of("ann", 1), frames_of("bob", 2)
+    stored(tmp_path, [*ann, *bob], put=True)
+    receipt = run("forget", "--tenant", "ann", f"disk://{tmp_path}/store")
+    assert receipt["complete"] and len(receipt["keys"]) == 1 and receipt["removed"] == {"disk": 3}
+    assert receipt["places"][0]["tier"] == "key store"
+    assert stored(tmp_path, ann) == [None] * 3 and stored(tmp_path, bob) == whole(bob)
+    session = run("forget", "--tenant", "bob", "--cache-salt", "one", f"disk://{tmp_path}/store")
+    assert session["keys"] == [] and stored(tmp_path, bob) == whole(bob)
+
+
+def test_wrong_uses(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A missing key store, no choice of a tenant, a wrong id, and keys of an unknown master key are errors."""
+    stored(tmp_path, frames_of("ann", 1), put=True)
+    for wrong in (
+        ["keys", "destroy"],
+        ["keys", "destroy", "--tenant", "a", "--no-tenant"],
+        ["keys", "new-master", "a b"],
+    ):
+        with pytest.raises(ConfigError):
+            run(*wrong)
+    masters.unlink()
+    run("keys", "new-master", "other", to=masters)
+    assert run("keys", "rotate", status=1) == {"master": "other", "keys": 0, "failed": 1}
+    assert "cannot be decrypted" in CliRunner().invoke(app, ["keys", "list"]).output
+    file = tmp_path / "foreword.toml"
+    file.write_text(f'[encryption]\nkey_store = "{tmp_path}/keys"\nmaster_key_file = "{masters}"\n')
+    for name in [name for name in os.environ if name.startswith("FOREWORD_")]:
+        monkeypatch.delenv(name)
+    assert len(run("keys", "list", "--json", "--config", str(file))["keys"]) == 1
+    with pytest.raises(ConfigError, match="key store"):
+        run("keys", "list")
