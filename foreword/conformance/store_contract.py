@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import EncryptionConfig
@@ -23,7 +24,6 @@ from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.errors import BadFrame
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
-from foreword.store.fair_share import tenant_of
 from foreword.store.frame import Frame, check, frame
 from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore

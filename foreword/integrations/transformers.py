@@ -85,10 +85,9 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         loss = loss_of(urls) if urls else ""
         self._layout = Layout(kv.fingerprint, block_size, kv.layers, kv.dtype, loss=loss)
         self._opened = not isinstance(store, TieredStore)
-        self._store = (
-            store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=KeyRing.from_environment())
-        )
-        self._root = Scope(kv.fingerprint, block_size, Salt(salt)).root()
+        keys = KeyRing.from_environment()
+        self._store = store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=keys)
+        self._root = Scope(kv.fingerprint, block_size, Salt(keys.current(salt) if keys else salt)).root()
         self._device = model.device
         self._dtype = getattr(torch, kv.dtype)
         self.loaded_tokens = 0

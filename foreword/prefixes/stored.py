@@ -29,21 +29,25 @@ class PrefixStorage(ABC):
     def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Raises PrefixBudgetExceeded if a store cannot pin what `tokens` do not share with `pinned` prefixes."""
 
+    def current(self, salt: bytes) -> bytes:
+        """The salt of a tenant in its generation now, where callers do not know it."""
+        return salt
+
     def all(self, salt: bytes) -> list[PrefixRecord] | None:
         """The records of a tenant; None if they cannot be listed."""
-        return self.records.all(salt)
+        return self.records.all(self.current(salt))
 
     def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        return self.records.get(name, salt)
+        return self.records.get(name, self.current(salt))
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         """Write the record of a prefix. Raises StoreError."""
         keys = self.keys(prefix.tokens, salt)
-        self.records.put(prefix, keys[-1] if keys else b"", salt)
+        self.records.put(prefix, keys[-1] if keys else b"", self.current(salt))
 
     def remove(self, name: str, salt: bytes) -> None:
         """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
-        self.records.remove(name, salt)
+        self.records.remove(name, self.current(salt))
 
     @abstractmethod
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:

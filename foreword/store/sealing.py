@@ -24,13 +24,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
 from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
 from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, data_keys_of
-from foreword.store.fair_share import tenant_of
 from foreword.store.frame import (
     HEADER_BYTES,
     MAGIC,

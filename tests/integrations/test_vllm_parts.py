@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,30 @@ def test_settings_of_the_portable_layout(vllm: Callable[[str], Any], settings: d
     units = read({"store": "memory://", "layout": "portable", "unit_tokens": 32}).units
     assert (units.tokens, units.heads) == (32, 8)
     assert read({"store": "memory://"}).units is None
+
+
+def test_settings_of_encryption(vllm: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encryption has the names of the configuration file, with the environment's values for what is not given. Master keys in
+    the settings, and transfers in the clear, are errors. Tenants have the salts of their generations."""
+    read = vllm("connector_config").ConnectorSettings.read
+    monkeypatch.setenv("FOREWORD_ENCRYPTION_MASTER_KEYS", f"a:{'5a' * 32}")
+    given = {"store": f"disk://{tmp_path}/kv?size=1MiB", "encryption": {"key_store": str(tmp_path / "keys")}}
+    settings = read({**given, "encryption": {**given["encryption"], "check_seconds": 0.01}})
+    keys = settings.keys()
+    assert keys.data is not None and settings.current(Salt(b"", b"client")) == Salt(b"", b"client")
+    keys.data.destroy(Salt().prefix)
+    later = settings.current(Salt(b"", b"client"))
+    assert later.tenant and later.client == b"client" and settings.current(Salt(later.tenant)) == Salt(later.tenant)
+    for wrong, reason in (
+        ({"master_keys": ["x"]}, "FOREWORD_ENCRYPTION_MASTER_KEYS"),
+        ("yes", "is an object"),
+        ({"key_stor": "x"}, "Did you mean 'key_store'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            read({**given, "encryption": wrong})
+    for clear in ({"transfer": {}}, {"store": "peer://127.0.0.1:9"}):
+        with pytest.raises(ConfigError, match="tls"):
+            read({**given, **clear})
 
 
 class MemoryStorage:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from servers import RedisServer, S3Server
 
+from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.salt import Salt, ungenerated, with_generation
 from foreword.config import EncryptionConfig, StoreConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
@@ -23,7 +24,6 @@ from foreword.store import data_keys
 from foreword.store.base import FOREIGN, Store
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.fair_share import tenant_of
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted

@@ -241,9 +241,9 @@ def _parallel_region() -> c_void_p:
     torch.empty(0)
     # What is visible everywhere comes first: a preloaded runtime takes the place of torch's. On aarch64 torch's own is visible
     # to torch's library alone.
-    for name in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
+    for name in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
         try:
-            return ctypes.cast(ctypes.CDLL(name and str(name)).GOMP_parallel, c_void_p)
+            return ctypes.cast(ctypes.CDLL(name).GOMP_parallel, c_void_p)
         except (OSError, AttributeError):
             continue
     raise CannotBuild("torch has loaded no OpenMP runtime whose threads they could use")

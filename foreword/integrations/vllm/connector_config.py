@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from foreword.blocks.layout import Layout
 from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
-from foreword.config import StoreConfig, TransferConfig, build
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import base_digest, settings_digest, unmeasured
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
+from foreword.store.data_keys import data_keys_of
+from foreword.store.sealing import KeyRing
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
+from foreword.transfer.tls import check_encrypted
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class ConnectorSettings:
         listens: whether other instances may read this one's memory tiers and leases.
         produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
         units: tokens and head units of the portable layout; None for the native layout.
+        encryption: of the stores.
     """
 
     store: StoreConfig
@@ -75,6 +79,7 @@ class ConnectorSettings:
     consumes: bool = False
     units: PortableSettings | None = None
     weights_version: str = ""
+    encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
 
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
@@ -90,6 +95,7 @@ class ConnectorSettings:
             raise ConfigError(f"weights_version in kv_connector_extra_config is a name, not {version!r}")
         listens = "transfer" in given
         transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
+        encryption = _encryption(given.pop("encryption", {}))
         units = PortableSettings.take(given)
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
@@ -97,13 +103,15 @@ class ConnectorSettings:
         for key in given:
             if key not in known:
                 suggestion = did_you_mean(
-                    key, (*known, "weights_version", "transfer", "layout", "unit_tokens", "head_units")
+                    key, (*known, "weights_version", "encryption", "layout", "unit_tokens", "head_units")
                 )
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
-        check_stores_and_peers(store.urls, transfer or TransferConfig(), EncryptionConfig())
-        if listens and transfer is not None:
-            check_listener(transfer, EncryptionConfig())
+        check_stores_and_peers(store.urls, transfer or TransferConfig(), encryption)
+        if transfer is not None:
+            check_encrypted(transfer, encryption)
+            if listens:
+                check_listener(transfer, encryption)
         if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
         return cls(
@@ -115,7 +123,17 @@ class ConnectorSettings:
             transfer is not None and role != "kv_producer",
             units,
             version,
+            encryption,
         )
+
+    def keys(self) -> KeyRing | None:
+        """The keys that seal what is in the stores. Raises ConfigError, StoreError."""
+        return KeyRing.from_environment(self.encryption)
+
+    def current(self, salt: Salt) -> Salt:
+        """The salt in its tenant's generation now."""
+        keys = data_keys_of(self.encryption)
+        return salt if keys is None else Salt(keys.current(salt.tenant), salt.client)
 
     def version_of(self, vllm_config: Any) -> WeightsVersion:
         """The version of the weights when vLLM starts. Dummy weights are random: without a name they have one of their own."""
@@ -124,6 +142,17 @@ class ConnectorSettings:
         if dummy and not self.weights_version and self.fingerprint is None:
             version.reset()
         return version
+
+
+def _encryption(given: object) -> EncryptionConfig:
+    """`encryption` of the settings: the keys of `EncryptionConfig` without `master_keys`, because vLLM logs its configuration.
+    Those that are not given are the environment's. Raises ConfigError."""
+    if not isinstance(given, dict) or "master_keys" in given:
+        raise ConfigError(
+            'encryption in kv_connector_extra_config is an object: {"key_store": "/var/lib/foreword/keys", '
+            '"master_key_file": "/run/secrets/masters"}; master_keys are for FOREWORD_ENCRYPTION_MASTER_KEYS'
+        )
+    return EncryptionConfig.from_environment(given)
 
 
 def _transfer(given: object) -> TransferConfig:
@@ -193,6 +222,7 @@ class KVCacheInfo:
         step: positions from which a request can continue are multiples of this many tokens.
         chunk: the most tokens that one step computes.
         selective: whether a tier refuses some blocks (`store/tier_admission.py`).
+        current: the salt of a request in its tenant's generation now.
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
         base: digest of the weights and their configuration (`namespace.py`).
@@ -228,6 +258,7 @@ class KVCacheInfo:
         self.model = b""
         self.loss = loss_of(settings.store.urls)
         self.selective = any(parse(url).rule is not None for url in settings.store.urls)
+        self.current = settings.current
         self.units(0)
         events = getattr(vllm_config, "kv_events_config", None)
         self.events = bool(events is not None and events.enable_kv_cache_events)

@@ -45,7 +45,6 @@ from foreword.integrations.vllm.namespace import base_digest, log, settings_dige
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
-from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
@@ -106,7 +105,7 @@ class EncoderStore:
         base = base_digest(vllm_config, settings.fingerprint)
         self.model = self._own = _encoder_digest(vllm_config, base)
         self._record = f"encoders/{base.hex()[:32]}/{self._own.hex()}"
-        self._store: TieredStore = open_store(settings.store.urls, keys=KeyRing.from_environment())
+        self._store: TieredStore = open_store(settings.store.urls, keys=settings.keys())
         self._settings = settings
         self._asked = 0.0
         self.others: list[bytes] = []
@@ -137,7 +136,7 @@ class EncoderStore:
         return Layout(model, 1, (), self._dtype, order="encoder").fingerprint
 
     def name(self, request: Any, version: bytes, content: bytes, model: bytes) -> OutputName:
-        root = Scope(model, 1, salt_of(request)).root()
+        root = Scope(model, 1, self._settings.current(salt_of(request))).root()
         return OutputName(model, sha256(root + framed(b"foreword/encoder", version, content)).digest(), root)
 
     def read(self, name: OutputName, rows: int | None, size: int) -> EncoderOutput | None:

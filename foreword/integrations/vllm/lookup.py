@@ -30,7 +30,7 @@ class StoreLookup:
             Reach.PROCESS: self._open_memory,
             Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
         }
-        self.store = open_tiers(settings.store.urls, (), openers)
+        self.store = open_tiers(settings.store.urls, settings.keys(), (), openers)
         self.prefill_rate = Rate()
         self._rates: dict[int, Sequence[float]] = {}
         self.costs = LoadCosts(

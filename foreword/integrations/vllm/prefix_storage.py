@@ -15,7 +15,7 @@ from typing import Any
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES, chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
-from foreword.blocks.salt import Salt
+from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
@@ -24,7 +24,6 @@ from foreword.prefixes.erasure import LayoutRecord, layouts
 from foreword.prefixes.records import PrefixRecord, PrefixRecords
 from foreword.prefixes.stored import PrefixStorage, common_length
 from foreword.store.base import Name
-from foreword.store.sealing import KeyRing
 from foreword.store.tier import StoreTier
 from foreword.store.urls import open_store, parse
 
@@ -89,12 +88,13 @@ class ConnectorStorage(PrefixStorage):
         self._model = unmeasured(self._base, self._settings)
         self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
+        self._current = settings.current
         self._name = str(vllm_config.model_config.model)
         self._longest = int(vllm_config.model_config.max_model_len)
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
-        self._store = open_store(urls or ["memory://?size=1MiB"], keys=KeyRing.from_environment())
+        self._store = open_store(urls or ["memory://?size=1MiB"], keys=settings.keys())
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_GroupLayout] = []
@@ -152,7 +152,7 @@ class ConnectorStorage(PrefixStorage):
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
         if not self._find_layouts():
             return 0
-        root = Scope(self._model, self._key_size, salt).root()
+        root = Scope(self._model, self._key_size, self._current(salt)).root()
         keys = chain_keys(root, tokens[: self._longest], self._key_size, self._extras)
         deadline = time.monotonic() + _CALL_WITHIN
 
@@ -188,9 +188,12 @@ class ConnectorStorage(PrefixStorage):
 
     @property
     def _root(self) -> bytes:
-        return Scope(self._model, self._key_size).root()
+        return Scope(self._model, self._key_size, self._current(NO_SALT)).root()
 
     # Records
+
+    def current(self, salt: bytes) -> bytes:
+        return self._current(Salt(salt)).tenant
 
     @property
     def records(self) -> PrefixRecords:

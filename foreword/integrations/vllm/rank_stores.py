@@ -10,11 +10,10 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.store.base import Name, Store
-from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
-from foreword.store.wrappers import ReadOnlyStore
+from foreword.store.wrappers import ReadOnlyStore, StoreKeys
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
 
@@ -55,13 +54,14 @@ def worker_memory(address: str, label: str) -> Store:
     return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
 
 
-def open_tiers(urls: Sequence[str], layouts: Sequence[Layout], openers: Mapping[Reach, Opener]) -> TieredStore:
+def open_tiers(
+    urls: Sequence[str], keys: StoreKeys | None, layouts: Sequence[Layout], openers: Mapping[Reach, Opener]
+) -> TieredStore:
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
     coded = [layout for layout in layouts[1:] if layout.layers]
     if not urls:
         return TieredStore([])
-    keys = KeyRing.from_environment()
     return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded, keys=keys)
 
 

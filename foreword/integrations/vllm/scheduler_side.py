@@ -220,7 +220,7 @@ class ForewordConnectorScheduler:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
-        root = self._info.root(salt_of(request))
+        root = self._info.root(self._info.current(salt_of(request)))
         return TokenChain(root, self._info.key_size, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
@@ -482,7 +482,8 @@ class ForewordConnectorScheduler:
         if request.status not in _ENDED or request.num_computed_tokens < prompt:
             return None
         keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt_of(request).tenant)
+        tenant = self._info.current(salt_of(request)).tenant
+        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant)
         return [dataclasses.asdict(one) for one in answers]
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:

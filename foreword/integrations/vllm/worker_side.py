@@ -182,7 +182,7 @@ class ForewordConnectorWorker:
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
         seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
         urls = [url for url in self._settings.store.urls if parse(url).persistent]
-        store = open_tiers(urls, (), {})
+        store = open_tiers(urls, self._settings.keys(), (), {})
         try:
             return choose(store, info.base, seen)
         finally:
@@ -196,7 +196,8 @@ class ForewordConnectorWorker:
         longest = max(_block_bytes(views) for views in tensors)
         transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         frames_of = [layout for one in units for layout in one.layouts]
-        store = open_tiers(config.urls, frames_of, {Reach.INSTANCE: rank_peer_opener(transfer, rank, info.ranks)})
+        openers = {Reach.INSTANCE: rank_peer_opener(transfer, rank, info.ranks)}
+        store = open_tiers(config.urls, self._settings.keys(), frames_of, openers)
         store.warm_up(one.layouts[0].fingerprint for one in units[:1])
         if info.events:
             self._changes = TierWatch(store, units)
