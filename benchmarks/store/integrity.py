@@ -1,9 +1,13 @@
-"""What signatures cost: loading blocks from a disk store with and without `integrity_secrets`, alternately in one process.
+"""What seals cost: loading blocks from a disk store, plain, signed (`integrity_secrets`) and encrypted, alternately in one
+process.
 
-    python -m benchmarks.store.integrity --folder /dev/shm [--rounds 15] [--functions]
+    python -m benchmarks.store.integrity --folder /dev/shm [--rounds 15] [--functions] [--forget 1000000]
 
 A load is `TieredStore.fetch` of 64 MiB in batches of 8 MiB, with the checksum of each frame as in a server. The files are in
-the system's page cache. Speeds are GB per second of processor time; a ratio is signed to plain.
+the system's page cache. Speeds are GB per second of processor time; ratios are medians of rounds.
+
+With --forget it measures instead how long the first step of an erasure takes, after which nothing can be read: a tenant of so
+many blocks, with one tier and one peer that are down.
 
 With --functions it measures the functions alone instead: single calls on buffers of 2 MiB, the fastest of 7 rounds. BLAKE3 is
 measured if the package `blake3` is installed.
@@ -13,10 +17,12 @@ import argparse
 import contextlib
 import hashlib
 import importlib
+import itertools
 import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import xxhash
@@ -24,12 +30,16 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from benchmarks.harness import machine, median, set_up, table, version_of
-from foreword.config import StoreConfig
+from foreword.config import EncryptionConfig, StoreConfig
+from foreword.prefixes.erasure import destroy_keys
+from foreword.store.base import Store
+from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
+from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
-from foreword.store.urls import open_store
+from foreword.store.urls import open_store, parse
 
 TOTAL, BATCH = 64 << 20, 8 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -58,10 +68,9 @@ def seconds_to_load(store: TieredStore, frames: list[Frame], buffers: list[memor
 def measure(folder: Path, size: int, rounds: int) -> list[str]:
     frames = blocks_of(size)
     buffers = [memoryview(bytearray(size)) for _ in range(BATCH // size)]
-    keys = KeyRing.of(StoreConfig(integrity_secrets=("1:a secret of the benchmark",)))
     stores = {
-        name: open_store([f"disk://{folder}/{size}/{name}?size=1GiB"], keys=k)
-        for name, k in (("plain", None), ("signed", keys))
+        name: open_store([f"disk://{folder}/{size}/{name}?size=1GiB"], keys=keys)
+        for name, keys in (("plain", None), ("signed", signing()), ("encrypted", KeyRing(data=data_keys(folder))))
     }
     for store in stores.values():
         for low in range(0, len(frames), len(buffers)):
@@ -73,18 +82,58 @@ def measure(folder: Path, size: int, rounds: int) -> list[str]:
             times[name].append(seconds_to_load(stores[name], frames, buffers))
     for store in stores.values():
         store.close()
-    plain, signed = median(times["plain"]), median(times["signed"])
-    ratio = median([a / b for a, b in zip(times["plain"], times["signed"], strict=True)])
-    return [f"{size >> 10} KiB", f"{TOTAL / plain / 1e9:.2f}", f"{TOTAL / signed / 1e9:.2f}", f"{ratio:.0%}"]
+    speeds = [f"{TOTAL / median(one) / 1e9:.2f}" for one in times.values()]
+    ratios = [
+        f"{median([a / b for a, b in zip(times[other], times[one], strict=True)]):.0%}"
+        for one, other in (("signed", "plain"), ("encrypted", "plain"), ("encrypted", "signed"))
+    ]
+    return [f"{size >> 10} KiB", *speeds, *ratios]
+
+
+def signing() -> KeyRing | None:
+    return KeyRing.of(StoreConfig(integrity_secrets=("1:a secret of the benchmark",)))
+
+
+def data_keys(folder: Path) -> DataKeys:
+    return DataKeys(EncryptionConfig(key_store=f"{folder}/keys", master_keys=(f"benchmark:{'5a' * 32}",)))
+
+
+def forget(folder: Path, count: int) -> None:
+    """Print how long it takes to the point from which nothing can be read."""
+    keys, length = data_keys(folder), 64
+    inner = MemoryStore(2 * count * (length + HEADER_BYTES))
+    down = [f"redis://127.0.0.1:{port}?socket_connect_timeout=0.2" for port in (9, 19)]
+    with closing(TieredStore([KeyRing(data=keys).sealed(one) for one in (inner, *map(_opened, down))])) as store:
+        blocks = (
+            frame(Header(bytes(16), bytes(16), n.to_bytes(32, "big"), bytes(32), 0, RAW, length, length), bytes(length))
+            for n in range(count)
+        )
+        while batch := list(itertools.islice(blocks, 4096)):
+            store.tiers[0].put(batch, LATER)
+        buffers = [memoryview(bytearray(length + HEADER_BYTES)) for _ in range(512)]
+        names = [bytes(32) + n.to_bytes(32, "big") for n in range(0, count, count // 512)][:512]
+        assert None not in store.tiers[0].get(names, buffers, LATER)
+        began = time.perf_counter()
+        done = destroy_keys(keys, [bytes(12)])
+        seconds = time.perf_counter() - began
+        assert done.keys and set(store.tiers[0].get(names, buffers, LATER)) == {None}
+    print(f"{count:,} blocks: {seconds * 1000:.1f} ms, {len(done.keys)} key destroyed")
+
+
+def _opened(url: str) -> Store:
+    parsed = parse(url)
+    return parsed.type.open(parsed, None)
 
 
 def functions() -> list[list[str]]:
     """Speeds of functions that may authenticate, and of the checksum without a key."""
     key, nonce, data = os.urandom(32), bytes(12), os.urandom(2 << 20)
+    sealed = bytearray(len(data) + 16)
     gmac = AESGCM(key)
     calls: dict[str, Callable[[], object]] = {
         "XXH3-128, no key": lambda: xxhash.xxh3_128_digest(data),
         "AES-256-GMAC": lambda: gmac.encrypt(nonce, b"", data),
+        "AES-256-GCM": lambda: gmac.encrypt_into(nonce, data, b"", sealed),
         "Poly1305": lambda: Poly1305.generate_tag(key, data),
         "BLAKE2b, keyed": lambda: hashlib.blake2b(data, key=key).digest(),
     }
@@ -106,14 +155,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--functions", action="store_true")
+    parser.add_argument("--forget", type=int, metavar="BLOCKS")
     options = parser.parse_args()
     print(set_up({**machine(), "cryptography": version_of("cryptography")}))
     if options.functions:
         print(table(["function", "GB/s"], functions()))
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        if options.forget:
+            forget(Path(folder), options.forget)
+            return
         rows = [measure(Path(folder), size, options.rounds) for size in SIZES]
-    print(table(["block", "plain", "signed", "signed / plain"], rows))
+    print(
+        table(
+            ["block", "plain", "signed", "encrypted", "signed / plain", "encrypted / plain", "encrypted / signed"], rows
+        )
+    )
 
 
 if __name__ == "__main__":
