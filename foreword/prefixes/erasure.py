@@ -200,9 +200,9 @@ class Receipt:
         plain: dict[str, object] = {
             "what": self.what,
             "complete": self.complete,
-            "keys": self.keys,
             "unreachable": self.unreachable,
             "left": self.left,
+            "keys": self.keys,
             "unknown_blocks": self.unknown_blocks,
             "blocks": self.blocks,
             "removed": self.removed,
