@@ -9,16 +9,19 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
+import conversations
 import http_client
 import pytest
 from envoy_gateway import free_port
 from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, served
 
+from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.listener import bind
 from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.metrics import PrometheusObserver
+from foreword.router.replica_body import PATHS
 from foreword.server.app import ServerApp
 
 TENANTS = 10
@@ -260,7 +263,7 @@ WORDS = (
     "close",
     "list",
 )
-SEEDS = 60
+SEEDS = 160
 
 
 def seeded(seed: int) -> tuple[str, dict[str, Any]]:
@@ -276,6 +279,12 @@ def seeded(seed: int) -> tuple[str, dict[str, Any]]:
     messages.append(
         draw.choice(({"role": "user", "content": parts}, {"role": "assistant", "content": "And"}, {"role": "x"}))
     )
+    if seed % 2:
+        dialect, body = conversations.request(seed)
+        limit = "max_output_tokens" if dialect == "responses" else "max_tokens"
+        sampled = {"temperature": options["temperature"], "seed": options["seed"], "model": draw.choice((None, "x"))}
+        body = {**body, limit: draw.randint(1, 8), **sampled} if draw.random() < 0.9 else {**body, "temperature": 3}
+        return PATHS[dialect], {**body, "model": None} if draw.random() < 0.9 else body
     path = draw.choice(("/v1/completions", "/v1/chat/completions", "/v1/tokenize", "/v1/messages/count_tokens"))
     if path == "/v1/completions":
         options["logprobs"] = draw.choice((None, 2))
@@ -285,16 +294,25 @@ def seeded(seed: int) -> tuple[str, dict[str, Any]]:
     return path, {"messages": messages[: draw.randint(0, 2)] if path == "/v1/tokenize" else messages[1:2]}
 
 
+# Names and times.
+_OWN = frozenset(("id", "created", "created_at", "completed_at", "system_fingerprint", "call_id"))
+
+
 def told(answer: Asked) -> Any:
     """What must be equal: all but names, times and what the cache had already."""
     body = json.loads(answer.body)
     if answer.status >= 400:
         return answer.status, {name: body["error"].get(name) for name in ("type", "code", "param")}
-    for name in ("id", "created", "system_fingerprint"):
-        body.pop(name, None)
-    if "usage" in body:
-        body["usage"].pop("prompt_tokens_details", None)
-    return answer.status, body
+    counts = check_whole(answer.body) if "usage" in body else None
+    return answer.status, counts and (counts.prompt, counts.output, counts.reasoning), _plain(body)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _plain(one) for name, one in value.items() if name not in _OWN and name != "usage"}
 
 
 def test_equal_answers_from_a_server_and_through_a_router(replica: str, shared: SharedServers) -> None:
