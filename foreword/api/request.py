@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from foreword.engine.request import StructuredOutput as OutputFormat
 from foreword.errors import BadRequest
@@ -36,8 +36,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(Struct, frozen=True, gc=False):
     """A call that the model made. `arguments` is JSON text, as the model wrote it."""
 
     id: str
@@ -45,16 +44,14 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class CacheBreakpoint:
+class CacheBreakpoint(Struct, frozen=True):
     """Keep the KV of everything up to and including a message for `ttl` seconds after its last use."""
 
     ttl: float
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True, gc=False):
     """One message of a conversation.
 
     Attributes:
@@ -73,8 +70,7 @@ class Message:
     breakpoint: CacheBreakpoint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Tool:
+class Tool(Struct, frozen=True):
     """A function that the model may call. `parameters` is a JSON schema of its arguments.
 
     Attributes:
@@ -83,21 +79,19 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] = {}
     strict: bool = False
     breakpoint: CacheBreakpoint | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(Struct, frozen=True):
     """Whether the model calls tools: `named` calls the tool `name`, `required` at least one."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CacheControl:
+class CacheControl(Struct, frozen=True):
     """What a client asks of the cache for the whole request.
 
     Attributes:
@@ -109,8 +103,7 @@ class CacheControl:
     retention: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
+class Continuation(Struct, frozen=True):
     """Where another server's stream broke: its prompt, and the output that the client has, as token ids."""
 
     prompt: tuple[int, ...]
@@ -121,7 +114,7 @@ class Continuation:
 class ClientBody:
     """A JSON object as the client sent it. Its fields can be passed on without decoding them."""
 
-    raw: bytes = b""
+    raw: bytes = field(default=b"", repr=False)
 
     @cached_property
     def fields(self) -> Mapping[str, Raw]:
@@ -151,8 +144,7 @@ def _first(raw: Raw) -> bytes:
     return bytes(memoryview(raw)[:1])
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Struct, frozen=True, omit_defaults=True):
     """One request to generate text.
 
     Attributes:
@@ -187,13 +179,13 @@ class GenerateRequest:
     model: str | None = None
     messages: tuple[Message, ...] = ()
     prompts: tuple[Prompt, ...] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = {}
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     reasoning: bool = True
-    template_options: Mapping[str, Any] = field(default_factory=dict)
+    template_options: Mapping[str, Any] = {}
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
@@ -211,8 +203,8 @@ class GenerateRequest:
     priority: int = 0
     store: bool = False
     previous: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    body: ClientBody = field(default=ClientBody(), repr=False, compare=False)
+    extra: Mapping[str, Any] = {}
+    body: ClientBody = ClientBody()
     refusal: BadRequest | None = None
 
     @property

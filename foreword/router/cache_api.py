@@ -8,12 +8,12 @@ that of the replica that keeps most, and has the answers of all.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from foreword.api import cache_control
 from foreword.api.dialects.decode import TooMany
@@ -53,7 +53,7 @@ def _parse(raw: bytes, limits: Limits) -> GenerateRequest:
         raise
     except BadRequest:
         return GenerateRequest("chat", model=body.text("model"), cache_salt=body.text("cache_salt") or "", body=body)
-    return dataclasses.replace(request, add_generation_prompt=False)
+    return replace(request, add_generation_prompt=False)
 
 
 async def _control(router: Router, call: Call, verb: str) -> Answer:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.front import Answer
@@ -87,7 +88,7 @@ class RouterMisses:
 
     def _explain(self, served: ServedRequest) -> Miss:
         conversation = self._finder.begin(
-            dataclasses.replace(served.request, cache=CacheControl(key=served.session)),
+            replace(served.request, cache=CacheControl(key=served.session)),
             served.tenant,
             model=served.model,
             salt=served.request.cache_salt,

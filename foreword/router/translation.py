@@ -5,9 +5,10 @@ Placement, failover and all guards work on the chat completion below; nothing of
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from foreword.api.dialects.answer_reader import AnswerReader, read_error
 from foreword.api.dialects.chat_request import ReplicaKind, write_request
@@ -96,4 +97,4 @@ def chat_request(request: GenerateRequest, kind: ReplicaKind) -> GenerateRequest
     body = write_request(request, kind)
     if request.prefix is not None:
         body["prefix"] = request.prefix
-    return dataclasses.replace(request, dialect="chat", body=ClientBody(to_json(body)), include_usage=True)
+    return replace(request, dialect="chat", body=ClientBody(to_json(body)), include_usage=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from foreword.api import logprobs
 from foreword.api.dialects.registry import DIALECTS
@@ -35,7 +35,7 @@ class HandoffMessage(msgspec.Struct, frozen=True):
 
 def encode(job: Job) -> bytes:
     """From a job with one prompt and one answer."""
-    request = dataclasses.replace(job.request, messages=(), prompts=(), output_format=None)
+    request = replace(job.request, messages=(), prompts=(), output_format=None)
     return msgspec.json.encode(HandoffMessage(VERSION, request, job.head, job.owner, job.streams))
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
 
 from foreword.api.misses.causes import MissFinder
 from foreword.api.misses.outline import Conversation, outline

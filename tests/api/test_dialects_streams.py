@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def outputs(draw: st.DrawFn) -> list[ChoiceDelta]:
 
 def make(dialect: DialectName) -> tuple[GenerateRequest, Writer]:
     request = DIALECTS[dialect].parse(json.dumps(BODIES[dialect]).encode(), Limits())
-    request = dataclasses.replace(request, stream=True, include_usage=True)
+    request = msgspec.structs.replace(request, stream=True, include_usage=True)
     return request, DIALECTS[dialect].writer(request, ResponseHead("x_1", "nano", 0))
 
 

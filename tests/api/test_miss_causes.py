@@ -7,12 +7,12 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.registry import DIALECTS
@@ -324,7 +324,7 @@ def test_any_body_has_a_conversation() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(["model", "messages", "tools", "prompt", "user", "chat_template_kwargs", "prefix"]),
+        st.sampled_from(["model", "messages", "tools", "prompt", "input", "user", "chat_template_kwargs", "prefix"]),
         st.recursive(
             st.none() | st.integers() | st.text(max_size=3),
             lambda v: (
@@ -332,12 +332,13 @@ def test_any_body_has_a_conversation() -> None:
             ),
         ),
     ),
-    st.sampled_from(["chat", "completions"]),
+    st.sampled_from(list(DIALECTS)),
 )
 def test_any_body_is_compared(body: dict[str, Any], dialect: Any) -> None:
     """Every body that a router reads is compared, whatever its shape."""
     finder = MissFinder()
+    said = {"messages": [{"role": "user", "content": "x"}], "input": "x", "prompt": "x", "max_tokens": 1}
     with suppress(BadRequest):
-        request = read(dialect, body)
+        request = read(dialect, {**said, **body})
         for _ in range(2):
             assert finder.explain(finder.begin(request), 50, 0).cause in CAUSES

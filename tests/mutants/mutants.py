@@ -401,4 +401,19 @@ MUTANTS = (
         "pairs = filter(self._is_usable, zip(found, groups, strict=True))",
         OFFLOAD,
     ),
+    # A router reads as its replicas do
+    Mutant(
+        "router: renders otherwise than a replica",
+        "foreword/router/prompts.py",
+        "self._messages.tokens(chat_text(self._tokenizer, request))",
+        "self._messages.tokens(chat_text(self._tokenizer, request, ({'role': 'user', 'content': ''},)))",
+        ("tests/serving/test_router_tokens.py",),
+    ),
+    Mutant(
+        "router: a salt of a wrong type is left out",
+        "foreword/api/dialects/foreign.py",
+        '"prefix", "cache_salt", "priority"',
+        '"prefix", "priority"',
+        ("tests/serving/test_router_foreign.py",),
+    ),
 )

@@ -13,6 +13,11 @@ from chat_replica import ChatReplica
 from router_parts import Loop, RouterThread
 from scripted_replica import ScriptedReplica
 
+from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.request import DialectName
+from foreword.errors import BadRequest
+
 IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 200
 SHOWN = {"type": "image_url", "image_url": {"url": IMAGE}}
 USAGE = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
@@ -151,3 +156,23 @@ def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
         assert router.metric("foreword:router_breaker_opened_total") == 0
     finally:
         router.kill()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_odd_bodies(dialect: DialectName) -> None:
+    """What is wrong in one field is left out. What no server can read is refused."""
+    said = {"role": "user", "content": [{"type": "text", "text": "x"}, SHOWN]}
+    body: dict[str, Any] = {"max_tokens": 9, "prompt": "x", "input": [said], "messages": [said]}
+    odd = {"tools": 5, "tool_choice": [], "temperature": "hot", "stop": {}, "stop_sequences": 1, "logit_bias": "x"}
+    read = DIALECTS[dialect].read(json.dumps({**body, **odd, "user": "me"}).encode(), Limits())
+    assert read.refusal is not None and read.session == ("me" if dialect != "messages" else None)
+    shown = "".join(message.content for message in read.messages)
+    assert read.prompts == (("x",) if dialect == "completions" else ()) and ("[image_url " in shown) != bool(
+        read.prompts
+    )
+    other = json.dumps({**body, **odd, "user": "me"}).replace("iVBOR", "jWCPS").encode()
+    assert (DIALECTS[dialect].read(other, Limits()).messages == read.messages) == (dialect == "completions")
+    deep = b'{"max_tokens": 9, "prompt": "x", "input": "x", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
+    for wrong in (b"[]", b"{", b"{}", deep if dialect in ("chat", "messages") else b'{"prompt": 5, "input": 5}'):
+        with pytest.raises(BadRequest):
+            DIALECTS[dialect].read(wrong, Limits())

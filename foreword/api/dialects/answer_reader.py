@@ -106,7 +106,7 @@ class _Call(Struct):
     function: _Function | None = None
 
 
-class _Spoken(Struct):
+class _Spoken(Struct, gc=False):
     """A delta, or a whole message."""
 
     role: str | None = None
@@ -150,7 +150,7 @@ class Logprobs(Struct):
         return tuple(TokenEntry(text, value, bytes_of(text), top=_ranked(top or {})) for text, value, top in rows)
 
 
-class AnswerChoice(Struct):
+class AnswerChoice(Struct, gc=False):
     """A choice of a chat or a completion: more of it, or all."""
 
     index: Count = 0
@@ -180,7 +180,7 @@ class AnswerChoice(Struct):
         return _decode(self.logprobs, Logprobs) if is_set(self.logprobs) else None
 
 
-class AnswerChunk(Struct):
+class AnswerChunk(Struct, gc=False):
     """What one event says, or a whole body. Of events of other dialects only what counts."""
 
     choices: list[AnswerChoice] | UnsetType | None = UNSET

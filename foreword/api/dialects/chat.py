@@ -42,7 +42,7 @@ ROLES: Final[dict[str, Role]] = {
 }
 
 
-class MessageBody(Struct):
+class MessageBody(Struct, gc=False):
     role: str
     content: str | list[Part] | UnsetType | None = UNSET
     name: str | None = None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from foreword.api.dialects.decode import refuse
 from foreword.api.request import CacheBreakpoint, Message, Tool
@@ -41,7 +41,7 @@ class CacheOptions(Struct):
     comparison_response_id: str | None = None
 
 
-class Part(Struct):
+class Part(Struct, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -89,7 +89,7 @@ def with_last_breakpoint(messages: Sequence[Message], mark: CacheBreakpoint | No
     if mark is None or not messages:
         return tuple(messages)
     last = messages[-1]
-    return (*messages[:-1], dataclasses.replace(last, breakpoint=longest((last.breakpoint, mark))))
+    return (*messages[:-1], replace(last, breakpoint=longest((last.breakpoint, mark))))
 
 
 def check_breakpoints(messages: Sequence[Message], tools: Sequence[Tool]) -> None:

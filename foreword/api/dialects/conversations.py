@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Final
+
+from msgspec.structs import replace
 
 from foreword.api.dialects.writer import ChoiceOutput
 from foreword.api.request import GenerateRequest, Message, ToolCall
@@ -18,7 +19,7 @@ def with_instructions(instructions: str | None, messages: Sequence[Message]) -> 
         return tuple(messages)
     if messages and messages[0].role == "system":
         text = f"{instructions}{_BETWEEN}{messages[0].content}"
-        return (dataclasses.replace(messages[0], content=text), *messages[1:])
+        return (replace(messages[0], content=text), *messages[1:])
     return (Message("system", instructions), *messages)
 
 
@@ -29,13 +30,13 @@ def _own_messages(request: GenerateRequest) -> tuple[Message, ...]:
         return request.messages
     first, *others = request.messages
     rest = first.content.removeprefix(instructions).removeprefix(_BETWEEN)
-    return (dataclasses.replace(first, content=rest), *others) if rest else tuple(others)
+    return (replace(first, content=rest), *others) if rest else tuple(others)
 
 
 def continued(request: GenerateRequest, earlier: Sequence[Message]) -> GenerateRequest:
     """The request after the conversation that `previous` names."""
     messages = with_instructions(request.extra.get("instructions"), (*earlier, *_own_messages(request)))
-    return dataclasses.replace(request, messages=messages)
+    return replace(request, messages=messages)
 
 
 def conversation(request: GenerateRequest, answer: ChoiceOutput) -> tuple[Message, ...]:

@@ -6,12 +6,12 @@ digest remains: equal parts are equal texts.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from foreword.api.dialects.decode import TooMany
 from foreword.api.dialects.limits import Limits
@@ -40,30 +40,38 @@ def read_foreign(
     error, refused = refusal, set[str]()
     for _ in range(_MOST):
         name = error.param
-        if name == "prompt" and "prompt_embeds" in fields:
-            fields["prompt"] = _digest(fields.pop("prompt_embeds"))
-        elif name is None or name not in fields:
-            break
-        elif name in _NEEDED:
+        if name in _NEEDED:
             raise error
-        elif name in _CONVERSATIONS:
-            fields[name] = _texts(fields[name]) if name in refused else _simpler(_decoded(fields[name]), "message")
-        elif name == "tools" and name not in refused:
-            fields[name] = [one for one in _decoded(fields[name]) if _is_function(one)]
-        else:
-            del fields[name]
-        refused.add(name)
         try:
-            return dataclasses.replace(parse(msgspec.json.encode(fields), limits), refusal=refusal)
+            if not _simplify(fields, name, again=name in refused):
+                break
+            return replace(parse(msgspec.json.encode(fields), limits), refusal=refusal)
         except TooMany:
             raise
         except BadRequest as found:
             error = found
+        except RecursionError:
+            break
+        refused.add(str(name))
     raise refusal
 
 
-def _decoded(field: Any) -> Any:
-    return msgspec.json.decode(field) if isinstance(field, msgspec.Raw) else field
+def _simplify(fields: dict[str, Any], name: str | None, *, again: bool) -> bool:
+    """Make a field simpler, or leave it out. Whether there is one."""
+    if name == "prompt" and "prompt_embeds" in fields:
+        fields["prompt"] = _digest(fields.pop("prompt_embeds"))
+        return True
+    if name is None or name not in fields:
+        return False
+    value = fields.pop(name)
+    value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    if name == "tools" and not again:
+        fields[name] = [one for one in value if _is_function(one)] if isinstance(value, list) else []
+    elif name in _CONVERSATIONS and not again:
+        fields[name] = _simpler(value, "message")
+    elif name in ("messages", "input") and isinstance(value, list):
+        fields[name] = [{"role": "user", "content": msgspec.json.encode(one).decode()} for one in value]
+    return True
 
 
 def _is_function(tool: Any) -> bool:
@@ -81,13 +89,6 @@ def _simpler(value: Any, place: str = "part") -> Any:
         return {name: _simpler(one) for name, one in value.items()}
     text = f"[{kind} {_digest(value)}]"
     return {"role": "user", "content": text} if place == "message" else {"type": "text", "text": text}
-
-
-def _texts(field: Any) -> Any:
-    """A conversation whose messages are texts of JSON."""
-    value = _decoded(field)
-    parts = value if isinstance(value, list) else [value]
-    return [{"role": "user", "content": msgspec.json.encode(one).decode()} for one in parts]
 
 
 def _digest(value: Any) -> str:

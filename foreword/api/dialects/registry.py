@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
+
+from msgspec.structs import replace
 
 from foreword.api.dialects import chat, completions, messages, messages_writer, responses
 from foreword.api.dialects.decode import TooMany

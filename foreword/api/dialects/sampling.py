@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -158,17 +159,17 @@ class SamplingBody(Struct, kw_only=True):
 
 def refuse_unsupported(body: Struct) -> None:
     """Raises BadRequest for a field in `UNSUPPORTED` that is used."""
-    for name in _unsupported_fields(type(body)):
-        value, (neutral, reason) = getattr(body, name), UNSUPPORTED[name]
-        if is_set(value) and not _is_neutral(value, neutral):
-            raise refuse(name, reason)
+    names, values = _unsupported(type(body))
+    for name, value in zip(names, values(body), strict=True):
+        if value is not UNSET_RAW and is_set(value) and not _is_neutral(value, UNSUPPORTED[name][0]):
+            raise refuse(name, UNSUPPORTED[name][1])
 
 
 @functools.cache
-def _unsupported_fields(kind: type[Struct]) -> tuple[str, ...]:
-    return tuple(
-        field.name for field in msgspec.structs.fields(kind) if field.name in UNSUPPORTED and field.type is Raw
-    )
+def _unsupported(kind: type[Struct]) -> tuple[tuple[str, ...], Callable[[Struct], tuple[Raw, ...]]]:
+    fields = msgspec.structs.fields(kind)
+    names = tuple(one.name for one in fields if one.name in UNSUPPORTED and one.type is Raw)
+    return names, operator.attrgetter(*names)
 
 
 def _is_neutral(value: Raw, neutral: tuple[Any, ...]) -> bool:
