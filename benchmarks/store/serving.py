@@ -4,8 +4,8 @@
 
 MODEL is a folder (see engine/random_model.py). Three experiments:
 
-ttft       a prompt of 4,096 tokens that was evicted from the device: TTFT from memory, disk and Redis against
-           computing it.
+ttft       a prompt of 4,096 tokens that was evicted from the device: TTFT from memory, disk, the same encrypted, and
+           Redis against computing it.
 documents  documents of 10 to 40 kB, each asked several questions in turn, in a device memory that is too small for all of
            them (the experiment of vLLM's pull request 11385): time with a store against the device's prefix cache alone, and
            whether the answers are the same.
@@ -28,6 +28,7 @@ from typing import Any
 
 from benchmarks.harness import machine, median, set_up, table, version_of, write_figures
 from foreword import LLM, SamplingParams
+from foreword.config import EncryptionConfig
 
 PROMPT = 4_096
 QUESTIONS = 4
@@ -87,8 +88,10 @@ def ttft(bench: Bench) -> Rows:
     rows: Rows = []
     computed: list[float] = []
     taken: dict[str, list[float]] = {}
-    for tier, url in bench.tiers().items():
-        with bench.engine(6_000, (url,)) as llm:
+    keys = EncryptionConfig(key_store=f"{bench.folder}/keys", master_keys=(f"benchmark:{'5a' * 32}",))
+    encrypted = {"disk, encrypted": f"disk://{bench.folder}/encrypted?size=8GiB"}
+    for tier, url in (bench.tiers() | encrypted).items():
+        with bench.engine(6_000, (url,), encryption=keys if tier in encrypted else None) as llm:
             for _ in range(bench.rounds + 1):
                 prompt = bench.prompt(PROMPT)
                 started = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
-from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
+from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
@@ -425,7 +425,9 @@ class AsyncEngine:
     def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
         """The receipt of an erasure of this tenant, so far. Raises NotFound."""
         found = self._parts.erasures.get(name) if self._parts.erasures is not None else None
-        if found is None or not all(one.startswith(salt.prefix) for one in found.prefixes):
+        # The tenant is in another generation than when it asked for the erasure.
+        family = salt.prefix[:-GENERATION_BYTES]
+        if found is None or not all(one.startswith(family) for one in found.prefixes):
             raise NotFound(f"there is no erasure {name!r}; those that are complete are remembered for a while")
         return {"id": name, **found.receipt.plain()}
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT
-from foreword.config import EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
+from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
 from foreword.entrypoints import cache_requests
@@ -42,18 +42,22 @@ class LLM:
         *,
         prefix_budget: str = "50%",
         store: str | Sequence[str] | StoreConfig = (),
+        encryption: EncryptionConfig | None = None,
         observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        """`store` is one URL or several, the fastest first (docs/operations/operating.md); with one, `close` the LLM in the
-        end: it writes what is still queued. `options` are the fields of `EngineConfig`. Raises ForewordError."""
+        """`store` is one URL or several, the fastest first (docs/operations/operating.md), `encryption` that of the stores.
+        With a store, `close` the LLM in the end: it writes what is still queued. `options` are the fields of `EngineConfig`.
+        Raises ForewordError."""
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
-        preflight.check(config, store, TransferConfig())
+        preflight.check(config, store, TransferConfig(), encryption)
         from foreword.entrypoints.build_engine import build_engine  # imports torch, which takes seconds
 
-        self._parts = build_engine(config, prefixes=PrefixConfig(prefix_budget), store=store, observers=observers)
+        self._parts = build_engine(
+            config, prefixes=PrefixConfig(prefix_budget), store=store, encryption=encryption, observers=observers
+        )
         self.config = config
         self.info = self._parts.info
         self.tokenizer = self._parts.tokenizer

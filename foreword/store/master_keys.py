@@ -88,17 +88,18 @@ def _output(command: list[str]) -> str:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as running:
             timer = threading.Timer(_COMMAND_SECONDS, running.kill)
             timer.start()
+            read = b""
+            assert running.stdout is not None
             try:
-                assert running.stdout is not None
                 read = running.stdout.read(_MAX_BYTES + 1)
+            finally:
                 if len(read) > _MAX_BYTES:
                     running.kill()
-            finally:
                 status = running.wait()
                 timer.cancel()
         text = read.decode("ascii")
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{what}: {reason_of(error)}") from None
-    if status:
+    if status or len(read) > _MAX_BYTES:
         raise ConfigError(f"{what} failed with status {status}, took longer than 30 s or printed more than 64 KiB")
     return text

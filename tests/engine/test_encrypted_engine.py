@@ -19,7 +19,7 @@ from foreword.config import EncryptionConfig, EngineConfig, StoreConfig
 from foreword.engine.preflight import check
 from foreword.engine.request import Request
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, NotFound
 from foreword.store.data_keys import data_keys_of
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": "2048 tokens", "block_size": 4, "threads": 1}
@@ -81,6 +81,10 @@ def test_forgotten_everywhere(folder: Callable[[str], Path], tmp_path: Path) -> 
         assert receipt["complete"] and len(receipt["keys"]) == 1 and receipt["removed"]["disk"] >= 20
         assert receipt["keys"][0].startswith(Salt(before).prefix.hex())
         assert first.tenants.authenticate(ANN).salt != before
+        now = Salt(first.tenants.authenticate(ANN).salt)
+        assert first.engine.erasure(receipt["id"], now)["keys"] == receipt["keys"]
+        with pytest.raises(NotFound):
+            first.engine.erasure(receipt["id"], Salt(first.tenants.authenticate(BOB).salt))
         deadline = time.monotonic() + PATIENCE
         while second.tenants.authenticate(ANN).salt == before:
             assert time.monotonic() < deadline

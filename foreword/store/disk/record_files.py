@@ -31,8 +31,9 @@ class RecordFiles:
 
     def put(self, key: str, data: bytes, token: str) -> None:
         path = self._path(key)
+        known = os.path.isdir(os.path.dirname(path))
         write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
-        self._sync_to(path)
+        self._write_back(path, os.path.dirname(path) if known else self._folder)
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -45,12 +46,12 @@ class RecordFiles:
     def delete(self, key: str) -> bool:
         path = self._path(key)
         removed = remove_file(path)
-        self._sync_to(os.path.dirname(path))
+        self._write_back(os.path.dirname(path), os.path.dirname(path))
         return removed
 
-    def _sync_to(self, path: str) -> None:
-        """Write a file or folder to the device, with the folders that it is in."""
-        while self._sync and len(path) >= len(self._folder):
+    def _write_back(self, path: str, last: str) -> None:
+        """Write a file or folder to the device, and the folders that it is in up to the last one."""
+        while self._sync and len(path) >= len(last):
             with contextlib.suppress(FileNotFoundError):
                 handle = os.open(path, os.O_RDONLY)
                 try:
