@@ -40,7 +40,9 @@ def route(config: Config) -> None:
     A request goes to a server that has its prefix cached, unless waiting there costs more time.
     """
     from foreword.router.process import run
-    from foreword.store.data_keys import data_keys_of
 
-    keys = data_keys_of(config.encryption)
-    raise typer.Exit(run(config, bytes if keys is None else keys.current))
+    if config.encryption.key_store is None:
+        raise typer.Exit(run(config))
+    from foreword.store.data_keys import DataKeys
+
+    raise typer.Exit(run(config, DataKeys(config.encryption).current))
