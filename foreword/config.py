@@ -5,7 +5,8 @@ Flags override the environment, the environment overrides the file. The file has
 wrong value is an error that says what was expected.
 
 The docstring of a key is the help text of its flag. Keys with `repr=False` are secret or may contain a secret: neither the
-`repr` of a configuration nor an error message shows their values.
+`repr` of a configuration nor an error message shows their values. A secret may be written `file:PATH`, so that it is neither on
+the command line nor in the environment.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ class ServerConfig:
     Attributes:
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on; 0 takes a free one.
+        allowed_hosts: names under which clients may reach a server without any keys, for a name with a dot that others could
+            register (against DNS rebinding); `*` for all. Addresses, short names and the server's own are always allowed.
         api_keys: accepted API keys, each as `KEY` or `TENANT=KEY`; without any, no key is required and there is one tenant.
         api_key_file: file with one `KEY` or `TENANT=KEY` per line; `#` starts a comment.
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
@@ -197,13 +200,17 @@ class ServerConfig:
             keys.
         drain_to: URLs of servers to which this one migrates its requests when it shuts down.
         peers: other servers that a request may name for prefill or migration: `HOST`, `HOST:PORT`, a URL, `*.DOMAIN`, a
-            network such as `10.0.0.0/8`, or `*`. This host and those in drain_to are always allowed.
+            network such as `10.0.0.0/8`, `*`, or `unix:/FOLDER`. Those in drain_to and of `peer://` stores are always allowed,
+            and without keys any port of this host.
         otlp_endpoint: URL of an OpenTelemetry collector (OTLP over HTTP, such as http://collector:4318) that gets traces; by
             default there are none. OpenTelemetry's variables set the rest (OTEL_TRACES_SAMPLER, OTEL_SERVICE_NAME).
         router_key: key of a router that authenticates callers and names their cache salts.
         kv_events: address to publish KV events on, in vLLM's format, such as `tcp://127.0.0.1:5557` (`*` for all interfaces,
-            port 0 for a free one).
+            port 0 for a free one). With router_key they are encrypted for that router; without it, other addresses than
+            loopback need kv_events_open.
         kv_events_replay: address for subscribers that ask for missed events; by default the port after that of kv_events.
+        kv_events_open: publish KV events in plain text although other hosts can read them, for a network that keeps others
+            away. They contain the token ids of all prompts.
         record: new file for a trace of the traffic without text, for `foreword simulate`.
         record_salt: salt of the recorded hashes; recordings with equal salts can be combined. By default random.
         quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
@@ -225,6 +232,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = _between(0, 65535, 8000)
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     max_queue: int = _at_least(1, 256)
@@ -239,6 +247,7 @@ class ServerConfig:
     router_key: str | None = field(default=None, repr=False)
     kv_events: str | None = None
     kv_events_replay: str | None = None
+    kv_events_open: bool = False
     record: str | None = None
     record_salt: str | None = field(default=None, repr=False)
     quotas: tuple[str, ...] = ()
@@ -743,10 +752,36 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
     hints = typing.get_type_hints(kind)
     secret = {item.name for item in dataclasses.fields(cast(Any, kind)) if not item.repr}
+    values = {key: _from_file(f"{where}.{key}", value) if key in secret else value for key, value in values.items()}
     for key in values:
         if key not in hints:
             raise ConfigError(f"unknown configuration key {where}.{key}{removed(key) or did_you_mean(key, hints)}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
+
+
+def _from_file(where: str, value: Any) -> Any:
+    """A secret that is written `file:PATH` is what that file contains: a list of secrets has one a line. Raises ConfigError."""
+    if isinstance(value, list | tuple):
+        lists = [_from_file(where, item) for item in value]
+        return [line for one in lists for line in (one.splitlines() if isinstance(one, str) else [one])]
+    # `file://` is the URL of a store.
+    if not isinstance(value, str) or not value.startswith("file:") or value.startswith("file://"):
+        return value
+    return read_secret(value, where)
+
+
+def read_secret(text: str, where: str) -> str:
+    """A secret as given to a command: `file:PATH` is what that file contains. Raises ConfigError."""
+    if not text.startswith("file:"):
+        return text
+    path = text.removeprefix("file:")
+    try:
+        found = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {where} from {path}: {reason_of(error)}") from None
+    if not found:
+        raise ConfigError(f"cannot read {where} from {path}: the file is empty")
+    return found
 
 
 def check_source(source: str, what: str) -> bool:

@@ -59,6 +59,7 @@ EVERYTHING = {
             "drainSeconds": 7,
         },
     },
+    "networkPolicy": {"from": [{"podSelector": {"matchLabels": {"app": "gateway"}}}]},
     "autoscaling": {"enabled": True, "server": "llama", "model": "m"},
 }
 # A router in front of servers that exist already.
@@ -211,6 +212,28 @@ def test_rights() -> None:
         if one["kind"] == "RoleBinding":
             assert one["subjects"] == [{"kind": "ServiceAccount", "name": account, "namespace": "prod"}]
             assert one["roleRef"]["name"] == roles[one["metadata"]["namespace"]]["metadata"]["name"]
+
+
+def test_network_policies() -> None:
+    """Pods of the release reach all ports of its servers, those of `from` the HTTP port, and nobody else anything. A gateway
+    that asks the picker must be listed, since it sends to the servers itself."""
+    policies = [one for one in rendered(EVERYTHING) if one["kind"] == "NetworkPolicy"]
+    pods = workloads(rendered(EVERYTHING))
+    assert {one["metadata"]["name"] for one in policies} == {"demo-llama", "demo-own"}
+    for one in policies:
+        labels = pods[one["metadata"]["name"]]["metadata"]["labels"]
+        assert one["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+        own, listed = one["spec"]["ingress"]
+        [peer] = own["from"]
+        wanted = peer["podSelector"]["matchLabels"].items()
+        assert "ports" not in own and all(wanted <= pod["metadata"]["labels"].items() for pod in pods.values())
+        assert listed == {**EVERYTHING["networkPolicy"], "ports": [{"port": "http", "protocol": "TCP"}]}
+    assert "--kv-events-open" in container(pods["demo-own"])["args"]
+    off = rendered({**EVERYTHING, "networkPolicy": {"enabled": False}})
+    assert not [one for one in off if one["kind"] == "NetworkPolicy"]
+    assert "--kv-events-open" not in container(workloads(off)["demo-own"])["args"]
+    with pytest.raises(Exception, match=r"give networkPolicy\.from"):
+        rendered({**EVERYTHING, "networkPolicy": {"from": []}})
 
 
 @pytest.mark.parametrize("name", ["foreword-router", "foreword-server"])

@@ -115,6 +115,12 @@ SERVE = [
     ("--reasoning-parser thought", "unknown reasoning parser 'thought'"),
     ("--kv-events nonsense", "--kv-events"),
     ("--kv-events tcp://127.0.0.1:99999", "there is no port 99999"),
+    (
+        "--kv-events tcp://0.0.0.0:0",
+        "other hosts can read the token ids of all prompts at tcp://0.0.0.0:0 (--kv-events)",
+    ),
+    ("--kv-events tcp://*:5557", "set --router-key, which encrypts them"),
+    ("--kv-events tcp://127.0.0.1:0 --kv-events-replay tcp://*:0", "(--kv-events-replay)"),
     ("--kv-events-replay tcp://127.0.0.1:0", "server.kv_events_replay needs server.kv_events"),
     ("--record {folder}/none/trace.jsonl", "{folder}/none/trace.jsonl"),
     ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
@@ -161,6 +167,12 @@ SERVE = [
     ("--store peer://127.0.0.1:0", "has no port at which an instance could listen"),
     # Options that belong together
     ("--quota", "a requests=1", "--quota", "a tokens=2", "there are two quotas of 'a'"),
+    ("--peer unix:folder", "unix:/FOLDER"),
+    ("--admin-key file:{folder}/none", "cannot read server.admin_key from {folder}/none: No such file or directory"),
+    ("--store-integrity-secrets file:{folder}/nothing", "the file is empty"),
+    ("--store disk://{folder}/open", "every user can put blocks into the folder {folder}/open: chmod o-w"),
+    ("--store file://{folder}/open", "every user can put blocks into the folder {folder}/open: chmod o-w"),
+    ("--store disk://{folder}/x?owner=you", "'you' is not a value for 'owner'"),
     ("--peer host:99999", "'host:99999' is not a peer"),
     ("--kernels triton --device cpu", "engine.kernels is triton, which needs --device cuda"),
     ("--otlp-endpoint http://", "--otlp-endpoint takes a URL"),
@@ -222,6 +234,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     (folder / "empty").mkdir()
     (folder / "file").write_text("in the way")
+    (folder / "nothing").touch()
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
     turn = {"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}
     (folder / "trace.jsonl").write_text(json.dumps(turn) + "\n")
     (folder / "broken.toml").write_text("server = \n")

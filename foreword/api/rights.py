@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Final
 
 from foreword.api.callers import credentials, is_local
+from foreword.api.hosts import HostNames
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
 
@@ -41,10 +42,15 @@ NO_TENANT: Final = Tenant("unknown", b"", "none")
 
 
 class Rights:
-    """The rights of callers, who are known by the headers of their requests and their address."""
+    """The rights of callers, who are known by the headers of their requests and their address.
 
-    def __init__(self, tenants: Tenants, admin_key: str | None) -> None:
+    Args:
+        hosts: the names to which a front without keys answers; None: any.
+    """
+
+    def __init__(self, tenants: Tenants, admin_key: str | None, hosts: HostNames | None = None) -> None:
         self.tenants = tenants
+        self._hosts = hosts
         self._admin_key = None if admin_key is None else admin_key.encode()
 
     @property
@@ -76,6 +82,8 @@ class Rights:
         Args:
             what: what the caller wants, for the error's message.
         """
+        if self._hosts is not None and self._open:
+            self._hosts.check(headers)
         if right is Right.ANYONE or (right is Right.STATE and self._open):
             return NO_TENANT
         if right is Right.TENANT:

@@ -12,6 +12,7 @@ import typer
 
 from foreword.cli.help import described
 from foreword.cli.server_client import check_url
+from foreword.config import read_secret
 
 if TYPE_CHECKING:
     from foreword.cli.chain import CheckedLink
@@ -52,6 +53,8 @@ def explain(
     from foreword.cli.probe import ProbedServer
 
     check_url(url)
+    api_key = api_key and read_secret(api_key, "--api-key")
+    admin_key = admin_key and read_secret(admin_key, "--admin-key")
     target = ProbedServer(url, api_key, admin_key, time.monotonic() + within)
     target.model = model
     links = []

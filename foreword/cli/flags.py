@@ -37,6 +37,7 @@ _NOT_FOR_ROUTERS = {
         "router_key",
         "kv_events",
         "kv_events_replay",
+        "kv_events_open",
         "role",
         "drain_to",
         "peers",

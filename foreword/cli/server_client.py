@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
+from foreword.config import read_secret
 from foreword.errors import BadRequest, ConfigError, ForewordError, reason_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def call_server(server: str, api_key: str | None, method: str, path: str, body: 
     import httpx
 
     check_url(server)
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"authorization": f"Bearer {read_secret(api_key, '--api-key')}"} if api_key else {}
     try:
         # No read timeout: computing a long prefix may take minutes.
         timeout = httpx.Timeout(10, read=None)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.cli.help import described
+from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -440,7 +441,8 @@ def calibrate(
             raise ConfigError(
                 "--metrics samples running servers: MODEL and --store are for a measurement on this machine"
             )
-        profile = _from_metrics(metrics, period, api_key, max_batch_tokens or 2048, report)
+        key = api_key and read_secret(api_key, "--api-key")
+        profile = _from_metrics(metrics, period, key, max_batch_tokens or 2048, report)
     else:
         sizes = block_size, max_batch_tokens or 512, longest, rounds
         profile = measure(CalibrationSetup(model, tuple(store or ()), threads, dtype, *sizes), report)

@@ -18,6 +18,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
+from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -306,6 +307,7 @@ def forget(
         raise ConfigError(
             "choose what to delete with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
         )
+    tenant_secret = tenant_secret and read_secret(tenant_secret, "--tenant-secret")
     if cache_salt is not None and (not cache_salt or prefix is not None or model is not None):
         raise ConfigError("--cache-salt is not empty, and is for --tenant, --no-tenant and --server")
     if server is not None:

@@ -128,7 +128,7 @@ def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
             "block_size": info.block_size,
             "capacity_tokens": info.capacity_tokens,
             "transfer": info.transfer,
-            "kv_events": [endpoint for endpoint, _ in info.event_sources],
+            "kv_events": [source.endpoint for source in info.event_sources],
         }
     pool = router.pool_of(upstream)
     if pool is not None and upstream.url in pool.fleet.replicas:

@@ -11,6 +11,7 @@ from typing import Final
 
 from multidict import CIMultiDict
 
+from foreword.api.hosts import HostNames
 from foreword.api.rights import Rights
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
@@ -52,7 +53,9 @@ class RouterAuth:
             config.router.tenant_weights, "weight", "TENANT=WEIGHT", lambda weight: 0 < weight < math.inf
         )
         self._priorities = _numbers(config.router.tenant_priorities, "priority", "TENANT=NUMBER", math.isfinite)
-        self.rights = Rights(self.tenants, config.server.admin_key)
+        self.rights = Rights(
+            self.tenants, config.server.admin_key, HostNames((config.server.host, *config.server.allowed_hosts))
+        )
         self._replica_key = config.router.replica_key
         # Without a replica key, probes use the key of the first tenant.
         self._probe_key = self._replica_key or self.tenants.first_key
@@ -61,6 +64,10 @@ class RouterAuth:
     def has_tenants(self) -> bool:
         """Whether there are tenants, whose blocks must not be shared."""
         return len(self.tenants) > 0
+
+    @property
+    def replica_key(self) -> str | None:
+        return self._replica_key
 
     @property
     def uses_own_key(self) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from foreword.api.event_curve import secure_subscriber
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.kv_event_wire import REPLAY_END, decode_batch, decode_number, encode_number
 
@@ -29,18 +30,21 @@ class KvEventSubscription:
 
     Args:
         endpoint, replay: endpoints of the source. Without `replay` a gap clears what is known of the replica.
+        key: that the source shares with this router; None for one in plain text.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, feed: KvEventFeed, endpoint: str, replay: str | None) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, feed: KvEventFeed, endpoint: str, replay: str | None, key: str | None = None
+    ) -> None:
         self.feed = feed
         self.endpoint = endpoint
         self._replay = replay
         self._context = context
+        self._key = key
 
     async def run(self) -> None:
-        socket = self._context.socket(zmq.SUB)
+        socket = self._socket(zmq.SUB)
         socket.set_hwm(_MAX_QUEUED)
-        socket.maxmsgsize = _MESSAGE_BYTES
         try:
             socket.connect(self.endpoint)
             socket.subscribe(b"")
@@ -61,6 +65,13 @@ class KvEventSubscription:
         finally:
             socket.close(linger=0)
 
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.maxmsgsize = _MESSAGE_BYTES
+        if self._key is not None:
+            secure_subscriber(socket, self._key)
+        return socket
+
     async def _receive(self, frames: list[bytes]) -> None:
         message = self._parse(frames)
         if message is None:
@@ -73,8 +84,7 @@ class KvEventSubscription:
         """Ask for all messages from the next one on. Does nothing for a source without replay."""
         if self._replay is None:
             return
-        socket = self._context.socket(zmq.DEALER)
-        socket.maxmsgsize = _MESSAGE_BYTES
+        socket = self._socket(zmq.DEALER)
         try:
             socket.connect(self._replay)
             await socket.send_multipart([b"", encode_number(self.feed.next)])

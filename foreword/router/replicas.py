@@ -96,6 +96,14 @@ def url_parts(url: str) -> SplitResult | None:
         return None
 
 
+class ReplicaEvents(NamedTuple):
+    """Where a replica publishes KV events, and whether it takes the router's key there."""
+
+    endpoint: str
+    replay: str | None
+    curve: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
     """What a replica reports about itself.
@@ -105,7 +113,7 @@ class ReplicaInfo:
         models: model ids, the base model first.
         cards: the models as in `/v1/models`.
         transfer: address for KV transfers.
-        event_sources: endpoints of its KV events: `(events, replay)`.
+        event_sources: its KV events.
         salt_from: where a Foreword server takes tenants' salts from.
         tokenize_path: path of its tokenization endpoint; None if it has none.
         weights: the fingerprint of its weights, or a name that this router gave them; None if they are not known.
@@ -121,7 +129,7 @@ class ReplicaInfo:
     block_size: int | None = None
     capacity_tokens: int | None = None
     transfer: str | None = None
-    event_sources: tuple[tuple[str, str | None], ...] = ()
+    event_sources: tuple[ReplicaEvents, ...] = ()
     salt_from: str | None = None
     tokenize_path: str | None = None
     weights: str | None = None
@@ -396,16 +404,19 @@ class ReplicaProbe:
         found = body.get("transfer") if status == 200 and isinstance(body, dict) else None
         return found if isinstance(found, str) else None
 
-    async def _event_sources(self, upstream: Upstream) -> tuple[tuple[str, str | None], ...]:
+    async def _event_sources(self, upstream: Upstream) -> tuple[ReplicaEvents, ...]:
         host, spec = urlsplit(upstream.url).hostname or "", upstream.spec
-        if spec.events is not None:
-            return ((_reachable(spec.events, host), _reachable(spec.replay, host) if spec.replay else None),)
         status, body = await self._get(f"{upstream.url}/kv_event_sources")
-        if status != 200 or not isinstance(body, dict):
-            return ()
-        found = [one for one in body.values() if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
+        found = list(body.values()) if status == 200 and isinstance(body, dict) else []
+        found = [one for one in found if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
         found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
-        return tuple((_reachable(one["endpoint"], host), _replay_endpoint(one, host)) for one in found)
+        if spec.events is not None:
+            replay = _reachable(spec.replay, host) if spec.replay else None
+            return (ReplicaEvents(_reachable(spec.events, host), replay, any(map(_has_curve, found))),)
+        return tuple(
+            ReplicaEvents(_reachable(one["endpoint"], host), _replay_endpoint(one, host), _has_curve(one))
+            for one in found
+        )
 
     async def _get(self, url: str) -> tuple[int, Any]:
         """Status and JSON body; None for any other body."""
@@ -417,6 +428,10 @@ class ReplicaProbe:
                 return response.status, msgspec.json.decode(data) if response.content_type.endswith("json") else None
             except (msgspec.DecodeError, RecursionError, ReplicaFailed):
                 return response.status, None
+
+
+def _has_curve(source: Mapping[str, Any]) -> bool:
+    return source.get("curve") is True
 
 
 def _replay_endpoint(source: Mapping[str, Any], host: str) -> str | None:

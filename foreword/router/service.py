@@ -391,7 +391,14 @@ class Router:
         if self._zmq is None:
             self._zmq = zmq.asyncio.Context()
         counts = info.kind == "vllm"
-        for endpoint, replay in info.event_sources:
+        for endpoint, replay, curve in info.event_sources:
+            key = self.auth.replica_key if curve else None
+            if curve and key is None:
+                logger.warning(
+                    "KV events of %s take its --router-key, which this router does not have (--replica-key)",
+                    upstream.url,
+                )
+                return
             feed = KvEventFeed(
                 pool.fleet.directory,
                 upstream.url,
@@ -399,7 +406,7 @@ class Router:
                 info.block_size,
                 counts_copies=counts,
             )
-            subscription = KvEventSubscription(self._zmq, feed, endpoint, replay)
+            subscription = KvEventSubscription(self._zmq, feed, endpoint, replay, key)
             self.subscriptions.setdefault(upstream.url, []).append(subscription)
             upstream.tasks.append(self.background(subscription.run()))
 

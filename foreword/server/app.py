@@ -11,6 +11,7 @@ from foreword.api import prefixes, probes
 from foreword.api.asgi import AsgiFront
 from foreword.api.bodies import NewPrefixBody, PrefixBody
 from foreword.api.front import Answer, Call, Front, Handler
+from foreword.api.hosts import HostNames
 from foreword.api.prefixes import AnyPrefixBody
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
@@ -72,7 +73,7 @@ class ServerApp(AsgiFront):
         super().__init__(
             Front(
                 routes_of(context, registry, history, events),
-                Rights(tenants, given.admin_key),
+                Rights(tenants, given.admin_key, HostNames((given.host, *given.allowed_hosts))),
                 Quotas.parse(given.quotas),
                 # Connections have a limit for the time of a body too, below the application.
                 RequestBodies(given.body_timeout),
@@ -153,7 +154,7 @@ def _add_probes(routes: Routes[Handler], admission: Admission, events: EventSour
             return Answer.json(body, 503, {"retry-after": "1"})
         return Answer.json({"status": "ready", "model": engine.info.name})
 
-    @routes.add("GET", "/kv_event_sources", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    @routes.add("GET", "/kv_event_sources", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def kv_event_sources(call: Call) -> dict[str, Any]:
         """The ZeroMQ endpoints that publish KV events, by rank. Empty without `--kv-events`."""
         return {} if events is None else {"0": events.described()}

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import zmq
 
+from foreword.api.event_curve import check_curve, secure_publisher
 from foreword.blocks.layout import key_of
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
@@ -51,6 +52,7 @@ _REPLAYS: Final = 8
 _REPLAY_PAUSE_SECONDS: Final = 1.0
 # A part of a subscription or of a request for a replay. The sender of a larger one is disconnected before it is in memory.
 _REQUEST_BYTES: Final = 64
+_HANDSHAKE_BYTES: Final = 1024  # the same with CURVE, whose handshake counts
 # Blocks whose tokens are kept for the events of tiers: about 400 bytes per block of 16 tokens.
 _KNOWN_BLOCKS: Final = 1 << 14
 # Changes of tiers that are not published yet; further ones are dropped.
@@ -84,14 +86,15 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """The addresses of the events, for `GET /kv_event_sources`."""
+    """The addresses of the events, for `GET /kv_event_sources`. `curve`: whether they take the router's key."""
 
     endpoint: str
     replay_endpoint: str
     kept: int
+    curve: bool = False
 
     def described(self) -> dict[str, Any]:
-        """In vLLM's fields."""
+        """In vLLM's fields, and `curve`, which vLLM does not have."""
         return {
             "enable_kv_cache_events": True,
             "publisher": "zmq",
@@ -99,6 +102,7 @@ class EventSource:
             "replay_endpoint": self.replay_endpoint,
             "buffer_steps": self.kept,
             "topic": "",
+            **({"curve": True} if self.curve else {}),
         }
 
 
@@ -109,17 +113,23 @@ class KvEvents:
         block_size: tokens per block of the engine.
         endpoint: `tcp://HOST:PORT` to listen on; `*` for all addresses, port 0 for a free one.
         replay: the same for replays; None takes the next port (a free one after port 0).
+        key: of the router. With it the events are encrypted (`api/event_curve.py`).
 
     Raises ConfigError if that is not possible.
     """
 
-    def __init__(self, block_size: int, endpoint: str, replay: str | None = None) -> None:
+    def __init__(self, block_size: int, endpoint: str, replay: str | None = None, key: str | None = None) -> None:
+        if key is not None:
+            check_curve()
         self._block_size = block_size
         self._context = zmq.Context()
         self._pub, self._router = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         self._log = KvEventLog()
         self._pub.set_hwm(_WAITING)
-        self._pub.maxmsgsize = self._router.maxmsgsize = _REQUEST_BYTES
+        self._pub.maxmsgsize = self._router.maxmsgsize = _REQUEST_BYTES if key is None else _HANDSHAKE_BYTES
+        if key is not None:
+            secure_publisher(self._pub, key)
+            secure_publisher(self._router, key)
         self._router.sndhwm = self._log.messages + 2  # what is above this limit is dropped: a whole replay fits
         self._replays_from = 0.0
         try:
@@ -135,7 +145,7 @@ class KvEvents:
         self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
-        self.source = EventSource(first, second, self._log.messages)
+        self.source = EventSource(first, second, self._log.messages, curve=key is not None)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 

@@ -1,9 +1,10 @@
 """The allow-list of other servers that a request may name.
 
 A request can name an address: `kv_transfer_params.prefill`, or `to` for a migration. Without a limit, any client could make
-this server connect to any address that it can reach, and send a caller's key there. Allowed are this host, hosts that the
-configuration names (`--drain-to`, `peer://` stores, the server's own transfer address), and those of `--peer`. A caller with
-the operator's or a router's key may name any address.
+this server connect to any address that it can reach, and send a caller's key there. Allowed are the servers that the
+configuration names, at their ports (`--drain-to`, `peer://` stores), and those of `--peer`; Unix sockets in the folders of
+those that it names. Where no keys are required, so that there are no tenants to keep apart, every port of this host is allowed
+too. A caller with the operator's or a router's key may name any address.
 
 Names are compared as written and never resolved, because a name's address can change between the check and the call.
 """
@@ -11,6 +12,7 @@ Names are compared as written and never resolved, because a name's address can c
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,16 +28,17 @@ _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _PORTS = {"http": 80, "https": 443}
 _NAME = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
 _HOST = re.compile(rb"[A-Za-z0-9._:-]+")
-_LOCAL = ("127.0.0.0/8", "::1", "localhost")
+_LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
 class PeerRule:
-    """One entry of the allow-list: a network or a pattern of names, at one port or at any."""
+    """One entry of the allow-list: a network or a pattern of names, at one port or at any; or a folder of Unix sockets."""
 
     network: _Network | None = None
     names: re.Pattern[str] | None = None
     port: int | None = None
+    folder: str | None = None
 
     def matches(self, host: str, port: int) -> bool:
         if self.port not in (None, port):
@@ -47,21 +50,24 @@ class PeerRule:
 
 
 class Peers:
-    """The allow-list: this host, and what `rules` add.
+    """The allow-list.
 
     Args:
-        rules: `HOST`, `HOST:PORT`, `http://HOST:PORT`, `*.DOMAIN`, a network such as `10.0.0.0/8`, or `*` for any.
+        rules: `HOST`, `HOST:PORT`, `http://HOST:PORT`, `*.DOMAIN`, a network such as `10.0.0.0/8`, `*` for any of these, or
+            `unix:/FOLDER`.
 
     Raises ConfigError for an entry that is none of these.
     """
 
     def __init__(self, rules: Iterable[str] = ()) -> None:
-        self._rules = tuple(rule for text in (*_LOCAL, *rules) for rule in _parse(text))
+        self._rules = tuple(rule for text in rules for rule in _parse(text))
 
     @classmethod
     def from_config(cls, config: Config) -> Peers:
         """Raises ConfigError, also for a malformed URL in `--drain-to`."""
-        return cls((*_named(config), *config.server.peers))
+        given = config.server
+        keyed = given.api_keys or given.api_key_file or given.router_key
+        return cls((*(() if keyed else _this_host(config)), *_named(config), *given.peers))
 
     def check_address(self, address: str, param: str) -> None:
         """Check a transfer address. Raises BadRequest for a malformed one, Forbidden for one that is not allowed."""
@@ -71,6 +77,8 @@ class Peers:
             raise BadRequest(f"{param}: {error.message}", param=param) from error
         if not where.path:
             self._check(where.host, where.port, address, param)
+        elif os.path.dirname(os.path.realpath(where.path)) not in {rule.folder for rule in self._rules}:
+            raise self._refused(address, f"unix:{os.path.dirname(where.path)}", param)
 
     def check_url(self, url: str, param: str) -> None:
         """Check a server's URL. Raises BadRequest for a malformed one, Forbidden for one that is not allowed."""
@@ -81,11 +89,15 @@ class Peers:
     def _check(self, host: str, port: int, given: str, param: str) -> None:
         bare = _bare(host)
         if not any(rule.matches(bare, port) for rule in self._rules):
-            raise Forbidden(
-                f"{param}: {given} is not an allowed server; the operator of this server can allow it with "
-                f"--peer {bare} (server.peers; names and addresses are compared as written)",
-                param=param,
-            )
+            raise self._refused(given, bare, param)
+
+    @staticmethod
+    def _refused(given: str, rule: str, param: str) -> Forbidden:
+        return Forbidden(
+            f"{param}: {given} is not an allowed server; the operator of this server can allow it with "
+            f"--peer {rule} (server.peers; names and addresses are compared as written)",
+            param=param,
+        )
 
 
 def server_url(text: str, param: str) -> str:
@@ -102,27 +114,38 @@ def server_url(text: str, param: str) -> str:
 
 
 def _named(config: Config) -> Iterator[str]:
-    """Rules for the hosts that other keys of the configuration name."""
+    """Rules for the servers that other keys of the configuration name."""
     for url in config.server.drain_to:
         try:
-            yield _as_rule(httpx.URL(server_url(url, "drain_to")).raw_host.decode("ascii"))
+            parts = httpx.URL(server_url(url, "drain_to"))
+            yield _as_rule(parts.raw_host.decode("ascii"), parts.port or _PORTS[parts.scheme])
         except BadRequest as error:
             raise ConfigError(f"--drain-to: {error.message}") from error
     for url in config.store.urls:
         if url.startswith("peer://"):
-            yield _as_rule(urlsplit(url).hostname or "localhost")
-    own = (config.transfer.bind, config.transfer.advertise)
-    hosts = [parse_address(text).host for text in own if text is not None]
-    yield from (_as_rule(host) for host in hosts if host and not _is_any(host))
+            place = urlsplit(url)
+            yield _as_rule(place.hostname, place.port) if place.hostname and place.port else _folder_of(place.path)
+    for text in (config.transfer.bind, config.transfer.advertise):
+        if text is not None and (path := parse_address(text).path):
+            yield _folder_of(path)
 
 
-def _as_rule(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+def _this_host(config: Config) -> Iterator[str]:
+    """Rules for this host at any port: the loopback interface, and its own addresses for transfers."""
+    yield from _LOOPBACK
+    for text in (config.transfer.bind, config.transfer.advertise):
+        host = parse_address(text).host if text is not None else ""
+        number = _number(host)
+        if host and not (number is not None and number.is_unspecified):
+            yield f"[{host}]" if ":" in host else host
 
 
-def _is_any(host: str) -> bool:
-    number = _number(host)
-    return number is not None and number.is_unspecified
+def _as_rule(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _folder_of(path: str) -> str:
+    return f"unix:{os.path.dirname(os.path.abspath(path))}"
 
 
 def _parse(text: str) -> Iterator[PeerRule]:
@@ -131,6 +154,12 @@ def _parse(text: str) -> Iterator[PeerRule]:
     if entry == "*":
         yield PeerRule(ipaddress.ip_network("0.0.0.0/0"))
         yield PeerRule(ipaddress.ip_network("::/0"), re.compile(".*"))
+        return
+    if entry.startswith("unix:"):
+        folder = text.strip()[len("unix:") :]
+        if not os.path.isabs(folder):
+            raise _wrong(text)
+        yield PeerRule(folder=os.path.realpath(folder))
         return
     host, port = _split(entry, text)
     try:
@@ -160,7 +189,7 @@ def _split(entry: str, text: str) -> tuple[str, int | None]:
 def _wrong(text: str) -> ConfigError:
     return ConfigError(
         f"server.peers: {text!r} is not a peer; write a host, host:port, http://host:port, *.domain, a network such as "
-        "10.0.0.0/8, or * for any"
+        "10.0.0.0/8, * for any, or unix:/FOLDER for the sockets in a folder"
     )
 
 

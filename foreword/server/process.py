@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from foreword import __version__
 from foreword.api import http
 from foreword.api.listener import bind, configure_logging, url_of
-from foreword.config import Config, ServerConfig, TransferConfig
+from foreword.config import Config, ServerConfig, TransferConfig, is_loopback
 from foreword.engine import preflight
-from foreword.errors import ForewordError
+from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
@@ -65,9 +65,24 @@ def run(config: Config) -> int:
 def _publish_events(config: Config) -> KvEvents | None:
     if config.server.kv_events is None:
         return None
+    check_events(config.server)
     from foreword.server.kv_events import KvEvents  # needs ZeroMQ
 
-    return KvEvents(config.engine.block_size, config.server.kv_events, config.server.kv_events_replay)
+    given = config.server
+    assert given.kv_events is not None
+    return KvEvents(config.engine.block_size, given.kv_events, given.kv_events_replay, given.router_key)
+
+
+def check_events(config: ServerConfig) -> None:
+    """Raises ConfigError for KV events in plain text where other hosts can read them."""
+    for key, endpoint in (("kv-events", config.kv_events), ("kv-events-replay", config.kv_events_replay)):
+        host = (endpoint or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        plain = config.router_key is None and not config.kv_events_open
+        if endpoint is not None and endpoint.startswith("tcp://") and not is_loopback(host) and plain:
+            raise ConfigError(
+                f"other hosts can read the token ids of all prompts at {endpoint} (--{key}): set --router-key, which encrypts "
+                "them for the router, bind 127.0.0.1, or, where the network keeps others away, add --kv-events-open"
+            )
 
 
 def _recorder(config: Config) -> EngineRecorder | None:

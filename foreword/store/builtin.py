@@ -14,7 +14,17 @@ from foreword.config import parse_bytes
 from foreword.errors import StoreConfigError, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.redact import split_url
-from foreword.store.types import Options, Reach, StoreType, StoreUrl, check_folder, parse_flag, read_options
+from foreword.store.types import (
+    Options,
+    Reach,
+    StoreType,
+    StoreUrl,
+    check_folder,
+    check_owner,
+    parse_flag,
+    parse_owner,
+    read_options,
+)
 
 _MEMORY_SIZE: Final = 4 << 30
 _DISK_SIZE: Final = 64 << 30
@@ -72,12 +82,14 @@ class DiskType(StoreType):
         "read_only": parse_flag,
         "journal": str,
         "sync_records": parse_flag,
+        "owner": parse_owner,
     }
 
     def check(self, url: StoreUrl) -> None:
         from foreword.store.disk.disk_store import DiskStore
 
         DiskStore.check_options(**self._settings(url))
+        _check_owner(url)
         if url.writable:
             check_folder(url.path)
         elif not os.path.isdir(url.path):
@@ -89,7 +101,10 @@ class DiskType(StoreType):
     def open(self, url: StoreUrl, layout: Layout | None) -> Store:
         from foreword.store.disk.disk_store import DiskStore
 
-        return DiskStore(url.path, label=url.label, **self._settings(url))
+        store = DiskStore(url.path, label=url.label, **self._settings(url))
+        if layout is not None:
+            _check_owner(url, store)  # again: another user may have been faster in making the folder
+        return store
 
     def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
         path = f"{url.path.rstrip('/')}/{name}"
@@ -106,7 +121,9 @@ class DiskType(StoreType):
             raise StoreConfigError(
                 f"{url.shown}: a disk store has one folder; make one file system of several disks with LVM, md or btrfs"
             )
-        return {"size": _DISK_SIZE, **read_options(url, self.options)}
+        given = {"size": _DISK_SIZE, **read_options(url, self.options)}
+        given.pop("owner", None)
+        return given
 
 
 class RedisType(StoreType):
@@ -159,8 +176,11 @@ class ObjectsType(StoreType):
         _refuse_host(url, "file:///srv/foreword")
         if not url.path:
             raise StoreConfigError("an object store in a folder needs the folder: file:///srv/foreword")
-        if others:
-            raise StoreConfigError(f"{url.shown}: unknown option {next(iter(others))!r}: a folder has no options")
+        owner = others.pop("owner", None)
+        if others or owner not in (None, "me", "any"):
+            wrong = next(iter(others), "owner")
+            raise StoreConfigError(f"{url.shown}: unknown option {wrong!r}: a folder has no options but owner=any")
+        _check_owner(url)
         check_folder(url.path)
 
     def exists(self, url: StoreUrl) -> bool:
@@ -171,7 +191,13 @@ class ObjectsType(StoreType):
             from foreword.store.object.object_store import ObjectStore
         except ModuleNotFoundError as error:
             raise _missing(error, "s3") from None
-        return ObjectStore(url.url, label=url.label, **self._settings(url))
+        settings = self._settings(url)
+        if url.scheme == "file":
+            settings.pop("owner", None)
+        store = ObjectStore(url.url, label=url.label, **settings)
+        if url.scheme == "file" and layout is not None:
+            _check_owner(url, store)
+        return store
 
     def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
         return replace(url, url=f"{url.url.rstrip('/')}/{name}", path=f"{url.path.rstrip('/')}/{name}")
@@ -216,6 +242,18 @@ BUILTIN: Final[dict[str, StoreType]] = {
 def _refuse_host(url: StoreUrl, example: str) -> None:
     if split_url(url.url).netloc:
         raise StoreConfigError(f"{url.shown!r} names a host; write for example {example}")
+
+
+def _check_owner(url: StoreUrl, store: Store | None = None) -> None:
+    """Raises StoreConfigError, and closes the store, if other users could write into a folder without `owner=any`."""
+    if url.options.get("owner") == "any":
+        return
+    try:
+        check_owner(url.path)
+    except StoreConfigError:
+        if store is not None:
+            store.close()
+        raise
 
 
 def holds_store(folder: str) -> bool:

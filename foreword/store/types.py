@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -144,6 +145,45 @@ def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict
         except (ConfigError, ValueError, KeyError):
             raise StoreConfigError(f"{url.shown}: {text!r} is not a value for {key!r}") from None
     return options
+
+
+def parse_owner(text: str) -> str:
+    """`me` or `any`. Raises KeyError."""
+    return {"me": "me", "any": "any"}[text]
+
+
+def check_owner(folder: str) -> None:
+    """Raises StoreConfigError for a folder into which another user of this host could put blocks, or has: blocks are served as
+    they are found. A folder that is not there is one of ours.
+
+    The folder is this user's or the superuser's and not open to all; a link in its place is one of theirs too. A folder above
+    it that is open to all must be sticky, such as /tmp, so that no other user can put another one in its place.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    place, allowed = os.path.abspath(folder), {0, os.geteuid()}
+    try:
+        for path in (place, os.path.realpath(place)):
+            found = os.lstat(path)
+            if found.st_uid not in allowed:
+                raise StoreConfigError(
+                    f"the folder {folder} belongs to user {found.st_uid}, who could put other blocks into it: use a folder of "
+                    "your own, or add owner=any to the URL if you trust that user"
+                )
+        if found.st_mode & stat.S_IWOTH:
+            raise StoreConfigError(
+                f"every user can put blocks into the folder {folder}: chmod o-w {folder}, or add owner=any to the URL if "
+                "you trust them all"
+            )
+        while (path := os.path.dirname(path)) != os.path.dirname(path):
+            mode = os.stat(path).st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                raise StoreConfigError(
+                    f"every user can put another folder in the place of {folder}, because {path} is open to all: chmod o-w "
+                    f"{path}, or add owner=any to the URL if you trust them all"
+                )
+    except OSError:
+        return  # it cannot be looked at: to open it will say why
 
 
 def check_folder(folder: str) -> None:

@@ -23,6 +23,8 @@ FLAGS = [
     "a secret of the tests",
     "--admin-key",
     "operators-key",
+    "--peer",
+    "127.0.0.1",
 ]
 FLAGS += ["--api-keys", "alice=alices-key", "--api-keys", "bob=bobs-key", "--router-key", "routers-key"]
 ALICE, BOB, OPERATOR = ({"authorization": f"Bearer {key}"} for key in ("alices-key", "bobs-key", "operators-key"))

@@ -192,6 +192,13 @@ def test_addresses_must_be_allowed(urls: tuple[str, str], start: Callable[..., S
     assert ask(allowing, "10.255.0.1:9100").status_code == 200
     assert transfers(allowing, "destination", "failed") == 1  # no secret for other hosts
     assert ask(allowing, "10.254.0.1:9100").status_code == 403
+    assert ask(decode, "unix:/var/run/docker.sock").status_code == 403
+    # A tenant cannot find out which ports of this host are open.
+    keyed = start("--role", "decode", *FLAGS, "--api-keys", "alice=alices-key").wait_ready()
+    body = {"prompt": LINE * 3, "max_tokens": 1, "kv_transfer_params": {"prefill": "127.0.0.1:1"}}
+    headers = {"authorization": "Bearer alices-key"}
+    answer = http_client.post(f"{keyed}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 403 and "--peer 127.0.0.1" in answer.json()["error"]["message"]
 
 
 @pytest.mark.slow

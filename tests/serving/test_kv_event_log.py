@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import zmq
+import zmq.asyncio
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.events import BlocksRemoved
+from foreword.router.event_subscriber import KvEventSubscription
 from foreword.routing.directory import Directory
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.kv_event_wire import (
@@ -173,11 +176,14 @@ def test_requests_for_replays_do_not_stop_the_events(asking: tuple[KvEvents, zmq
 STRANGER = """
 import sys, time, zmq
 with zmq.Context() as context, context.socket(getattr(zmq, sys.argv[2])) as socket:
-    socket.linger = 0
+    socket.linger, socket.sndtimeo = 0, 2000
     socket.connect(sys.argv[1])
-    for _ in range(40):
-        socket.send(bytes(4 << 20), zmq.SNDMORE)
-    socket.send(b"end")
+    try:
+        for _ in range(40):
+            socket.send(bytes(4 << 20), zmq.SNDMORE)
+        socket.send(b"end")
+    except zmq.Again:
+        pass  # the other side does not let it in
     time.sleep(2)
 """
 
@@ -197,3 +203,50 @@ def test_a_stranger_cannot_fill_the_memory(asking: tuple[KvEvents, zmq.Socket[by
     assert sender.returncode == 0 and most - before < 32 << 20
     while not replayed(asker, 3999):
         pass
+
+
+KEY = "the key of a router of these tests"
+
+
+async def _reaches(publisher: KvEvents, key: str | None, seconds: float) -> int:
+    """How many messages a router's subscription with this key has after so many seconds, or when the first one comes."""
+    with zmq.asyncio.Context() as context:
+        feed = KvEventFeed(Directory(), "r", b"m", BLOCK)
+        source = publisher.source
+        subscription = KvEventSubscription(context, feed, source.endpoint, source.replay_endpoint, key)
+        task = asyncio.ensure_future(subscription.run())
+        deadline = time.monotonic() + seconds
+        while not feed.next and time.monotonic() < deadline:
+            publisher.notify(BlocksRemoved((b"k" * 32,)))
+            await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return feed.next
+
+
+@pytest.mark.parametrize("key", [None, "another key of the same length...."])
+def test_events_with_a_key_are_for_the_router_alone(key: str | None) -> None:
+    """With the router's key a subscription gets events and replays; a stranger without it, or with another one, gets nothing
+    from either socket, and the events go on."""
+    publisher = KvEvents(BLOCK, "tcp://127.0.0.1:0", key=KEY)
+    try:
+        assert publisher.source.described()["curve"] is True
+        assert asyncio.run(_reaches(publisher, key, 2.0)) == 0
+        assert asyncio.run(_reaches(publisher, KEY, 60.0)) > 0
+    finally:
+        publisher.close()
+
+
+def test_a_stranger_cannot_fill_the_memory_of_encrypted_events() -> None:
+    """A message of any size to a socket with a key is not kept either."""
+    publisher = KvEvents(BLOCK, "tcp://127.0.0.1:0", key=KEY)
+    try:
+        before = most = psutil.Process().memory_info().rss
+        sender = subprocess.Popen([sys.executable, "-c", STRANGER, publisher.source.replay_endpoint, "DEALER"])
+        while sender.poll() is None:
+            most = max(most, psutil.Process().memory_info().rss)
+            time.sleep(0.005)
+        assert most - before < 32 << 20
+        assert asyncio.run(_reaches(publisher, KEY, 60.0)) > 0
+    finally:
+        publisher.close()

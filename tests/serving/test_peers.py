@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from foreword.config import Config, ServerConfig, StoreConfig, TransferConfig
 from foreword.errors import BadRequest, ConfigError, Forbidden
 from foreword.server.peers import Peers
 
-OPEN = ("127.0.0.1:9100", "127.8.9.1:1", "localhost:9100", "[::1]:9100", "[::ffff:127.0.0.1]:9100", "unix:/run/kv.sock")
+OPEN = ("127.0.0.1:9100", "127.8.9.1:1", "localhost:9100", "[::1]:9100", "[::ffff:127.0.0.1]:9100")
 
 
 def allows(peers: Peers, address: str) -> bool:
@@ -26,8 +29,8 @@ def allows(peers: Peers, address: str) -> bool:
 
 
 def test_this_host_is_allowed() -> None:
-    """Without configuration only servers of this host may be named, in any notation of loopback."""
-    peers = Peers()
+    """Without keys, and without configuration, only servers of this host may be named, in any notation of loopback."""
+    peers = Peers.from_config(Config())
     assert all(allows(peers, address) for address in OPEN)
     closed = ("10.0.0.7:9100", "169.254.169.254:80", "example.org:443", "0.0.0.0:9100", "[fe80::1]:9100", "127.1:80")
     closed += (
@@ -36,6 +39,7 @@ def test_this_host_is_allowed() -> None:
         "0x7f.0.0.1:80",
         "[::ffff:10.0.0.7]:9100",
         "notlocalhost:80",
+        "unix:/run/kv.sock",
     )
     assert not any(allows(peers, address) for address in closed)
 
@@ -66,7 +70,7 @@ def test_rules(rule: str, inside: list[str], outside: list[str]) -> None:
     peers = Peers([rule])
     assert all(allows(peers, address) for address in inside)
     assert not any(allows(peers, address) for address in outside)
-    assert allows(peers, "127.0.0.1:5")
+    assert allows(peers, "127.0.0.1:5") == (rule == "*")
 
 
 @pytest.mark.parametrize(
@@ -79,20 +83,60 @@ def test_malformed_rules(wrong: str) -> None:
 
 
 def test_hosts_of_the_configuration() -> None:
-    """Servers of --drain-to, stores of other instances and the server's own transfer address are allowed without
-    --peer."""
+    """Servers of --drain-to and stores of other instances are allowed without --peer, at their ports; without keys also the
+    host of the server's own transfer address."""
     config = Config(
         server=ServerConfig(drain_to=("http://drained-to:8000",), peers=("10.9.0.0/16",)),
         store=StoreConfig(urls=("memory://?size=1MiB", "peer://10.0.0.3:9100?label=x")),
         transfer=TransferConfig(bind="0.0.0.0:9100", advertise="10.0.0.4:9100"),
     )
     peers = Peers.from_config(config)
-    for address in ("drained-to:9100", "10.0.0.3:9100", "10.0.0.4:9200", "10.9.8.7:1"):
+    for address in ("drained-to:8000", "10.0.0.3:9100", "10.0.0.4:9200", "10.9.8.7:1"):
         assert allows(peers, address)
-    for address in ("0.0.0.0:1", "10.0.0.5:1"):
+    for address in ("0.0.0.0:1", "10.0.0.5:1", "drained-to:9100", "10.0.0.3:22"):
         assert not allows(peers, address)
     with pytest.raises(ConfigError, match="--drain-to"):
         Peers.from_config(Config(server=ServerConfig(drain_to=("10.0.0.8:8000",))))
+
+
+@pytest.mark.parametrize("key", ["api_keys", "api_key_file", "router_key"])
+def test_tenants_name_known_servers_only(key: str) -> None:
+    """Where keys are required, a tenant reaches no port of this host that the configuration does not name."""
+    value = {"api_keys": ("alice=alices-key",), "api_key_file": "keys", "router_key": "the key of a router"}[key]
+    given = ServerConfig(**{key: value}, drain_to=("http://127.0.0.1:8001",), peers=("localhost:9100",))
+    peers = Peers.from_config(Config(server=given, transfer=TransferConfig(bind="127.0.0.1:9200")))
+    assert allows(peers, "127.0.0.1:8001") and allows(peers, "localhost:9100")
+    assert not any(map(partial(allows, peers), ("127.0.0.1:6379", "127.0.0.1:9200", "localhost:8001", "[::1]:8001")))
+
+
+def test_unix_sockets_are_in_a_known_folder(tmp_path: Path) -> None:
+    """A socket may be named in the folder of the server's own or of a peer's, or in one of --peer: not in another, not below,
+    and not through a link or `..`."""
+    names = ("own", "store", "named", "other")
+    own, store, named, other = (tmp_path / name for name in names)
+    for folder in (own, store, named, other, named / "below"):
+        folder.mkdir()
+    (other / "socket").touch()
+    (named / "link").symlink_to(other / "socket")
+    given = Config(
+        server=ServerConfig(peers=(f"unix:{named}",)),
+        store=StoreConfig(urls=(f"peer://{store}/s",)),
+        transfer=TransferConfig(bind=f"unix:{own}/s"),
+    )
+    peers = Peers.from_config(given)
+    for folder in (own, store, named):
+        assert allows(peers, f"unix:{folder}/any")
+    for path in (
+        other / "socket",
+        named / "below" / "s",
+        named / "link",
+        f"{named}/../other/socket",
+        "/var/run/docker.sock",
+    ):
+        with pytest.raises(Forbidden, match="--peer unix:/"):
+            peers.check_address(f"unix:{path}", "prefill")
+    with pytest.raises(ConfigError, match="unix:/FOLDER"):
+        Peers(["unix:relative"])
 
 
 @pytest.mark.parametrize(
@@ -128,4 +172,4 @@ def test_malformed_urls(wrong: str) -> None:
 def test_ambiguous_addresses(trick: str) -> None:
     """A text that two parsers could read as two different hosts is refused."""
     with pytest.raises((BadRequest, Forbidden)):
-        Peers().check_url(trick, "to")
+        Peers.from_config(Config()).check_url(trick, "to")

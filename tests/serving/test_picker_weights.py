@@ -12,7 +12,7 @@ from foreword.router.app import create_front
 from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
 from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_pool import ReplicaPool, key_model
-from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.replicas import ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.service import Router
 from foreword.routing.event_feed import KvEventFeed
 
@@ -29,7 +29,9 @@ class Fleet:
         self.picker = Picker(self.router)
 
     def add(self, name: str, weights: str | None, role: str = "both") -> None:
-        info = ReplicaInfo("vllm", ("m",), block_size=BLOCK, event_sources=(("tcp://x:1", None),), weights=weights)
+        info = ReplicaInfo(
+            "vllm", ("m",), block_size=BLOCK, event_sources=(ReplicaEvents("tcp://x:1", None),), weights=weights
+        )
         upstream = Upstream(ReplicaSpec(f"http://{name}", role), "flag", ReplicaBreaker(), info)
         self.router.upstreams[upstream.url] = upstream
         self.pool.add(upstream)
