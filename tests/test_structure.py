@@ -102,7 +102,7 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 46_600),
+        ("statements", statements, 47_000),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 20),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 33_200),

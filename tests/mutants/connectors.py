@@ -421,21 +421,23 @@ class AbortedSaved(Mutant):
 
 
 class PreemptedSaved(Mutant):
-    """Some steps after a preemption, all that was saved before is saved once more, from blocks that belong to others by now."""
+    """What is to be saved waits until some steps after a preemption: by then blocks of the preempted belong to others."""
 
     claim = "schedule.preempted"
     _steps = -1
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
         metadata = super().build_connector_meta(scheduler_output)
-        before = self._before = getattr(self, "_before", [])
+        waiting = self._waiting = getattr(self, "_waiting", [])
         if scheduler_output.preempted_req_ids:
-            self._steps, self._again = 12, list(before)
-        before += metadata.saves
+            self._steps = 12
+        waiting += metadata.saves
+        metadata.saves = []
         if scheduler_output.total_num_scheduled_tokens:
             self._steps -= 1
-        if self._steps == 0:
-            metadata.saves += self._again
+        if self._steps <= 0 and getattr(self, "_preempted", self._steps == 0):
+            self._preempted = True
+            metadata.saves, self._waiting = waiting, []
         return metadata
 
 
