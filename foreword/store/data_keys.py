@@ -53,7 +53,6 @@ _NONCE_BYTES: Final = 12
 _CIPHERS: Final = 4096  # of a data key
 _MAX_ENTRIES: Final = 65_536
 _CALL_SECONDS: Final = 1.0
-_LISTED_SECONDS: Final = 60.0
 _LOOK_SECONDS: Final = 15.0
 _DESTROYED: Final = "destroyed"
 
@@ -102,7 +101,6 @@ class _Entry:
 class _Generation:
     salt: bytes
     until: float
-    listed: float
 
 
 class KeyStoreCalls:
@@ -150,6 +148,7 @@ class KeyStoreCalls:
         return self._call(partial(self._tier.store.records, prefix))
 
     def close(self) -> None:
+        self._down = False
         self._tier.close()
 
 
@@ -266,9 +265,7 @@ class DataKeys:
             key, until = (key, min(until, now + left)) if left > 0 else (None, until)
         _bound(self._entries)
         self._entries[tenant, number] = found = _Entry(key, until, checked)
-        if (
-            destructions != self._destructions
-        ):  # the key store may have been read before, and the entry written after it
+        if destructions != self._destructions:  # one may lie between reading the key store and this entry
             found.until = 0.0
         return found
 
@@ -314,14 +311,15 @@ class DataKeys:
         if known is not None and time.monotonic() < known.until:
             return known.salt
         with self._tenants_lock:
-            now = time.monotonic()
-            listed = now if known is None or now - known.listed >= _LISTED_SECONDS else known.listed
+            until, destructions = time.monotonic() + self._config.check_seconds, self._destructions
             try:
-                found = self._generation(base, None if known is None or listed == now else known.salt)
+                found = self._generation(base, None if known is None else known.salt)
             except StoreError:
                 found = salt if known is None else known.salt
             _bound(self._generations)
-            self._generations[base] = _Generation(found, now + self._config.check_seconds, listed)
+            self._generations[base] = now = _Generation(found, until)
+            if destructions != self._destructions:
+                now.until = 0.0
             if self._looking is None:
                 self._looking = threading.Thread(target=self._look, name="foreword-generations", daemon=True)
                 self._looking.start()
@@ -409,11 +407,11 @@ class DataKeys:
         return [tenant for tenant, name in self._listed("") if name == _DESTROYED]
 
     def wrap_again(self) -> tuple[int, int]:
-        """Encrypt all data keys by the current master key, and delete what is left of destroyed ones. Returns how many are
-        encrypted by it now, and how many could not be decrypted. Raises StoreError."""
+        """Encrypt all data keys by the current master key, and delete those that were destroyed or have ended. Returns how many
+        are encrypted by it now, and how many could not be decrypted. Raises StoreError."""
         done = failed = 0
         for one in self.all():
-            if one.destroyed:
+            if one.destroyed or (one.key is not None and one.key.ends <= time.time()):
                 self._store.delete(_path(one.tenant, _name(one.id)))
             elif one.key is None:
                 failed += 1
