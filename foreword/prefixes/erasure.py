@@ -204,7 +204,6 @@ class Receipt:
             "left": self.left,
             "keys": self.keys,
             "unknown_blocks": self.unknown_blocks,
-            "keys": self.keys,
             "blocks": self.blocks,
             "removed": self.removed,
             "records": self.records,
