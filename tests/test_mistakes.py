@@ -221,6 +221,7 @@ OTHERS = [
     ("calibrate", "--out {folder}/costs.json --store dsk:///x", "unknown store type 'dsk'"),
     ("inspect", "redis+cluster://", "a cluster URL names hosts"),
     ("explain", "nonsense", "a server's URL is written http://host:8000"),
+    ("explain", "http://", "a server's URL is written http://host:8000"),
     ("explain", "http://127.0.0.1:99999", "a server's URL is written http://host:8000"),
     ("prefix", "list --server nonsense", "a server's URL is written http://host:8000"),
     ("doctor", "--kernels fast", "engine.kernels must be"),

@@ -39,6 +39,9 @@ def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
         _dns_parts(url)
     if config.replica_services:
         ApiServer(config.kubernetes_api, config.kubernetes_credentials)
+        folder = config.kubernetes_credentials
+        if folder != RouterConfig().kubernetes_credentials and not Path(folder).is_dir():
+            raise ConfigError(f"there is no folder {folder} (--kubernetes-credentials)")
     for text in config.replica_services:
         ServiceSpec.parse(text)
     if config.replica_file is not None:

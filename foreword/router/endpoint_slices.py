@@ -21,7 +21,6 @@ from typing import Final, Literal
 import aiohttp
 import msgspec
 
-from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ForewordError
 from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
 
@@ -178,8 +177,6 @@ class ApiServer:
             raise ConfigError(f"--kubernetes-api takes a URL such as https://10.96.0.1, not {url!r}")
         self.url = url.rstrip("/")
         self._folder = Path(folder)
-        if folder != RouterConfig().kubernetes_credentials and not self._folder.is_dir():
-            raise ConfigError(f"there is no folder {folder} (--kubernetes-credentials)")
 
     def session(self) -> aiohttp.ClientSession:
         """A session with the present token and certificates. Raises OSError, or ssl.SSLError (an OSError)."""

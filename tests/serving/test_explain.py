@@ -91,7 +91,6 @@ HEALTHY_SERVERS = [
     ("--store", "disk://{folder}/kv?size=64MiB&min_tokens=200"),
     slow("--store", "disk://{folder}/kv?size=64MiB"),
     slow("--store", "file://{folder}/objects"),
-    slow("--store", "disk://{folder}/a,{folder}/b?size=64MiB"),
     slow("--store", "disk://{folder}/kv?size=64MiB&codec=lossless"),
     slow("--store", "disk://{folder}/kv?size=64MiB&admit=second"),
     slow("--store", "disk://{folder}/kv?size=64MiB&admit=prompts"),
@@ -155,7 +154,6 @@ def test_a_busy_server(tmp_path: Path) -> None:
 def test_no_server() -> None:
     """Nothing listens, or something else does."""
     broken(explain(f"http://{NOWHERE}"), "server", "no answer from")
-    broken(explain("http://"), "server", "the URL")
     with web(lambda handler: (404, b"not found")) as url:
         broken(explain(url), "server", "is neither a vLLM nor of Foreword's")
 
