@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from foreword.api.dialects.limits import UNSET_RAW, is_set
+from foreword.api.dialects.limits import NO_JSON, is_set
 from foreword.api.output import (
     CallArguments,
     CallStart,
@@ -157,7 +157,7 @@ class AnswerChoice(Struct, gc=False):
     text: str | None = None
     delta: _Spoken | None = None
     message: _Spoken | None = None
-    logprobs: Raw = UNSET_RAW
+    logprobs: Raw = NO_JSON
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[TokenId] | None = None
@@ -185,8 +185,8 @@ class AnswerChunk(Struct, gc=False):
 
     choices: list[AnswerChoice] | UnsetType | None = UNSET
     usage: _Usage | UnsetType | None = UNSET
-    error: Raw = UNSET_RAW
-    cache_report: Raw = UNSET_RAW
+    error: Raw = NO_JSON
+    cache_report: Raw = NO_JSON
     prompt_token_ids: list[TokenId] | None = None
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -194,8 +194,8 @@ class AnswerChunk(Struct, gc=False):
     data: list[Raw] | None = None
     type: str | None = None
     output: list[Raw] | None = None
-    response: Raw = UNSET_RAW
-    message: Raw = UNSET_RAW
+    response: Raw = NO_JSON
+    message: Raw = NO_JSON
 
 
 class _Nested(Struct):

@@ -13,8 +13,10 @@ from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
 from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
 
-# The default of a field that is kept as JSON.
-UNSET_RAW: Final[Any] = msgspec.Raw()
+# A field that is kept as JSON and was not given.
+NO_JSON: Final = msgspec.Raw()
+# Its default where fields are described in a schema, which cannot show the object itself.
+UNSET_RAW: Final[Any] = msgspec.field(default_factory=lambda: NO_JSON)
 _MOST_MESSAGES: Final = 16_384
 _MOST_VALUES: Final = 4_000_000
 _PIECE_BYTES: Final = 1 << 18
@@ -135,7 +137,7 @@ def _check_utf8(raw: bytes) -> None:
 
 def is_set(raw: msgspec.Raw) -> bool:
     """Whether a field that is kept as JSON was given and is not null."""
-    if raw is UNSET_RAW:
+    if raw is NO_JSON:
         return False
     view = memoryview(raw)
     return bool(view) and view[:4].tobytes() != b"null"

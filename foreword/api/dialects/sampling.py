@@ -12,7 +12,7 @@ from msgspec import Meta, Raw, Struct
 
 from foreword.api.dialects.content import CacheOptions, openai_ttl
 from foreword.api.dialects.decode import check_length, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, is_set
+from foreword.api.dialects.limits import NO_JSON, UNSET_RAW, Limits, bounded_object, is_set
 from foreword.api.request import CacheControl, Continuation, OutputFormat
 from foreword.engine.request import MAX_LOGPROBS
 
@@ -161,7 +161,7 @@ def refuse_unsupported(body: Struct) -> None:
     """Raises BadRequest for a field in `UNSUPPORTED` that is used."""
     names, values = _unsupported(type(body))
     for name, value in zip(names, values(body), strict=True):
-        if value is not UNSET_RAW and is_set(value) and not _is_neutral(value, UNSUPPORTED[name][0]):
+        if value is not NO_JSON and is_set(value) and not _is_neutral(value, UNSUPPORTED[name][0]):
             raise refuse(name, UNSUPPORTED[name][1])
 
 
