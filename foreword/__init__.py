@@ -24,7 +24,7 @@ _MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
     "EngineConfig": "foreword.config",
-    "PrefixCache": "foreword.blocks",
+    "PrefixCache": "foreword.blocks.prefix_cache",
     "Request": "foreword.engine.request",
     "SamplingParams": "foreword.engine.request",
 }

@@ -124,3 +124,9 @@ def test_counters() -> None:
     assert "PrefixCache" not in class_names()
     assert "prefix_cache.py" not in file_names()
     assert repeated([("a", "x"), ("a", "y"), ("b", "x"), ("b", "x")]) == {"a"}
+
+
+@pytest.mark.parametrize("name", foreword.__all__)
+def test_public_names(name: str) -> None:
+    """Each name that the package offers can be imported."""
+    assert getattr(foreword, name).__name__ == name
