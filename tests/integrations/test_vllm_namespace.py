@@ -284,6 +284,10 @@ def servers(folder: Path, kind: str, store: Path, settings: Sequence[dict[str, A
     return [[answer["cached"] for answers in one["answers"] for answer in answers] for one in found]
 
 
+# vLLM has 8-bit KV on CPUs with AVX-512 only.
+_OTHER_DTYPE = {"kv_cache_dtype": "fp8"} if "avx512f" in Path("/proc/cpuinfo").read_text() else {"dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     ("kind", "config", "same", "other"),
     [
@@ -291,7 +295,7 @@ def servers(folder: Path, kind: str, store: Path, settings: Sequence[dict[str, A
             "Llama",
             {},
             [{"max_model_len": 1_024, "max_num_seqs": 4}, {"served_model_name": "another"}],
-            [{"hf_overrides": {"rms_norm_eps": 1e-2}}, {"hf_config_path": "THETA"}, {"kv_cache_dtype": "fp8"}],
+            [{"hf_overrides": {"rms_norm_eps": 1e-2}}, {"hf_config_path": "THETA"}, _OTHER_DTYPE],
         ),
         (
             "Phi-3",

@@ -315,14 +315,17 @@ def _plain(value: Any) -> Any:
     return {name: _plain(one) for name, one in value.items() if name not in _OWN and name != "usage"}
 
 
-def test_equal_answers_from_a_server_and_through_a_router(replica: str, shared: SharedServers) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(24), pytest.param(range(24, SEEDS), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_equal_answers_from_a_server_and_through_a_router(seeds: range, replica: str, shared: SharedServers) -> None:
     """The same seeded bodies get equal tokens, usage, errors and statuses from a server and through a router."""
     router = RouterThread("--replica", shared.open.url)
     try:
         router.wait_for(1)
         ask, ask_router = http(shared.open.url), http(router.url)
         statuses = set()
-        for seed in range(SEEDS):
+        for seed in seeds:
             path, body = seeded(seed)
             given = ("POST", path, {"content-type": "application/json"}, json.dumps(body).encode())
             direct, routed = told(ask(*given)), told(ask_router(*given))
