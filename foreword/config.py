@@ -752,17 +752,22 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
     hints = typing.get_type_hints(kind)
     secret = {item.name for item in dataclasses.fields(cast(Any, kind)) if not item.repr}
-    values = {key: _from_file(f"{where}.{key}", value) if key in secret else value for key, value in values.items()}
+    values = {
+        key: _from_file(f"{where}.{key}", hints.get(key), value) if key in secret else value
+        for key, value in values.items()
+    }
     for key in values:
         if key not in hints:
             raise ConfigError(f"unknown configuration key {where}.{key}{removed(key) or did_you_mean(key, hints)}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
 
 
-def _from_file(where: str, value: Any) -> Any:
+def _from_file(where: str, hint: Any, value: Any) -> Any:
     """A secret that is written `file:PATH` is what that file contains: a list of secrets has one a line. Raises ConfigError."""
+    if typing.get_origin(hint) is tuple and isinstance(value, str):
+        value = value.split(",")
     if isinstance(value, list | tuple):
-        lists = [_from_file(where, item) for item in value]
+        lists = [_from_file(where, str, item) for item in value]
         return [line for one in lists for line in (one.splitlines() if isinstance(one, str) else [one])]
     # `file://` is the URL of a store.
     if not isinstance(value, str) or not value.startswith("file:") or value.startswith("file://"):

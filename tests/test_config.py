@@ -204,6 +204,15 @@ SECRETS = {
 }
 
 
+@pytest.mark.parametrize("given", ["file:{}", ["file:{}"], "carl=k3,file:{}"])
+def test_a_list_of_secrets_from_a_file(tmp_path: Path, given: str | list[str]) -> None:
+    """A file has one secret a line, also where the list is text, as in the environment."""
+    (tmp_path / "keys").write_text("alice=k1\nbob=k2\n")
+    path = str(tmp_path / "keys")
+    value = given.format(path) if isinstance(given, str) else [one.format(path) for one in given]
+    assert build(ServerConfig, "server", {"api_keys": value}).api_keys[-2:] == ("alice=k1", "bob=k2")
+
+
 def test_secrets_are_not_printed() -> None:
     """A printed configuration or section shows no key, secret, salt or URL that may contain a password."""
     environ = {f"FOREWORD_{section}_{key}".upper(): text for (section, key), text in SECRETS.items()}

@@ -215,7 +215,7 @@ def test_rights() -> None:
 
 
 def test_network_policies() -> None:
-    """Pods of the release reach all ports of its servers, those of `from` the HTTP port, and nobody else anything. A gateway
+    """Pods of the release reach all ports of its servers, those of `from` the HTTP port, and no other pods any. A gateway
     that asks the picker must be listed, since it sends to the servers itself."""
     policies = [one for one in rendered(EVERYTHING) if one["kind"] == "NetworkPolicy"]
     pods = workloads(rendered(EVERYTHING))

@@ -24,7 +24,7 @@ from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import ConfigError, IntegrityError
 
 _MIN_RUN = 4
-_IDLE_TURNS = 64  # a tenant that allocates nothing while the pool is allocated so many times over has no share any more
+_IDLE_TURNS = 64  # pools full of allocations of others, after which a tenant without any has no share
 
 
 class _Tenant:

@@ -13,7 +13,7 @@ import typer
 
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
-from foreword.cli.store import salt_of
+from foreword.cli.store import TenantSecret, salt_of
 from foreword.config import EncryptionConfig, load_config
 from foreword.errors import ConfigError
 
@@ -26,9 +26,6 @@ File = Annotated[
     Path | None, typer.Option("--config", help="TOML file with [encryption]; without it FOREWORD_ENCRYPTION_* count.")
 ]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Name of a tenant; needs --tenant-secret.")]
-SecretOption = Annotated[
-    str | None, typer.Option("--tenant-secret", envvar="FOREWORD_SERVER_TENANT_SECRET", help="The servers' secret.")
-]
 NoTenant = Annotated[bool, typer.Option("--no-tenant", help="What servers without API keys have stored.")]
 
 
@@ -79,7 +76,7 @@ def list_keys(
 def rotate(
     *,
     tenant: TenantOption = None,
-    tenant_secret: SecretOption = None,
+    tenant_secret: TenantSecret = None,
     keep: Annotated[
         float, typer.Option("--keep", help="Seconds for which what a tenant has stays readable.")
     ] = 86400.0,
@@ -109,7 +106,7 @@ def rotate(
 def destroy(
     *,
     tenant: TenantOption = None,
-    tenant_secret: SecretOption = None,
+    tenant_secret: TenantSecret = None,
     no_tenant: NoTenant = False,
     config: File = None,
 ) -> None:

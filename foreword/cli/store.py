@@ -32,6 +32,21 @@ Urls = Annotated[
     list[str], typer.Argument(metavar="URL...", help="URLs of stores, for example disk:///var/cache/foreword.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _read_tenant_secret(text: str | None) -> str | None:
+    return text and read_secret(text, "--tenant-secret")
+
+
+TenantSecret = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant-secret",
+        envvar="FOREWORD_SERVER_TENANT_SECRET",
+        callback=_read_tenant_secret,
+        help="The servers' secret.",
+    ),
+]
 _BATCH = 32
 _CALL_WITHIN = 60.0
 # The buffer for a frame whose size the store does not list.
@@ -273,14 +288,7 @@ def forget(
     ] = None,
     *,
     tenant: Annotated[str | None, typer.Option("--tenant", help="Name of a tenant; needs --tenant-secret.")] = None,
-    tenant_secret: Annotated[
-        str | None,
-        typer.Option(
-            "--tenant-secret",
-            envvar="FOREWORD_SERVER_TENANT_SECRET",
-            help="The servers' secret.",
-        ),
-    ] = None,
+    tenant_secret: TenantSecret = None,
     everyone: Annotated[bool, typer.Option("--no-tenant", help="Blocks of servers without API keys.")] = False,
     prefix: Annotated[
         str | None, typer.Option("--prefix", help="A named prefix and the blocks that continue it.")
@@ -307,7 +315,6 @@ def forget(
         raise ConfigError(
             "choose what to delete with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
         )
-    tenant_secret = tenant_secret and read_secret(tenant_secret, "--tenant-secret")
     if cache_salt is not None and (not cache_salt or prefix is not None or model is not None):
         raise ConfigError("--cache-salt is not empty, and is for --tenant, --no-tenant and --server")
     if server is not None:

@@ -420,7 +420,7 @@ class DataKeys:
         return done, failed
 
     def rotate(self, tenant: bytes, seconds: float) -> DataKey | None:
-        """Give a tenant a new data key; what it has is readable for so many seconds. None if its keys were destroyed. Raises
+        """Give a tenant a new data key; what it has stays readable for `seconds`. None if its keys were destroyed. Raises
         StoreError."""
         ends = time.time() + seconds
         before = [one.key for one in self.all() if one.tenant == tenant and one.key is not None and one.key.seals]

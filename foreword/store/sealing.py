@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
-from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig
+from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
 from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, data_keys_of
@@ -113,8 +113,9 @@ class KeyRing:
     def from_environment(cls, encryption: EncryptionConfig | None = None) -> KeyRing | None:
         """The keys in FOREWORD_STORE_INTEGRITY_SECRETS and FOREWORD_ENCRYPTION_*, for tools and connectors without a
         configuration file. `encryption`: in place of the latter."""
-        entries = os.environ.get(ENV_PREFIX + "STORE_INTEGRITY_SECRETS", "").split(",")
-        secrets = StoreConfig(integrity_secrets=tuple(one.strip() for one in entries if one.strip()))
+        secrets = build(
+            StoreConfig, "store", {"integrity_secrets": os.environ.get(f"{ENV_PREFIX}STORE_INTEGRITY_SECRETS", "")}
+        )
         return cls.of(secrets, EncryptionConfig.from_environment() if encryption is None else encryption)
 
     def current(self, salt: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Seeded requests of all dialects: tools, refusals, reasoning, images, parts, cache control, and fields that nobody knows."""
+"""Seeded requests of all dialects: tools, refusals, reasoning, images, parts, cache control, and unknown fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Draw(random.Random):
         return {name: value for name, value in fields.items() if self.random() < 1 / 3}
 
     def odd(self) -> dict[str, Any]:
-        """Fields that nobody knows."""
+        """Fields that no server knows."""
         return self.maybe(annotations=[], x_trace={"type": "image", "n": [1, None]}) if self.random() < 0.3 else {}
 
 

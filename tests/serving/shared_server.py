@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 
+import foreword
 from foreword.api.front import Front
 from foreword.api.http import serving
 from foreword.api.listener import bind
@@ -120,6 +123,14 @@ def served(*fronts: tuple[Front, socket.socket, ServerConfig]) -> Iterator[None]
     yield
     loop.call_soon_threadsafe(stop.set)
     thread.join(60)
+
+
+def embedded_model(folder: Path, template: str) -> Path:
+    """A copy of the embedded model with another chat template."""
+    shutil.copytree(Path(foreword.__file__).parent / "models" / "stdlib-nano", folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template.strip()}))
+    return folder
 
 
 def until(condition: Callable[[], bool], seconds: float = 150) -> None:

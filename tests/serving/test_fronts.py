@@ -247,29 +247,13 @@ class TestPicker(FrontContract):
         return picker_front
 
 
-WORDS = (
-    "import",
-    "return",
-    "class",
-    "def",
-    "for",
-    "while",
-    "if",
-    "else",
-    "print",
-    "open",
-    "read",
-    "write",
-    "close",
-    "list",
-)
 SEEDS = 160
 
 
 def seeded(seed: int) -> tuple[str, dict[str, Any]]:
     """A path and a body, valid or not."""
     draw = random.Random(seed)
-    text = " ".join(draw.choices(WORDS, k=draw.randint(1, 40)))
+    text = " ".join(draw.choices(conversations.WORDS, k=draw.randint(1, 40)))
     options: dict[str, Any] = {"temperature": draw.choice((0, 0.8)), "seed": draw.randrange(100)}
     options |= draw.choice(
         ({}, {"stop": ["e"]}, {"n": 2}, {"logprobs": True}, {"unknown_field": {"a": [1]}}, {"top_p": 2})

@@ -209,7 +209,7 @@ KEY = "the key of a router of these tests"
 
 
 async def _reaches(publisher: KvEvents, key: str | None, seconds: float) -> int:
-    """How many messages a router's subscription with this key has after so many seconds, or when the first one comes."""
+    """How many messages a router's subscription with this key has after this time, or when the first one comes."""
     with zmq.asyncio.Context() as context:
         feed = KvEventFeed(Directory(), "r", b"m", BLOCK)
         source = publisher.source

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -16,16 +15,14 @@ import pytest
 import uvicorn
 from router_parts import RouterProcess
 from server_process import ServerProcess
-from shared_server import until
+from shared_server import embedded_model, until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-import foreword
 from foreword.sim.miss_report import traffic_report
 
-EMBEDDED = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 # Everything that a client can change is in the prompt: options, tools, reasoning and calls.
 TEMPLATE = """
 {{- bos_token -}}
@@ -136,11 +133,7 @@ NAMES = dict(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model with a chat template that shows everything."""
-    folder = tmp_path_factory.mktemp("models") / "nano"
-    shutil.copytree(EMBEDDED, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE.strip()}))
-    return folder
+    return embedded_model(tmp_path_factory.mktemp("models") / "nano", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

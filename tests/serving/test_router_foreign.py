@@ -51,7 +51,7 @@ STREAM = b"".join(b"event: %b\ndata: %b\n\n" % (name, json.dumps(data).encode())
 
 
 class Speaker(ScriptedReplica):
-    """Speaks all dialects. `seen` has the bodies, `cut` ends a stream after so many bytes."""
+    """Speaks all dialects. `seen` has the bodies, `cut` ends a stream after that number of bytes."""
 
     def __init__(self, loop: Loop) -> None:
         self.seen: list[bytes] = []

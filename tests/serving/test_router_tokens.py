@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import conversations
 import http_client
 import pytest
 from router_parts import RouterThread
-from shared_server import served
+from shared_server import embedded_model, served
 
-import foreword
 from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.listener import bind
@@ -33,7 +31,6 @@ from foreword.router.translation import chat_request
 from foreword.server.app import ServerApp
 from foreword.server.prepare import count_prompt
 
-EMBEDDED = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 # Shows everything that a template can be given.
 TEMPLATE = """
 {%- if tools %}<|system|>{{ tools | tojson }}{% endif %}
@@ -49,11 +46,7 @@ LIMITS = Limits()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "nano"
-    shutil.copytree(EMBEDDED, folder)
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE.strip()}))
-    return folder
+    return embedded_model(tmp_path_factory.mktemp("models") / "nano", TEMPLATE)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from foreword.api.tenants import derive_salt
 from foreword.blocks.salt import Salt
 from foreword.cli.main import app
+from foreword.config import EncryptionConfig
 from foreword.conformance import make_frames, read, soon, whole
 from foreword.errors import ConfigError
 from foreword.store.frame import Frame
@@ -92,6 +93,22 @@ def test_forget_destroys_keys(tmp_path: Path, masters: Path) -> None:
     assert stored(tmp_path, ann) == [None] * 3 and stored(tmp_path, bob) == whole(bob)
     session = run("forget", "--tenant", "bob", "--cache-salt", "one", f"disk://{tmp_path}/store")
     assert session["keys"] == [] and stored(tmp_path, bob) == whole(bob)
+
+
+def test_secrets_from_files(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's secret that is written `file:PATH` names the same tenant, in every command; so do secrets that sign."""
+    ann, secrets = frames_of("ann", 1), tmp_path / "secrets"
+    stored(tmp_path, ann, put=True)
+    secrets.write_text(SECRET + "\n")
+    monkeypatch.setenv("FOREWORD_SERVER_TENANT_SECRET", f"file:{secrets}")
+    assert len(run("keys", "destroy", "--tenant", "ann")["destroyed"]) == 1
+    assert stored(tmp_path, ann) == [None] * 3
+    receipt = run("forget", "--tenant", "ann", f"disk://{tmp_path}/store")
+    assert receipt["removed"] == {"disk": 3}
+    secrets.write_text("1:the first secret of the tests\n2:the second secret of the tests\n")
+    monkeypatch.setenv("FOREWORD_STORE_INTEGRITY_SECRETS", f"file:{secrets}")
+    ring = KeyRing.from_environment(EncryptionConfig())
+    assert ring is not None and all(ring.verifying(number, b"scope") for number in (1, 2))
 
 
 def test_wrong_uses(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ class AnswerReader:
     """Reads one answer of any dialect: its events in order, or its whole body.
 
     Attributes:
-        counts: of its tokens, as far as they arrived.
+        counts: of its tokens, those that have arrived.
         report: the cache report of a Foreword replica.
         begun: there was output. other: in what was read last, besides text.
         ended: the last event came, of a dialect whose streams do not end with `[DONE]`.

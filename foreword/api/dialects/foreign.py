@@ -1,4 +1,4 @@
-"""Reads requests that this server would refuse and another engine may know, as far as a router needs them.
+"""Reads requests that this server would refuse and another engine may know: what a router needs of them.
 
 The refusal names a field. It is made simpler or left out until the rest is understood. Of what is not text, such as images, a
 digest remains: equal parts are equal texts.
