@@ -53,6 +53,7 @@ _CLAIMS: Final[dict[str, Check]] = {
     "schedule.together": schedules.together,
     "schedule.aborted": schedules.aborted,
     "schedule.preempted": schedules.preempted,
+    "schedule.pressed": schedules.pressed,
     "schedule.many": schedules.many,
     "schedule.drafted": schedules.drafted,
     **{f"pooling.{kind.lower()}": reuse.pooling_claim(kind) for kind in ("LAST", "MEAN", "CLS")},

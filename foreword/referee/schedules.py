@@ -9,6 +9,7 @@ from foreword.referee.models import fresh_prompts
 from foreword.referee.session import Evidence, RandomPrompts, Session
 
 _NEW = 24
+_LONG = 80
 _FEW = 3
 # A step ends inside a block. The KV cache has 70 blocks, so memory soon belongs to another request.
 _CHUNKS: Final[dict[str, Any]] = {
@@ -16,6 +17,8 @@ _CHUNKS: Final[dict[str, Any]] = {
     "max_model_len": 1024,
     "kv_cache_memory_bytes": 70 * 49_152,
 }
+# Two thirds of what `pressed` needs at its end, so that vLLM preempts, and memory of the preempted belongs to others at once.
+_PRESSED: Final[dict[str, Any]] = {"max_num_seqs": 32, "max_model_len": 1024, "kv_cache_memory_bytes": 80 * 49_152}
 _DRAFTS: Final[dict[str, Any]] = {
     "speculative_config": {
         "method": "ngram",
@@ -68,6 +71,27 @@ together = scheduled("together", "Identical prompts at the same time.", copies=2
 aborted = scheduled("abort", "Half of the requests aborted in prefill, and asked again.")
 preempted = scheduled("preempt", "All requests preempted and resumed.", counted="preempted")
 drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")
+
+
+def pressed(session: Session, draw: RandomPrompts) -> Evidence:
+    """Requests whose answers outgrow memory, so that vLLM preempts some and gives their blocks to others; then the next turns."""
+    evidence = Evidence()
+    asked = [draw.tokens(f"pressed/{number}", 40 + 2 * number) for number in range(6 * len(draw.lengths))]
+    reference = session.reference(asked, _LONG)
+    worker = session.connected(**_PRESSED)
+    answer = worker.tell({"ask": asked, "new_tokens": _LONG, "how": "steps"})
+    evidence.same(answer["results"], reference)
+    evidence.notes.append(f"{answer['preempted']:,} preempted")
+    if not answer["preempted"]:
+        evidence.missing.append("nothing was preempted")
+    worker.settle()
+    worker.forget()
+    turns = [[*prompt, *one["tokens"], 1] for prompt, one in zip(asked, reference, strict=True)]
+    expected = session.reference(turns)
+    found = worker.ask_all(turns)
+    evidence.must_hit(found, "of answers", expected)
+    evidence.same(found, expected)
+    return evidence
 
 
 def many(session: Session, draw: RandomPrompts) -> Evidence:

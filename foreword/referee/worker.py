@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 # One prompt after the other; all at once; all at once, half of them aborted and asked again; all at once, all preempted after
-# some steps; all at once, step by step, so that drafted tokens are counted.
+# some steps; all at once, step by step, so that drafted tokens and preemptions are counted.
 HOW = ("turn", "together", "abort", "preempt", "steps")
 _BEFORE = 12  # steps before requests are aborted or preempted
 
@@ -36,7 +36,8 @@ class VllmEngine:
         self._params = SamplingParams
         self._connected = job["transfer"] is not None
         self._pools = job["llm"].get("runner") == "pooling"
-        self._count = self._preempted = self._drafted = 0
+        self._count = self._drafted = 0
+        self._preemptions: dict[str, int] = {}
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
         # A new prompt each time: a connector may have kept, or lost, what it was asked before.
@@ -59,7 +60,7 @@ class VllmEngine:
             results = self._answer(prompts, params, adapters)
         else:
             results = self._disturbed(prompts, params, how)
-        counts = {"preempted": self._preempted, "drafted": self._drafted}
+        counts = {"preempted": sum(self._preemptions.values()), "drafted": self._drafted}
         return {"results": results, "seconds": time.perf_counter() - began, **counts}
 
     def _answer(self, prompts: list[dict[str, Any]], params: Any, adapters: list[Any]) -> list[dict[str, Any]]:
@@ -83,9 +84,7 @@ class VllmEngine:
             self._run(done)
             names[1::2] = [self._add(prompt, params) for prompt in prompts[1::2]]
         elif how == "preempt":
-            running = list(self._requests().values())
             self._llm.reset_prefix_cache(reset_running_requests=True)
-            self._preempted += sum(one.num_preemptions for one in running)
         self._run(done)
         return [_result(done[name], 0.0) for name in names]
 
@@ -108,7 +107,9 @@ class VllmEngine:
         done.update((output.request_id, output) for output in outputs)
         if not outputs:
             time.sleep(0.0005)  # for the threads that it waits for
-        self._drafted += sum(len(one.spec_token_ids) for one in self._requests().values())
+        for name, request in self._requests().items():
+            self._drafted += len(request.spec_token_ids)
+            self._preemptions[name] = request.num_preemptions
 
     def settle(self, seconds: float) -> dict[str, Any]:
         """Wait until Foreword's connector has written everything; with others, where it cannot be known, for `seconds`."""

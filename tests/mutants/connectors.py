@@ -423,7 +423,7 @@ class AbortedSaved(Mutant):
 class PreemptedSaved(Mutant):
     """What is to be saved waits until some steps after a preemption: by then blocks of the preempted belong to others."""
 
-    claim = "schedule.preempted"
+    claim = "schedule.pressed"
     _steps = -1
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
