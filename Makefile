@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults erasures faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -48,6 +48,12 @@ SEED ?= 1
 
 faults: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
+
+# Erases tenants while tiers fail and processes are killed, and prints a table: make erasures ERASURES=500 SEED=7
+ERASURES ?= 10000
+
+erasures: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes
 
 # Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
 SECONDS ?= 60

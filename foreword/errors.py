@@ -166,7 +166,11 @@ class StoreFull(StoreError, status=507, code="store_full"):
 
 
 class StoreReadOnly(StoreError, code="store_read_only", retry=False):
-    """The store is read-only."""
+    """The store takes no changes: it is a replica, a file system became read-only, permission is missing."""
+
+
+class StoreOpenedReadOnly(StoreReadOnly, code="store_opened_read_only", retry=False):
+    """This process has opened the store to read only, which stays so."""
 
 
 class StoreConfigError(StoreError, code="store_configuration_error", fault="operator", retry=False):

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
-from foreword.errors import NotFound, StoreError, StoreReadOnly, StoreUnreadable
+from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
 from foreword.prefixes.records import PrefixRecord, read_record
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
 from foreword.store.data_keys import DataKeys
@@ -68,7 +68,7 @@ class PlaceOutcome(StrEnum):
         QUEUED: blocks are still being written there.
         UNREADABLE: it was reached, and a part of it cannot be read.
         UNREACHABLE: it did not answer, or refused.
-        READ_ONLY: it may not be written from here.
+        READ_ONLY: this process has opened it to read only.
         LEFT: it had some again when it was listed once more.
         ELSEWHERE: what is read there belongs to another instance, which erases for itself.
     """
@@ -93,7 +93,7 @@ _REFUSED: Any = (PlaceOutcome.UNREACHABLE, PlaceOutcome.READ_ONLY)
 def outcome_of(error: StoreError) -> PlaceOutcome:
     if isinstance(error, StoreUnreadable):
         return PlaceOutcome.UNREADABLE
-    return PlaceOutcome.READ_ONLY if isinstance(error, StoreReadOnly) else PlaceOutcome.UNREACHABLE
+    return PlaceOutcome.READ_ONLY if isinstance(error, StoreOpenedReadOnly) else PlaceOutcome.UNREACHABLE
 
 
 @dataclass(slots=True)

@@ -69,14 +69,21 @@ class OpenErasures:
         drop: drops what waits to be written of chains whose roots begin with these bytes; returns how many blocks are being
             written.
         keys: of tenants, if blocks are encrypted.
+        pause: seconds before the first repetition.
     """
 
     def __init__(
-        self, store: TieredStore, drop: Callable[[Sequence[bytes]], int], keys: DataKeys | None = None
+        self,
+        store: TieredStore,
+        drop: Callable[[Sequence[bytes]], int],
+        keys: DataKeys | None = None,
+        *,
+        pause: float = _FIRST_PAUSE,
     ) -> None:
         self._store = store
         self._drop = drop
         self._keys = keys
+        self._first_pause = pause
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
         self._wake = threading.Event()
@@ -128,13 +135,13 @@ class OpenErasures:
     def _run(self) -> None:
         use_background_cores()
         self._adopt()
-        pause = _FIRST_PAUSE
+        pause = self._first_pause
         while not self._closed:
             left = [one for one in list(self._known.values()) if one.tiers]
             self._wake.wait(pause if left else None)
             if self._wake.is_set():
                 self._wake.clear()
-                pause = _FIRST_PAUSE
+                pause = self._first_pause
                 continue
             for one in left:
                 if not self._closed:

@@ -74,7 +74,7 @@ drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False,
 
 
 def pressed(session: Session, draw: RandomPrompts) -> Evidence:
-    """Requests whose answers outgrow memory, so that vLLM preempts some and gives their blocks to others; then the next turns."""
+    """Answers that outgrow memory: vLLM preempts requests and gives their blocks to others; then the next turns."""
     evidence = Evidence()
     asked = [draw.tokens(f"pressed/{number}", 40 + 2 * number) for number in range(6 * len(draw.lengths))]
     reference = session.reference(asked, _LONG)

@@ -10,6 +10,7 @@ of the damaged block and another chain are read, stored again, and read again. T
 - late: calls that returned more than 50 ms after their deadline,
 - stalls: of these, calls during which a thread of this process that only sleeps was late too, so the machine was,
 - not healed: blocks that a put did not bring back,
+- sound deleted: undamaged blocks that the tier no longer had after it had been read,
 - leak: file descriptors, threads and MiB that the tier still has at the end and did not have after its first 200 faults,
 - hit rate beside: share of the sound blocks that were served although the call had a bad block in it.
 """
@@ -54,6 +55,8 @@ OUTAGE = 0.15  # and of a call during an outage
 LATE = 0.05
 WARM_UP = 200
 RECOVERY = 30.0
+# Faults of the memory tier after which what is there has been read as damaged twice.
+ON_THE_WAY = ("corrupt", "truncate", "swap")
 
 Mutation = Callable[[random.Random, bytearray, Sequence[Frame]], bytes | bytearray]
 
@@ -427,6 +430,7 @@ class Row:
     late: int = 0
     stalls: int = 0
     not_healed: int = 0
+    sound_deleted: int = 0
     sound: int = 0
     sound_served: int = 0
     leak: str = ""
@@ -516,8 +520,22 @@ class Campaign:
             self.row.sound += len(sound)
             self.row.sound_served += sum(data is not None for data in sound)
             self.row.notes[f"lost beside: {kind}"] += sum(data is None for data in sound)
+        if kind not in ON_THE_WAY and not isinstance(self.place, ObjectPlace):  # whose objects have several blocks
+            self._count_deleted([one for one in wanted if one is not victim], kind)
         self._calm()
         self._heal(wanted)
+
+    def _count_deleted(self, sound: Sequence[Frame], kind: str) -> None:
+        """What was not damaged must still be in the tier."""
+        if isinstance(self.place, PeerPlace):
+            return  # nothing is deleted there
+        if isinstance(self.place, IndexPlace):
+            files = {path.name for path in self.place.folder.glob("?" * 32 + "/*/??/*")}
+            there = [one.header.key.hex() in files for one in sound]
+        else:
+            there = self.flaky.inner.present(names_of(sound), deadline=_soon(10))
+        self.row.sound_deleted += there.count(False)
+        self.row.notes[f"sound deleted: {kind}"] += there.count(False)
 
     def _spoil(self, kind: str) -> Frame | bool | None:
         """Damage something. Returns the block, None if it is not known which, False if nothing has changed."""
@@ -614,6 +632,8 @@ class Campaign:
         else:
             with self.place.outage(kind):
                 self._calls_in_outage()
+        if kind != "killed":  # a server without a disk has nothing then
+            self._count_deleted(self.frames, kind)
         until = time.monotonic() + RECOVERY
         chain = self.draw.choice(self.chains)
         while True:
@@ -730,6 +750,7 @@ HEAD = (
     "late",
     "of these stalls",
     "not healed",
+    "sound deleted",
     "leak",
     "hit rate beside",
     "seconds",
@@ -738,7 +759,7 @@ HEAD = (
 
 def cells(row: Row) -> list[str]:
     rate = f"{row.sound_served / row.sound:.4f}" if row.sound else ""
-    numbers = (row.faults, row.wrong, row.crash, row.late, row.stalls, row.not_healed)
+    numbers = (row.faults, row.wrong, row.crash, row.late, row.stalls, row.not_healed, row.sound_deleted)
     return [row.label, *(f"{number:,}" for number in numbers), row.leak, rate, f"{row.seconds:.0f}"]
 
 
@@ -763,12 +784,13 @@ def main() -> int:
     )
     total = Row("all")
     for row in rows:
-        for name in ("faults", "wrong", "crash", "late", "stalls", "not_healed", "sound", "sound_served", "seconds"):
+        counts = ("faults", "wrong", "crash", "late", "stalls", "not_healed", "sound_deleted", "sound", "sound_served")
+        for name in (*counts, "seconds"):
             setattr(total, name, getattr(total, name) + getattr(row, name))
     print("| " + " | ".join(cells(total)) + " |")
     for row in rows if given.notes else ():
         print(f"\n{row.label}: {dict(row.kinds)}; {dict(row.notes)}; worst {row.worst * 1000:.0f} ms late")
-    return int(bool(total.wrong or total.crash or total.late - total.stalls or total.not_healed))
+    return int(bool(total.wrong or total.crash or total.late - total.stalls or total.not_healed or total.sound_deleted))
 
 
 if __name__ == "__main__":

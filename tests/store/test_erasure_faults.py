@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import RedisCluster, RedisServer
+from servers import RedisCluster, RedisServer, wait_until
 from test_erasure import named
 
 import foreword.store.base
@@ -185,6 +186,29 @@ def test_a_store_that_hangs(stack: ExitStack, tmp_path: Path) -> None:
     stack.callback(stuck.release)
     receipt = forget_tenant(store, ANN)
     assert outcomes(receipt) == {"stuck": PlaceOutcome.UNREACHABLE, "disk": PlaceOutcome.ERASED}
+    assert not any(present(disk, mine)) and all(present(disk, theirs))
+
+
+def test_a_file_system_that_takes_no_changes_for_a_while(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be deleted because a file system is read-only is deleted once it can be: that may change, unlike how a
+    process has opened a store."""
+    disk = DiskStore(tmp_path, 8 << 20)
+    store, mine, theirs = filled(stack, disk)
+    erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+    stack.callback(erasures.close)
+
+    def refuse(path: Any, **_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr("os.unlink", refuse)
+        name, receipt = erasures.erase([ANN])
+        assert outcomes(receipt) == {"disk": PlaceOutcome.UNREACHABLE} and not receipt.complete
+    wait_until(lambda: not (found := erasures.get(name)) or not found.tiers, "the erasure")
+    found = erasures.get(name)
+    assert found is not None and found.receipt.complete
     assert not any(present(disk, mine)) and all(present(disk, theirs))
 
 

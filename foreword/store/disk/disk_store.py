@@ -29,7 +29,14 @@ from functools import partial
 from typing import Final, Literal
 
 from foreword.blocks.fair_share import quota_of
-from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.errors import (
+    StoreConfigError,
+    StoreError,
+    StoreFull,
+    StoreOpenedReadOnly,
+    StoreReadOnly,
+    StoreUnavailable,
+)
 from foreword.store.base import (
     FAILED,
     MISSING,
@@ -384,7 +391,7 @@ class DiskStore(Store):
     def _check_writable(self, deadline: float) -> None:
         self._check_open(deadline)
         if self.read_only:
-            raise StoreReadOnly(f"the store {self.label!r} is read-only")
+            raise StoreOpenedReadOnly(f"the store {self.label!r} is read-only")
 
     def _ready_to_write(self, deadline: float) -> bool:
         """Whether the index can take changes. Waits a moment if it is being opened. Raises StoreError."""
