@@ -108,6 +108,7 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
         {
             "replica": estimate.replica,
             "seconds": round(estimate.total, 4),
+            "others_seconds": round(estimate.others, 4),
             "reused_tokens": estimate.reused,
             "computed_tokens": estimate.computed,
             "excluded": estimate.excluded,
@@ -119,7 +120,7 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
 
 def _cheapest(record: DecisionRecord, count: int) -> dict[str, Any]:
     decision = record.decision
-    order = sorted(decision.estimates, key=lambda one: (one.replica != decision.replica, bool(one.excluded), one.total))
+    order = sorted(decision.estimates, key=lambda one: (one.replica != decision.replica, bool(one.excluded), one.price))
     shown = [
         {
             "replica": one.replica,

@@ -76,7 +76,7 @@ def _as_receiver(candidate: Candidate) -> Candidate:
     """The candidate as a receiver of KV: missing tokens are transferred instead of computed and skip the queue."""
     transfer = candidate.costs.transfer
     costs = replace(candidate.costs, prefill=transfer.per_token, attention=0.0, first=transfer.latency, decode_each=0.0)
-    return candidate._replace(costs=costs, queued_tokens=0.0, queued_pairs=0.0)
+    return candidate._replace(costs=costs, queued_tokens=0.0, queued_pairs=0.0, queued=0)
 
 
 def _with_estimates(decision: Decision, unavailable: Decision) -> Decision:

@@ -9,9 +9,14 @@ The cost estimate of a candidate has these parts:
     decode   interference of the sequences that decode there
     first    the fixed part of every TTFT
 
+Candidates are compared by a price: the estimate, and what the decision costs others. A request delays all that come to its
+replica before the queue there is empty, each by its own load and compute. They are taken to be as many as wait there now. So
+the price is that of the lowest TTFT where nothing waits, and turns into that of the least work as queues grow: a request then
+goes where most of its prefix is, although it would wait for less time where it has to be computed.
+
 A session stays on its replica unless another replica is cheaper by more than the session saves there (`SessionAffinity`).
 
-A prefix that all candidates hold attracts no request, because it lowers all estimates alike. A prefix that only some hold
+A prefix that all candidates hold attracts no request, because it lowers all prices alike. A prefix that only some hold
 attracts requests that consist mostly of it, such as a question about a document. In two cases it must not attract them,
 and all candidates are compared as if they held the longest cached prefix:
 
@@ -21,7 +26,7 @@ and all candidates are compared as if they held the longest cached prefix:
 - The prefix is so common that more replicas should hold it than do: a prefix of two thirds of the prompts should be on two
   of three replicas (`PrefixPopularity`). Otherwise all requests would queue for the first replica that had it.
 
-Ties between nearly equal estimates are broken by the least recent load, then by rendezvous hashing of the prompt's own prefix
+Ties between nearly equal prices are broken by the least recent load, then by rendezvous hashing of the prompt's own prefix
 with the replica's name.
 """
 
@@ -125,6 +130,7 @@ class CostEstimate(NamedTuple):
     Attributes:
         reused: cached tokens; `from_tiers` says in which tiers they lie.
         transfer: receiving KV from the prefill replica.
+        behind: requests that this one will delay there.
     """
 
     replica: str
@@ -139,6 +145,7 @@ class CostEstimate(NamedTuple):
     computed: int = 0
     from_tiers: tuple[int, ...] = _FROM_NOWHERE
     excluded: str = ""
+    behind: int = 0
 
     @property
     def total(self) -> float:
@@ -148,6 +155,16 @@ class CostEstimate(NamedTuple):
     def prefill(self) -> float:
         """Seconds of computing and loading for this request alone."""
         return self.load + self.compute
+
+    @property
+    def others(self) -> float:
+        """Seconds that this request costs others, together."""
+        return self.behind * self.prefill
+
+    @property
+    def price(self) -> float:
+        """What candidates are compared by."""
+        return self.total + self.others
 
     def in_words(self) -> str:
         """Such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728 tokens)`."""
@@ -165,7 +182,8 @@ class CostEstimate(NamedTuple):
             (self.decode, "decode interference"),
         ]
         listed = ", ".join(f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= 0.005)
-        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "")
+        others = f", and {self.others:.2f} s for the {self.behind} behind it" if self.others >= 0.005 else ""
+        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +227,7 @@ class Decision:
 
     def _runner_up(self) -> str:
         available = (one for one in self.estimates if not one.excluded and one.replica != self.replica)
-        other = min(available, key=lambda one: one.total, default=None)
+        other = min(available, key=lambda one: one.price, default=None)
         return f"; next {other.replica} at {other.in_words()}" if other else ""
 
 
@@ -259,7 +277,7 @@ class CostPolicy:
     """The default policy, see the module's docstring.
 
     Args:
-        tie: estimates within this share of the lowest (plus 5 ms) count as equal.
+        tie: prices within this share of the lowest (plus 5 ms) count as equal.
     """
 
     name = "cost"
@@ -276,32 +294,32 @@ class CostPolicy:
         usable = [(one, found) for one, found in zip(estimates, candidates, strict=True) if not one.excluded]
         if not usable:
             return Decision(None, estimates, "none", home=home)
-        totals = {one.replica: one.total for one, _ in usable}
-        cheapest = min(totals, key=totals.__getitem__)
-        limit = self._tie_limit(totals[cheapest])
-        if home in totals:
+        prices = {one.replica: one.price for one, _ in usable}
+        cheapest = min(prices, key=prices.__getitem__)
+        limit = self._tie_limit(prices[cheapest])
+        if home in prices:
             prefill = {one.replica: one.prefill for one, _ in usable if one.replica in (home, cheapest)}
-            stays = self.affinity.limit(totals[cheapest], prefill[cheapest] - prefill[home])
-            if totals[home] <= max(stays, limit):
+            stays = self.affinity.limit(prices[cheapest], prefill[cheapest] - prefill[home])
+            if prices[home] <= max(stays, limit):
                 return Decision(home, estimates, "session", home=home)
         # Later requests of a session say nothing about how common their prefix is.
-        tied = least_loaded(self._tied(query, usable, totals, count=home is None))
+        tied = least_loaded(self._tied(query, usable, prices, count=home is None))
         chosen = tied[0] if len(tied) == 1 else rendezvous(hash_key(query, candidates), tied)
-        moved = home in totals and chosen != home
-        dearer = totals[chosen] > limit
+        moved = home in prices and chosen != home
+        dearer = prices[chosen] > limit
         reason = "only" if len(usable) == 1 else "moved" if moved else "spread" if dearer else "cheapest"
         return Decision(chosen, estimates, reason, home=home)
 
     def _tied(
-        self, query: PlacementQuery, usable: Sequence[_Usable], totals: Mapping[str, float], *, count: bool
+        self, query: PlacementQuery, usable: Sequence[_Usable], prices: Mapping[str, float], *, count: bool
     ) -> list[_Usable]:
-        """The candidates whose estimates count as equal to the lowest. `totals`: of the estimates, by replica."""
+        """The candidates whose prices count as equal to the lowest. `prices`: by replica."""
         longest = max([one.reused for one, _ in usable])
-        compared = [*totals.values()]
+        compared = [*prices.values()]
         if (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens:
-            compared = [totals[one.replica] - missing_seconds(one, found, longest) for one, found in usable]
+            compared = [one.price - missing_seconds(one, found, longest) * (1 + one.behind) for one, found in usable]
         limit = self._tie_limit(min(compared))
-        return [pair for pair, total in zip(usable, compared, strict=True) if total <= limit]
+        return [pair for pair, price in zip(usable, compared, strict=True) if price <= limit]
 
     def _is_underreplicated(self, query: PlacementQuery, usable: Sequence[_Usable], tokens: int) -> bool:
         """Whether a larger share of prompts than of candidates has the first `tokens` tokens."""
@@ -335,7 +353,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
     # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, _, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
+    name, costs, reach, queued_tokens, behind, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
     tokens, size = query.tokens, block_size or query.block_size
     cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
     if reach[-1] > reach[0] or cached > tokens:
@@ -358,6 +376,8 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
         tokens - computed,
         computed,
         from_tiers,
+        "",
+        behind,
     )
 
 

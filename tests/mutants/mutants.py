@@ -40,6 +40,13 @@ _CHAIN = "parent = sha256(parent + data[start : start + width]).digest()"
 MUTANTS = (
     # Lookups: one outcome each
     Mutant(
+        "placement: nothing is charged for what others wait",
+        "foreword/routing/placement.py",
+        "return self.behind * self.prefill",
+        "return 0.0",
+        ("tests/routing/test_placement.py",),
+    ),
+    Mutant(
         "lookups: a result that comes too late counts again",
         "foreword/offload/lookups.py",
         """            if self._ended:

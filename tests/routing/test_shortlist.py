@@ -74,7 +74,7 @@ def test_small_fleets_are_priced_as_a_whole(replicas: int) -> None:
 
 @pytest.mark.parametrize("events", [False, True])
 def test_large_fleets_decide_about_as_well(events: bool) -> None:
-    """A bounded number is priced, and the expected TTFT is within a tenth of that with all priced, on average."""
+    """A bounded number is priced, and the price is within a tenth of that with all priced, on average."""
     traffic = Traffic(80, seed=3, events=events)
     ours = best = 0.0
     for number in range(480):
@@ -82,8 +82,8 @@ def test_large_fleets_decide_about_as_well(events: bool) -> None:
         assert len(decision.estimates) <= MOST_PRICED
         if reference is not None:
             assert decision.estimate is not None and reference.estimate is not None
-            ours += decision.estimate.total
-            best += reference.estimate.total
+            ours += decision.estimate.price
+            best += reference.estimate.price
     assert ours <= 1.1 * best, ours / best
 
 
