@@ -29,6 +29,7 @@ PIECES = {
     "nested deeply": b"data: " + b"[" * 100_000 + b"\n\n",
     "half an event": b'data: {"id": "c", "cho',
     "clean end": b"",
+    "aborted": b'data: {"id":"c","choices":[{"index":0,"text":"","token_ids":[],"finish_reason":"abort"}]}\n\ndata: [DONE]\n\n',
 }
 # Answers instead of a stream or a response: status, media type, body.
 ANSWERS: dict[str, tuple[int, str, bytes]] = {
@@ -39,6 +40,7 @@ ANSWERS: dict[str, tuple[int, str, bytes]] = {
     "empty JSON": (200, "application/json", b"{}"),
     "no choices": (200, "application/json", b'{"choices": []}'),
     "other types": (200, "application/json", b'{"choices": [{"text": 7}]}'),
+    "aborted whole": (200, "application/json", b'{"choices": [{"index": 0, "text": "w0", "finish_reason": "abort"}]}'),
     "nothing": (204, "text/plain", b""),
     "400": (400, "application/json", json.dumps({"error": ERROR}).encode()),
     "401": (401, "application/json", b'{"error": "Unauthorized"}'),

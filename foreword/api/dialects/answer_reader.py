@@ -255,8 +255,6 @@ class _ChoiceState:
         return self.last + 1 if call.id or self.last < 0 else self.last
 
     def finish_reason(self, reason: str) -> FinishReason:
-        if reason in _BROKEN:
-            raise ReplicaFailed(f"the replica ended the response with finish_reason {reason!r}")
         # For a named tool, OpenAI and vLLM say "stop".
         return _FINISH_REASONS.get(reason, "tool_calls" if self.started else "stop")
 
@@ -309,6 +307,8 @@ class AnswerReader:
         return chunk
 
     def _note(self, choice: AnswerChoice, data: bytes) -> None:
+        if choice.finish_reason in _BROKEN:
+            raise ReplicaFailed(f"the replica ended the response with finish_reason {choice.finish_reason!r}")
         spoken = choice.delta if choice.delta is not None else choice.message
         if spoken is None:
             self.begun = self.begun or bool(choice.text or choice.token_ids)
