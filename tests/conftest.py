@@ -12,9 +12,15 @@ import gc
 import os
 import random
 from collections import Counter
+from pathlib import Path
 
 # The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# A folder without certificates: HTTP clients of tests trust no authority of the world. Each that is made would read all of
+# them, which takes longer than its requests. pip still needs them.
+if authorities := os.environ.pop("SSL_CERT_FILE", None):
+    os.environ.setdefault("PIP_CERT", authorities)
+os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 
 import pytest
 from hypothesis import settings

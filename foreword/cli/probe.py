@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from foreword.cli.server_client import is_secure
 from foreword.errors import ForewordError, reason_of
 
 Kind = Literal["server", "router", "vllm"]
@@ -114,7 +115,8 @@ class ProbedServer:
             raise NoAnswer(f"the time for this command is over, and {self.url} has not answered {path}")
         try:
             timeout = httpx.Timeout(left, connect=min(left, _CONNECT_SECONDS))
-            return httpx.request(method, self.url + path, json=body, headers=headers, timeout=timeout)
+            url = self.url + path
+            return httpx.request(method, url, json=body, headers=headers, timeout=timeout, verify=is_secure(url))
         except httpx.InvalidURL as error:
             raise NoAnswer(f"{self.url} is not a URL: {error}") from None
         except httpx.TransportError as error:

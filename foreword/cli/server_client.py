@@ -28,6 +28,12 @@ def check_url(url: str) -> None:
         raise ConfigError(f"a server's URL is written http://host:8000, not {url!r}")
 
 
+def is_secure(url: str) -> bool:
+    """Whether the server of a URL is verified. For others httpx need not read all certificates of the machine, which takes
+    longer than a request."""
+    return not url.lower().startswith("http:")
+
+
 def call_server(server: str, api_key: str | None, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     """The server's JSON answer. Raises BadRequest with the server's message, or ConfigError if no server answers."""
     import httpx
@@ -37,7 +43,8 @@ def call_server(server: str, api_key: str | None, method: str, path: str, body: 
     try:
         # No read timeout: computing a long prefix may take minutes.
         timeout = httpx.Timeout(10, read=None)
-        answer = httpx.request(method, server.rstrip("/") + path, json=body, headers=headers, timeout=timeout)
+        url, verify = server.rstrip("/") + path, is_secure(server)
+        answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout, verify=verify)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConfigError(f"no answer from {server}: {reason_of(error)}; name the server with --server") from error
     try:

@@ -12,8 +12,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import httpx
-
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request
 from foreword.errors import CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
@@ -56,6 +54,8 @@ async def _migrate(
 
 async def _instance(target: str, headers: Mapping[str, str]) -> dict[str, Any]:
     """The `/v1/instance` of the server at `target`, as this caller sees it."""
+    import httpx
+
     try:
         async with httpx.AsyncClient(timeout=10, trust_env=False, verify=target.startswith("https")) as client:
             answer = await client.get(f"{target}/v1/instance", headers=dict(headers))

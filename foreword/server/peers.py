@@ -18,8 +18,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import httpx
-
 from foreword.config import Config
 from foreword.errors import BadRequest, ConfigError, Forbidden
 from foreword.transfer.sockets import parse_address
@@ -82,6 +80,8 @@ class Peers:
 
     def check_url(self, url: str, param: str) -> None:
         """Check a server's URL. Raises BadRequest for a malformed one, Forbidden for one that is not allowed."""
+        import httpx
+
         # Parsed by the HTTP client that calls it later: a second parser could understand the URL differently.
         parts = httpx.URL(server_url(url, param))
         self._check(parts.raw_host.decode("ascii"), parts.port or _PORTS[parts.scheme], url, param)
@@ -102,6 +102,8 @@ class Peers:
 
 def server_url(text: str, param: str) -> str:
     """A server's URL without a trailing slash. Raises BadRequest."""
+    import httpx
+
     try:
         parts = httpx.URL(text.strip())
         plain = not (parts.query or parts.fragment or parts.userinfo) and (parts.port or 0) <= 65535
@@ -116,6 +118,8 @@ def server_url(text: str, param: str) -> str:
 def _named(config: Config) -> Iterator[str]:
     """Rules for the servers that other keys of the configuration name."""
     for url in config.server.drain_to:
+        import httpx
+
         try:
             parts = httpx.URL(server_url(url, "drain_to"))
             yield _as_rule(parts.raw_host.decode("ascii"), parts.port or _PORTS[parts.scheme])

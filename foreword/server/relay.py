@@ -10,7 +10,6 @@ from contextlib import aclosing
 from typing import Final
 from urllib.parse import quote
 
-import httpx
 import msgspec
 
 from foreword.api import sse
@@ -60,6 +59,8 @@ async def follow(departure: MigratedTo, caller: Caller, stop: asyncio.Event) -> 
 
 
 async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | MigratedTo, None]:
+    import httpx
+
     url = f"{source.to.rstrip('/')}/v1/requests/{quote(source.request_id, safe='')}/stream"
     headers = {**caller.headers, FOLLOW_HEADER: "1"}
     timeout = httpx.Timeout(10, read=_READ_TIMEOUT)

@@ -25,7 +25,8 @@ FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 _ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
 _MODULES = (
     *("foreword.cli.main", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build_engine"),
-    *("foreword.router.process", "uvloop"),
+    *("foreword.router.process", "uvloop", "httpx", "transformers.models.llama.modeling_llama"),
+    *("transformers.models.auto.modeling_auto", "transformers.tokenization_utils_tokenizers", "transformers.generation"),
 )
 _forks = Forks(sys.executable, _ENVIRONMENT, _MODULES)
 atexit.register(_forks.close)
