@@ -25,6 +25,9 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 import pytest
 from hypothesis import settings
 
+# Before any test imports them: a failing contract shows its values.
+pytest.register_assert_rewrite("foreword.conformance")
+
 # Until all tests are imported there is next to no garbage, and later collections need not walk through the libraries.
 gc.disable()
 

@@ -151,7 +151,7 @@ def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
         yield from commands(child, *path, name)
 
 
-@pytest.mark.parametrize("command", commands(get_command(cli.app)), ids=" ".join)
+@pytest.mark.parametrize("command", list(commands(get_command(cli.app))), ids=" ".join)
 def test_help_is_short(command: tuple[str, ...]) -> None:
     """`--help` of each command lists at most 16 options and ends with an example of this command; `--help-all` lists all of
     its options. Without options of `--help-all` it does not name it."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,7 +125,7 @@ def test_chat_template_accepts_text_parts_and_refuses_unknown_roles() -> None:
         tokenizer.apply_chat_template([{"role": "parrot", "content": "a"}], tokenize=False)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
 def test_tokenizer_round_trip(text: str) -> None:
     """Encoding any text and decoding the tokens gives the text back, character for character."""

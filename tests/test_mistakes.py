@@ -18,9 +18,11 @@ from foreword.errors import ForewordError
 
 # Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
 _RUNNER = """
-import io, json, os, signal, sys, tempfile
-import foreword.router.process, foreword.server.process
+import gc, io, json, os, signal, sys, tempfile
+import foreword.router.process, foreword.server.process, pydantic.type_adapter, pydantic.types
 from foreword.cli import main as cli
+
+gc.freeze()
 
 def result(arguments):
     with tempfile.TemporaryFile("w+") as said:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -198,7 +199,7 @@ actions = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(plan=st.lists(actions, max_size=40), budget=st.integers(0, 1500))
 def test_never_over_budget(plan: list[tuple[str, str, int, bytes, bool]], budget: int) -> None:
     """Whatever is promised, kept, broken and removed in whatever order: the budget holds, and blocks are pinned once each."""

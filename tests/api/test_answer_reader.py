@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from dialect_server import SENTENCE, USAGE, WEATHER
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -231,7 +232,7 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.dictionaries(st.sampled_from(["choices", "usage", "error", "cache_report"]), anything) | anything)
 def test_any_json_is_read_or_refused(value: Any) -> None:
     """Any JSON is read, or raises ReplicaFailed or BadRequest."""

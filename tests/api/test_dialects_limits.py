@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,27 +24,33 @@ from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest
 
 LIMITS = Limits.for_model(4096)
-FUZZ = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS.values(), ids=lambda dialect: dialect.name)
 
 MILLION = 1_000_000
-HOSTILE = {
-    "messages": b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * MILLION) + b"]}",
-    "token ids": b'{"prompt":[' + b"1," * 15 * MILLION + b"1]}",
-    "unknown object": b'{"x":{' + b",".join(b'"%d":1' % n for n in range(MILLION)) + b"}}",
-    "empty strings": b'{"stop":[' + b'"",' * 10 * MILLION + b'""]}',
-    "escapes": b'{"x":"' + b'\\"{,[' * 6 * MILLION + b'"}',
-    "deep arrays": b'{"messages":' + b"[" * MILLION,
-    "deep objects": b'{"a":' * MILLION,
-    "not UTF-8": b'{"messages":[{"role":"user","content":"' + b"\xc3\xa9" * MILLION + b'\xff"}]}',
+HOSTILE: dict[str, Callable[[], bytes]] = {
+    "messages": lambda: b'{"messages":[' + b",".join([b'{"role":"user","content":"a"}'] * MILLION) + b"]}",
+    "token ids": lambda: b'{"prompt":[' + b"1," * 15 * MILLION + b"1]}",
+    "unknown object": lambda: b'{"x":{' + b",".join(b'"%d":1' % n for n in range(MILLION)) + b"}}",
+    "empty strings": lambda: b'{"stop":[' + b'"",' * 10 * MILLION + b'""]}',
+    "escapes": lambda: b'{"x":"' + b'\\"{,[' * 6 * MILLION + b'"}',
+    "deep arrays": lambda: b'{"messages":' + b"[" * MILLION,
+    "deep objects": lambda: b'{"a":' * MILLION,
+    "not UTF-8": lambda: b'{"messages":[{"role":"user","content":"' + b"\xc3\xa9" * MILLION + b'\xff"}]}',
 }
 
 
+@pytest.fixture(scope="module", params=HOSTILE.values(), ids=HOSTILE.keys())
+def hostile(request: pytest.FixtureRequest) -> bytes:
+    """A huge body."""
+    made: bytes = request.param()
+    return made
+
+
 @every_dialect
-@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_bodies(dialect: Dialect, body: bytes) -> None:
+def test_hostile_bodies(dialect: Dialect, hostile: bytes) -> None:
     """A huge body of any kind is a BadRequest at once, and never a RecursionError."""
-    start = time.process_time()
+    body, start = hostile, time.process_time()
     with pytest.raises(BadRequest):
         dialect.parse(body, LIMITS)
     assert time.process_time() - start < 2.5
@@ -76,7 +84,7 @@ def count(value: Any) -> tuple[int, int, int]:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(document=documents, size=st.integers(1, 9), ascii_only=st.booleans())
 def test_counts_are_exact(document: Any, size: int, ascii_only: bool) -> None:
     """Just as many values, containers and strings as allowed pass, one less does not, wherever the body is cut into pieces."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -283,7 +284,7 @@ requests = st.builds(
 choose: Callable[..., Any] = st.integers
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.lists(
         st.tuples(requests, choose(0, 50), st.booleans(), st.sampled_from(["", "diverged", "evicted"])), max_size=12
@@ -321,7 +322,7 @@ def test_any_body_has_a_conversation() -> None:
     assert (miss.cause, miss.where) == ("volatile_line", "messages[0].content line 2")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(["model", "messages", "tools", "prompt", "input", "user", "chat_template_kwargs", "prefix"]),

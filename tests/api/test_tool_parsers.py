@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tool_writer import write_answer
@@ -177,7 +178,7 @@ places = st.lists(st.integers(0, 10_000), max_size=20)
 formats = st.sampled_from(list(FORMATS))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(formats, texts, places, st.booleans())
 @example("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + '"x' * 40_000, [65_530, 65_540], False)
 @example("hermes", '<tool_call>{"arguments": {"a": "' + "<tool_call>" * 10_000, [65_530, 65_540], False)
@@ -189,7 +190,7 @@ def test_any_cut_gives_the_same_pieces(name: str, text: str, places: list[int], 
         assert pieces_of(parser(name, reasoning_open=is_open), list(text)) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(formats, texts)
 def test_text_without_calls_is_complete(name: str, text: str) -> None:
     """Where no call and no reasoning is found, the text comes out unchanged, in order, whatever markers it contains."""
@@ -214,7 +215,7 @@ json_objects = st.dictionaries(
 plain = st.text(st.characters(categories=["L", "N", "P", "Zs"], exclude_characters="<[{"), max_size=40).map(str.strip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.sampled_from(["hermes", "llama3_json", "mistral", "harmony"]),
     plain,
@@ -238,7 +239,7 @@ def test_written_answers_are_read_back(
     assert pieces_of(parser(name), cut(text, places)) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), st.integers(), places)
 def test_values_of_coder_calls(city: str, days: int, places: list[int]) -> None:
     """Values written as text become JSON of the type that the schema gives."""

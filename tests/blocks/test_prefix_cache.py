@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from foreword.blocks import prefix_cache
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.prefix_cache import MAX_PARTIAL_BLOCKS, BlockTable, Copy, Match, PrefixCache
+from foreword.blocks.prefix_cache import BlockTable, Copy, Match, PrefixCache
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, IntegrityError
 
@@ -350,15 +351,16 @@ def test_nothing_to_note() -> None:
     assert not cache._partials
 
 
-def test_tails_are_bounded() -> None:
+def test_tails_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes of more sequences than the bound push out those noted first."""
-    cache = PrefixCache(MAX_PARTIAL_BLOCKS + 10, 2)
-    for number in range(MAX_PARTIAL_BLOCKS + 5):
+    monkeypatch.setattr(prefix_cache, "MAX_PARTIAL_BLOCKS", 100)
+    cache = PrefixCache(110, 2)
+    for number in range(105):
         table = cache.open([number], salt=Salt(number.to_bytes(3, "little")))
         assert cache.advance(table, 1)
         cache.note_partial(table, 1)
     cache.check()
-    assert len(cache._partials) == MAX_PARTIAL_BLOCKS
+    assert len(cache._partials) == 100
 
 
 def test_partial_reuse_can_be_switched_off() -> None:

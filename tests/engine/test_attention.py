@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -191,7 +192,7 @@ chunk = st.one_of(
 long_runs = st.sampled_from([metadata.LONG_RUN, 1, 7])
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(
     chunks=st.lists(chunk, min_size=1, max_size=5),
     block_size=st.integers(1, 9),
@@ -211,7 +212,7 @@ def test_is_attention(dims: tuple[int, int], long_run: int, **options: Any) -> N
     check(Case(key_dim=dims[0], value_dim=dims[1], **options), long_run)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     own=st.lists(st.integers(0, 20), min_size=2, max_size=6),
     others=st.lists(chunk, max_size=2),
@@ -252,7 +253,7 @@ def test_long_prompt(window: int | None, value_dim: int) -> None:
     check(Case(chunks=[(0, 700), (90, 300)], window=window, value_dim=value_dim, kv_heads=1, block_size=16))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     cuts=st.lists(st.integers(1, 30), min_size=2, max_size=6),
     spread=st.sampled_from([0.1, 1.0, 30.0]),
@@ -281,7 +282,7 @@ def test_merge(cuts: list[int], spread: float, shift: float, seed: int) -> None:
     assert torch.allclose(lse, whole_lse, **EXACT)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     blocks=st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True),
     block_size=st.integers(1, 8),

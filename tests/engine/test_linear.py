@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ def exact(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     rows=st.integers(1, 40),
     inputs=st.integers(1, 96),

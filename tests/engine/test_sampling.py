@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from example_counts import examples
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
@@ -86,7 +87,7 @@ def distribution(row: Sequence[float], params: SamplingParams) -> list[float]:
     return [probabilities[token] / total if token in kept else 0.0 for token in range(len(row))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(row=logit_rows)
 def test_greedy(kernels: Kernels | None, row: list[float]) -> None:
     """Temperature 0 takes the likeliest token, whatever the filters say."""
@@ -95,7 +96,7 @@ def test_greedy(kernels: Kernels | None, row: list[float]) -> None:
     assert tokens_of(row, params, 3, kernels) == [best] * 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(row=logit_rows, temperature=st.floats(0.3, 3.0), top_k=st.integers(0, 15), top_p=shares, min_p=st.floats(0, 0.9))
 def test_filters(
     kernels: Kernels | None, row: list[float], temperature: float, top_k: int, top_p: float, min_p: float
@@ -254,7 +255,7 @@ def test_random_bits() -> None:
         assert sum((count - 200) ** 2 / 200 for count in tenths.values()) < 30
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     row=logit_rows,
     prompt_tokens=st.lists(st.integers(0, VOCAB - 1), max_size=6),
@@ -289,7 +290,7 @@ def test_penalties(
     assert [one.token for one in drawn] == [expected.index(best), row.index(max(row))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(row=logit_rows, bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-10, 10), max_size=5))
 def test_logit_bias(kernels: Kernels | None, row: list[float], bias: dict[int, float]) -> None:
     """A bias is added to its token's logit; reported log-probabilities stay the model's own."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory import FakeMemory, expected
@@ -373,7 +374,7 @@ def check_windows(plant: Plant) -> None:
             assert held <= -(-kept // size) + -(-plant.options["max_batch_tokens"] // size) + 1 + ahead
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(
     texts=st.lists(prompts, min_size=1, max_size=4),
     plan=st.lists(actions, min_size=1, max_size=30),

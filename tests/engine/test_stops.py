@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import TOKENIZER, run, say
@@ -149,7 +150,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(
     pieces=st.lists(st.text("ab ", max_size=4), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),

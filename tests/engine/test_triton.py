@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import CPU, EXACT, Case, chunk
@@ -84,7 +85,7 @@ def test_kernels_are_attention(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     chunks=st.lists(st.one_of(chunk, st.tuples(st.integers(0, 60), st.just(1))), min_size=1, max_size=6),
     shared=st.sampled_from([0, 10, 40]),

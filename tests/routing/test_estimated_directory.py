@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import sha256
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,7 @@ def keys_of(path: Path) -> list[bytes]:
     return [sha256(bytes(path[: i + 1])).digest() for i in range(len(path))]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(1, 20), st.lists(paths, max_size=30), paths)
 def test_the_estimate_is_an_lru(capacity: int, sent: list[Path], asked: Path) -> None:
     """The estimate is an LRU of `capacity` blocks; the first block of a prompt counts as used last."""

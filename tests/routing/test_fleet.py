@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from example_counts import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -309,7 +310,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestNothingIsLeft = Machine.TestCase
-TestNothingIsLeft.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestNothingIsLeft.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 
 
 def test_a_session_that_moves_is_counted() -> None:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -74,7 +75,7 @@ class Machine(RuleBasedStateMachine):
 
 TestAgainstList = Machine.TestCase
 TestAgainstList.settings = settings(
-    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -24,9 +24,10 @@ from foreword.referee.process import Forked, Forks
 FLAGS = ["--port", "0", "--kv-memory", "8192 tokens", "--threads", "1"]
 _ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("FOREWORD_")}
 _MODULES = (
-    *("foreword.cli.main", "foreword.server.app", "foreword.server.process", "foreword.entrypoints.build_engine"),
-    *("foreword.router.process", "uvloop", "httpx", "transformers.models.llama.modeling_llama"),
-    *("transformers.models.auto.modeling_auto", "transformers.tokenization_utils_tokenizers", "transformers.generation"),
+    *("foreword.cli.main", "pydantic.types", "pydantic.type_adapter", "foreword.server.app", "foreword.server.process"),
+    *("foreword.entrypoints.async_engine", "foreword.router.process", "uvloop", "httpx"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+    *("transformers.tokenization_utils_tokenizers", "transformers.generation"),
 )
 _forks = Forks(sys.executable, _ENVIRONMENT, _MODULES)
 atexit.register(_forks.close)

@@ -10,7 +10,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from router_parts import RouterProcess
 from shared_server import until
 from test_tools import ASK, WEATHER, Person, check
@@ -103,6 +102,8 @@ def test_messages(claude: anthropic.Anthropic) -> None:
 
 def test_langchain(router: RouterProcess) -> None:
     """`bind_tools` and `with_structured_output`."""
+    from langchain_openai import ChatOpenAI  # takes seconds
+
     chat = ChatOpenAI(
         base_url=f"{router.url}/v1", api_key="none", model="tiny", max_tokens=120, temperature=0, extra_body=DENSE
     )  # type: ignore

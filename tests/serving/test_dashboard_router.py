@@ -196,6 +196,7 @@ class Plain(ScriptedReplica):
         return web.Response(text=f"vllm:kv_cache_usage_perc 0.5\nforeword:tier_bytes{{tier={HOSTILE_LABEL}}} 5\n")
 
 
+@pytest.mark.slow
 def test_sixty_replicas(page: Page) -> None:
     """The page of sixty replicas: one row each, in the order of a chosen column; four candidates per decision and the number
     of the others; data of a bounded size; names and labels of replicas are text; no sideways scrolling on a phone."""

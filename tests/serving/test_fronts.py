@@ -267,7 +267,7 @@ def seeded(seed: int) -> tuple[str, dict[str, Any]]:
         dialect, body = conversations.request(seed)
         limit = "max_output_tokens" if dialect == "responses" else "max_tokens"
         sampled = {"temperature": options["temperature"], "seed": options["seed"], "model": draw.choice((None, "x"))}
-        body = {**body, limit: draw.randint(1, 8), **sampled} if draw.random() < 0.9 else {**body, "temperature": 3}
+        body = {**body, limit: draw.randint(1, 8), **(sampled if draw.random() < 0.9 else {"temperature": 3})}
         return PATHS[dialect], {**body, "model": None} if draw.random() < 0.9 else body
     path = draw.choice(("/v1/completions", "/v1/chat/completions", "/v1/tokenize", "/v1/messages/count_tokens"))
     if path == "/v1/completions":

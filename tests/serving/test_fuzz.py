@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from example_counts import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shared_server import SharedServer, SharedServers, shared_servers, until
@@ -18,7 +19,7 @@ from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.messages import MessagesBody
 from foreword.api.dialects.responses import ResponsesBody
 
-FUZZ = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -73,7 +74,7 @@ def test_the_same_tokens_as_the_whole_text(kind: str) -> None:
     made = tokenizer(*KINDS[kind])
     tokenized = MessageTokenizer(made)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150), deadline=None)
     @given(st.lists(PIECES, min_size=1, max_size=4))
     def check(texts: list[str]) -> None:
         messages = [{"role": "<c>", "content": text} for text in texts]

@@ -73,7 +73,7 @@ def said(url: str, body: dict[str, Any]) -> str:
     ("replicas", "silent"),
     [(1, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1), (2, 2)))],
 )
-@pytest.mark.parametrize("loses", [True, False])
+@pytest.mark.parametrize("loses", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_broken_stream_is_continued_although_detokenizing_fails(
     shared: SharedServers, loop: Loop, replicas: int, silent: int, loses: bool
 ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pydantic
 import pytest
-from langchain_openai import ChatOpenAI
 from shared_server import SharedServer
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -116,6 +118,8 @@ def test_bad_schema_is_a_400(ai: openai.OpenAI, server: SharedServer) -> None:
 
 
 def langchain(server: SharedServer) -> ChatOpenAI:
+    from langchain_openai import ChatOpenAI  # takes seconds
+
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=server.model, max_tokens=80)  # type: ignore
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_memory_store
@@ -133,7 +134,7 @@ def test_raw_and_lossless_are_exact_to_the_bit(block: tuple[Layout, bytes]):
 
 
 @given(blocks(["normal", "outliers", "constant", "zeros", "tiny"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_int8_and_int4_stay_within_half_a_step(block: tuple[Layout, bytes]):
     """The error of a number is at most half a step of its group (plus 1/128 because steps are rounded up) and the
     rounding to the dtype of the block."""
@@ -200,7 +201,7 @@ def test_planes_of_zeros_vanish():
 
 
 @given(st.sampled_from(NAMES), layouts, st.binary(max_size=600), st.sampled_from([b"", b"\0", b"\1", b"\2\0", b"\4\0"]))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_arbitrary_bytes_are_refused_or_decoded(name: str, layout: Layout, noise: bytes, start: bytes):
     """A decoder fills its output or raises BadFrame, for any bytes."""
     try:
@@ -210,7 +211,7 @@ def test_arbitrary_bytes_are_refused_or_decoded(name: str, layout: Layout, noise
 
 
 @given(blocks(), st.sampled_from(NAMES), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_damaged_encodings_are_refused_or_decoded(block: tuple[Layout, bytes], name: str, data: st.DataObject):
     """A damaged encoding decodes to something or raises BadFrame. A truncated or extended one always raises."""
     layout, payload = block
@@ -459,7 +460,7 @@ def test_frames_that_cannot_be_encoded_are_stored_unchanged():
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_damaged_frame_is_a_miss_that_is_counted(data: st.DataObject):
     """An encoded frame that was altered, truncated, extended or renamed is a miss and is counted once."""
     inner = DictStore()

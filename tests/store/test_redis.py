@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from servers import RedisCluster, RedisServer, ScriptedServer, Sentinel, free_port, wait_until
@@ -665,7 +666,7 @@ replies = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(replies, max_size=4).map(b"".join), st.sampled_from(sorted(calls_of(RedisStore("redis://x"), 0))))
 def test_arbitrary_replies(answer: bytes, what: str):
     """For any reply a call returns or raises StoreError."""

@@ -4,6 +4,7 @@ import struct
 
 import msgspec
 import pytest
+from example_counts import examples
 from hypothesis import Phase, example, find, given, settings
 from hypothesis import strategies as st
 
@@ -129,7 +130,7 @@ def test_cut_messages_are_refused(message: TransferMessage, data: st.DataObject)
 
 
 @given(OF_TRANSFER | OF_CONNECTION, st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_flipped_bits_are_noticed(message: TransferMessage, data: st.DataObject) -> None:
     """One flipped bit anywhere in head or metadata raises TransferError."""
     whole = bytearray(_encoded(message))
@@ -149,7 +150,7 @@ def test_noise_is_refused(data: bytes) -> None:
 
 
 @given(st.sampled_from(sorted(wire_format._KINDS)), st.binary(max_size=100), st.booleans())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_arbitrary_metadata_is_refused(kind: int, metadata: bytes, summed: bool) -> None:
     """Arbitrary metadata under a valid head and checksum is a message or raises TransferError."""
     transfer = bytes(16) if wire_format._KINDS[kind] in wire_format._OF_CONNECTION else ID
