@@ -153,6 +153,10 @@ class StoreUnreadable(StoreUnavailable, code="store_unreadable"):
     """A part of the store was reached and cannot be read: a folder without permission, a bad sector, an incomplete list."""
 
 
+class BadRecord(StoreError, code="bad_record", retry=False):
+    """Bytes are not the expected record."""
+
+
 class StoreTimeout(StoreError, status=503, code="store_timeout"):
     """A store did not respond before the deadline."""
 

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pytest
 
+from foreword.blocks.salt import tenant_digest
+from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
 from foreword.prefixes.book import Content, NamedPrefix, PrefixBook
 from foreword.prefixes.prefix_service import PinnedKV, PrefixService
-from foreword.prefixes.records import PrefixRecord
-from foreword.prefixes.stored import common_length
+from foreword.prefixes.stored import PREFIXES, PrefixRecord, PrefixStorage, common_length
+from foreword.store import shared_records
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.shared_records import SharedRecords
+from foreword.store.tiered import TieredStore
 
 BLOCK = 4
 
 
-class SharedRecords:
-    """A store that two services share: records, and which blocks (leading tokens) are pinned in it."""
+class Storage(PrefixStorage):
+    """One instance's view of a memory store, and which blocks (leading tokens) are pinned in it."""
 
-    def __init__(self) -> None:
-        self.records: dict[tuple[bytes, str], PrefixRecord] = {}
+    model, block_size = bytes(32), BLOCK
+
+    def __init__(self, shared: MemoryStore | None = None) -> None:
+        self.shared = shared or MemoryStore(1 << 16)
+        self.flaky = FlakyStore(self.shared)
+        super().__init__(TieredStore([self.flaky]), "m")
         self.pinned: set[tuple[int, ...]] = set()
-        self.broken = False
-        self.lists = True
+
+    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
+        return []
 
     def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
         if len(tokens) > 100:
             raise PrefixBudgetExceeded("the store is too small")
 
-    def all(self, salt: bytes) -> list[PrefixRecord] | None:
-        return [one for (owner, _), one in self.records.items() if owner == salt] if self.lists else None
-
-    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        return self.records.get((salt, name))
-
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        if self.broken:
-            raise StoreError("the store does not answer")
-        self.records[salt, prefix.name] = PrefixRecord(
-            prefix.name, prefix.version, prefix.kind, prefix.content, prefix.created, len(prefix.tokens), BLOCK, "m", ""
-        )
+        super().put(prefix, salt)
         self.pinned.update(_blocks(prefix.tokens))
-
-    def remove(self, name: str, salt: bytes) -> None:
-        del self.records[salt, name]
 
     def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
         self.pinned.difference_update(_blocks(tokens)[common_length(tokens, needed) // BLOCK :])
@@ -64,7 +60,7 @@ def tokenize(content: Content) -> list[int]:
 class Instance:
     """One engine's service, and the device blocks that it has unpinned."""
 
-    def __init__(self, storage: SharedRecords | None = None, budget: int | None = 1000) -> None:
+    def __init__(self, storage: Storage | None = None, budget: int | None = 1000) -> None:
         self.unpinned: list[int] = []
         self.book = PrefixBook(budget, lambda tokens: len(tokens) // BLOCK, self.unpinned.extend)
         self.service = PrefixService(self.book, tokenize, storage)
@@ -126,10 +122,10 @@ def test_two_registrations_of_one_name() -> None:
 
 def test_a_store_that_fails_keeps_the_old_version() -> None:
     """If no store takes the record of a new version, the old one stays."""
-    storage = SharedRecords()
+    storage = Storage()
     instance = Instance(storage)
     instance.add("rules", "a" * 8, [1, 2])
-    storage.broken = True
+    storage.flaky.fail_next()
     with pytest.raises(StoreError):
         instance.add("rules", "b" * 8, [3, 4], replace=True)
     assert instance.book.get("rules").version == 1 and instance.book.reserved_bytes == 0
@@ -141,8 +137,8 @@ def test_a_store_that_fails_keeps_the_old_version() -> None:
 
 def test_other_instances_see_it() -> None:
     """What one instance registers, replaces and removes, another sees; its KV is pinned there once it is computed."""
-    storage = SharedRecords()
-    here, there = Instance(storage), Instance(storage)
+    storage = Storage()
+    here, there = Instance(storage), Instance(Storage(storage.shared))
     here.add("rules", "a" * 8)
     assert there.service.stale() and there.look() == ["rules"] and not there.service.stale()
     assert there.service.stale(name="other") is False  # within a tenth of a second
@@ -161,30 +157,34 @@ def test_other_instances_see_it() -> None:
         assert registration.finish() is None
     assert there.unpinned == [7, 8, 9]
     here.service.remove("rules")
-    assert there.look() == [] and there.book.get("rules").version == 2, "just registered: the listing may lag behind"
+    assert there.look() == [] and not there.book.list()
 
 
 def test_a_removed_prefix_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefix whose record has gone is dropped, once its registration is some seconds old."""
-    storage = SharedRecords()
+    storage = Storage()
     instance = Instance(storage)
     instance.add("rules", "a" * 8, [1])
-    storage.records.clear()
+    [key] = storage.shared.records("", deadline=soon())
+    storage.shared.delete_record(key, deadline=soon())
     instance.look()
-    assert instance.book.get("rules")
-    now = time.time()
-    monkeypatch.setattr(time, "time", lambda: now + 60)
+    assert instance.book.get("rules"), "just registered: the listing may lag behind"
+    monkeypatch.setattr(shared_records, "_SETTLED_SECONDS", -1.0)
     instance.look()
     with pytest.raises(UnknownPrefix):
         instance.book.get("rules")
     assert instance.unpinned == [1]
 
 
-def test_a_store_that_cannot_list() -> None:
+def test_a_store_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where records cannot be listed, an unknown name is looked up by itself, and known names stay."""
-    storage = SharedRecords()
+    storage = Storage()
     Instance(storage).add("rules", "a" * 8)
-    storage.lists = False
+
+    def fails(*_: object, **__: object) -> list[str]:
+        raise StoreError("cannot list")
+
+    monkeypatch.setattr(storage.shared, "records", fails)
     instance = Instance(storage)
     assert instance.look() == [] and instance.look("rules") == ["rules"] and instance.look("none") == []
     assert instance.book.get("rules").version == 1
@@ -192,9 +192,11 @@ def test_a_store_that_cannot_list() -> None:
 
 def test_a_prefix_that_does_not_suit(caplog: pytest.LogCaptureFixture) -> None:
     """A prefix that this model's template refuses is skipped, with one warning; the others are adopted."""
-    storage = SharedRecords()
+    storage = Storage()
     chat = ({"role": "system", "content": "x"},)
-    storage.records[b"", "chat"] = PrefixRecord("chat", 1, "messages", chat, 0.0, 1, BLOCK, "m", "")
+    record = PrefixRecord("chat", 1, "messages", chat, 0.0, 1, BLOCK, "m", "")
+    key = PREFIXES.key("0" * 32, tenant_digest(b""), "chat")
+    SharedRecords(TieredStore([storage.shared]), PREFIXES).put(key, record)
     Instance(storage).add("rules", "a" * 8)
     instance = Instance(storage)
     assert instance.look() == ["rules"]
@@ -206,7 +208,7 @@ def test_a_prefix_that_does_not_suit(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_shared_blocks_stay_pinned() -> None:
     """Removing a prefix unpins in the store what no other prefix of the tenant needs."""
-    storage = SharedRecords()
+    storage = Storage()
     instance = Instance(storage)
     instance.add("short", "a" * 8)
     instance.add("long", "a" * 8 + "b" * 8)

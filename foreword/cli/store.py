@@ -22,8 +22,9 @@ from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.prefixes.erasure import LayoutRecord, StoredChains
+    from foreword.prefixes.erasure import StoredChains
     from foreword.store.base import StoredBlock
+    from foreword.store.layout_records import LayoutRecord
     from foreword.store.sealing import KeyRing
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
@@ -82,7 +83,8 @@ def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
 
     Shows models, blocks, bytes, hits, ages and named prefixes. Changes nothing.
     """
-    from foreword.prefixes.erasure import layouts, named_prefixes
+    from foreword.prefixes.erasure import named_prefixes
+    from foreword.store.layout_records import layouts
 
     with _opened(urls, only_read=True) as store:
         known = layouts(store)
@@ -136,11 +138,11 @@ def _group_summary(
     used = [entry.used_at for entry in entries if entry.used_at]
     return {
         "layout": fingerprint.hex(),
-        "model": record.model_name if record else None,
-        "model_fingerprint": record.model.hex() if record else None,
+        "model": record.model if record else None,
+        "model_fingerprint": record.digest.hex() if record else None,
         "block_size": record.group.block_size if record else None,
-        "dtype": record.described["dtype"] if record else None,
-        "loss": record.described["loss"] if record else None,
+        "dtype": record.layout.get("dtype") if record else None,
+        "loss": record.layout.get("loss") if record else None,
         "blocks": len(entries),
         "bytes": sum(entry.size for entry in entries),
         "tenants": len({tenant_of(entry.name) for entry in entries}),

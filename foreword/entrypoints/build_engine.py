@@ -15,7 +15,6 @@ import torch
 from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.resume import KVGroup
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, parse_bytes
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
@@ -213,8 +212,7 @@ def build_engine(
     kept = _kept_prefixes(prefixes, info, cache)
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
     if offload is not None:
-        facts = [_facts(group) for group in cache.groups]
-        offload.describe({"model": info.name, "fingerprint": info.fingerprint}, facts)
+        offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
     budget = prefixes.budget_bytes(info.num_blocks * info.kv_bytes_per_block)
     pins = retentions = erasures = None
     if offload is not None:
@@ -362,11 +360,6 @@ def _grouped_stores(cache: PrefixCache, offload: OffloadManager) -> GroupedStore
     """The stores of a model with windows."""
     pairs = zip(cache.groups, offload.units, strict=True)
     return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])
-
-
-def _facts(group: KVGroup) -> dict[str, object]:
-    """What tools must know to find the blocks that a prompt needs."""
-    return {} if group.whole else {"kind": group.kind.value, "span": group.span}
 
 
 def _peer_opener(config: TransferConfig) -> Opener:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from foreword.blocks.layout import ROOT_BYTES, Layout
 from foreword.blocks.portable import BlockUnits, whole_blocks
+from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.lending import SlotReader
 from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
@@ -36,6 +36,8 @@ from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
+from foreword.store.layout_records import LAYOUTS, LayoutRecord
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tier_admission import BlockUse
 from foreword.store.tier_counters import LookupOutcome, Rate
 from foreword.store.tiered import FetchedBlock, TieredStore, Tiers, TierSearch
@@ -439,17 +441,17 @@ class OffloadManager:
 
         return self._later(work)
 
-    def describe(self, facts: Mapping[str, object], groups: Sequence[Mapping[str, object]] = ({},)) -> Future[None]:
-        """Write the records `layouts/<fingerprint>`, which tell tools what blocks of these layouts are. `groups`: further facts
-        about each KV group."""
+    def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
+        """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block
+        key, 0 for those of a block."""
 
         def work() -> None:
+            records = SharedRecords(self.store, LAYOUTS)
             pairs = zip(self.units, groups, strict=True)
-            for layout, more in ((layout, more) for one, more in pairs for layout in one.layouts):
-                record = json.dumps({**facts, **more, "layout": layout.describe()}, sort_keys=True).encode()
-                key = f"layouts/{layout.fingerprint.hex()}"
+            for layout, one in ((layout, group) for units, group in pairs for layout in units.layouts):
+                facts = layout.describe(), fingerprint.hex(), one.kind, one.span, one.sinks, key_size
                 with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
-                    self.store.put_record(key, record, deadline=time.monotonic() + WRITE_TIMEOUT)
+                    records.put(LAYOUTS.key(layout.fingerprint.hex()), LayoutRecord(model, *facts))
 
         return self._later(work)
 

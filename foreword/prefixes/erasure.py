@@ -19,44 +19,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b, sha256
-from typing import Any, TypeVar
+from typing import Any
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
-from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
-from foreword.prefixes.records import PrefixRecord, read_record
-from foreword.store.base import Erased, Name, PartialListing, StoredBlock, step_deadline
+from foreword.prefixes.stored import PREFIXES, PrefixRecord
+from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.data_keys import DataKeys
+from foreword.store.layout_records import layouts
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
 
-Parsed = TypeVar("Parsed")
-
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
 _CALL_TIMEOUT = 60.0
-_KINDS = ("prefixes/", "retained/", "quarantine/")
 KEY_STORE = "key store"  # the place of data keys in receipts
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutRecord:
-    """The description of one layout in a store: the model and the form of its blocks.
-
-    Attributes:
-        group: the layers, and which blocks they need.
-        key_size: tokens per block key.
-    """
-
-    fingerprint: bytes
-    model: bytes
-    model_name: str
-    group: KVGroup
-    key_size: int
-    described: Mapping[str, object]
 
 
 class PlaceOutcome(StrEnum):
@@ -221,37 +202,10 @@ def sign(receipt: Mapping[str, object], secret: str) -> str:
     return blake2b(text.encode(), digest_size=32, key=key).hexdigest()
 
 
-def layouts(store: TieredStore, failed: OnFailure = raise_failure) -> dict[bytes, LayoutRecord]:
-    """The layouts described in a store, by fingerprint. Unreadable records are skipped."""
-    return {one.fingerprint: one for one in _parse_records(store, "layouts/", _read_layout, failed).values()}
-
-
-def _read_layout(key: str, data: bytes) -> LayoutRecord | None:
-    try:
-        read = json.loads(data)
-        described = read["layout"]
-        fingerprint, model = bytes.fromhex(key.removeprefix("layouts/")), bytes.fromhex(described["model"])
-        kind, size = GroupKind(read.get("kind", GroupKind.FULL)), int(described["block_size"])
-        group = KVGroup(kind, size, int(read.get("span", 0)), int(read.get("sinks", 0)))
-        return LayoutRecord(fingerprint, model, str(read["model"]), group, int(read.get("key_size", size)), described)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-
-
 def named_prefixes(store: TieredStore, failed: OnFailure = raise_failure) -> dict[str, PrefixRecord]:
-    """The named prefixes of all tenants and models in a store, by record key. Unreadable records are skipped."""
-    return _parse_records(store, "prefixes/", lambda key, data: read_record(data, key.rpartition("/")[2]), failed)
-
-
-def _parse_records(
-    store: TieredStore, prefix: str, parse: Callable[[str, bytes], Parsed | None], failed: OnFailure
-) -> dict[str, Parsed]:
-    found = {}
-    for key, data in store.read_records(prefix, failed).items():
-        record = parse(key, data)
-        if record is not None:
-            found[key] = record
-    return found
+    """The named prefixes of all tenants and models in a store, by record key, without damaged records. `failed` is called for
+    each tier, and each record, that cannot be read."""
+    return SharedRecords(store, PREFIXES).scan(failed=failed, unread=failed).values
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,13 +299,11 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
     """
     erasure = _Erasure(store)
     known = layouts(store, erasure.fail)
-    chosen = {
-        f for f, r in known.items() if r.model_name == model or (len(model) >= 8 and r.model.hex().startswith(model))
-    }
+    chosen = {f for f, r in known.items() if r.model == model or (len(model) >= 8 and r.digest.hex().startswith(model))}
     if not chosen:
-        names = sorted({record.model_name for record in known.values()})
+        names = sorted({record.model for record in known.values()})
         raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}{erasure.in_words()}")
-    models = {known[fingerprint].model.hex()[:32] for fingerprint in chosen}
+    models = {known[fingerprint].digest.hex()[:32] for fingerprint in chosen}
     erasure.sweep([(layout, b"") for layout in sorted(chosen)], lambda key: key.split("/")[1] in models)
     return erasure.receipt(f"model {model}", unknown=erasure.count(lambda name: name[:FINGERPRINT_BYTES] not in known))
 
@@ -428,8 +380,8 @@ class _Erasure:
         wanted: Callable[[str], bool],
         chosen: Collection[Name] | None = None,
     ) -> None:
-        """Delete the blocks with these layouts and roots, or those of them that are chosen, and the named prefixes and
-        retentions whose record keys are wanted, from every tier."""
+        """Delete the blocks with these layouts and roots, or those of them that are chosen, and the records of tenants whose
+        keys are wanted, from every tier."""
 
         def work(tier: StoreTier) -> None:
             if isinstance(tier.store, ReadOnlyStore):
@@ -439,7 +391,7 @@ class _Erasure:
             for prefix in prefixes:
                 self._sweep_tier(tier, prefix, chosen)
             # One that does not answer is not asked twice.
-            if self._store.keeps_records(tier) and self._place(tier).outcome not in _REFUSED:
+            if tier in self._store.record_tiers and self._place(tier).outcome not in _REFUSED:
                 self._remove_records(tier, wanted)
 
         self._each(self._tiers, work)
@@ -493,12 +445,12 @@ class _Erasure:
     def _remove_records(self, tier: StoreTier, wanted: Callable[[str], bool]) -> None:
         def deleted() -> Iterator[str]:
             problem: StoreError | None = None
-            for kind in _KINDS:
-                try:
-                    keys = tier.store.records(kind, deadline=step_deadline(math.inf))
-                except PartialListing as error:
-                    keys, problem = error.keys, error
-                for key in filter(wanted, keys):
+            try:
+                keys = tier.store.records("", deadline=step_deadline(math.inf))
+            except PartialListing as error:
+                keys, problem = error.keys, error
+            for key in keys:
+                if record_tenant(key) and wanted(key):
                     tier.store.delete_record(key, deadline=step_deadline(math.inf))
                     yield key
             if problem is not None:

@@ -6,14 +6,15 @@ starts adopts the records that it finds, since the one that wrote them may be go
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
+
+import msgspec
 
 from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import StoreError
@@ -28,6 +29,7 @@ from foreword.prefixes.erasure import (
 )
 from foreword.store.background import use_background_cores
 from foreword.store.data_keys import DataKeys
+from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ _FIRST_PAUSE: Final = 5.0
 _LONGEST_PAUSE: Final = 60.0
 _MAX: Final = 1024
 _TIMEOUT: Final = 5.0
-_RECORDS: Final = "erasures/"
+_LENGTHS: Final = (TENANT_BYTES, DIGEST_BYTES)
 
 
 @dataclass(slots=True)
@@ -56,10 +58,21 @@ class OpenErasure:
     receipt: Receipt
     since: float = field(default_factory=time.time)
 
-    @property
-    def record(self) -> bytes:
-        prefixes = [one.hex() for one in self.prefixes]
-        return json.dumps({"prefixes": prefixes, "what": self.what, "tiers": sorted(self.tiers)}).encode()
+
+class ErasureRecord(msgspec.Struct, frozen=True):
+    """What other instances must know to repeat an erasure. `prefixes`: hexadecimal."""
+
+    prefixes: list[str]
+    what: str
+    tiers: list[str]
+
+    def __post_init__(self) -> None:
+        # An empty prefix would name the blocks of all tenants.
+        if not self.prefixes or any(len(bytes.fromhex(one)) not in _LENGTHS for one in self.prefixes):
+            raise ValueError("prefixes")
+
+
+ERASURES: Final = RecordKind("erasures", ErasureRecord, most=_MAX)
 
 
 class OpenErasures:
@@ -81,6 +94,7 @@ class OpenErasures:
         pause: float = _FIRST_PAUSE,
     ) -> None:
         self._store = store
+        self._records = SharedRecords(store, ERASURES)
         self._drop = drop
         self._keys = keys
         self._first_pause = pause
@@ -126,7 +140,8 @@ class OpenErasures:
 
     def _write(self, one: OpenErasure) -> None:
         try:
-            self._store.put_record(_RECORDS + one.id, one.record, deadline=time.monotonic() + _TIMEOUT)
+            record = ErasureRecord([prefix.hex() for prefix in one.prefixes], one.what, sorted(one.tiers))
+            self._records.put(ERASURES.key(one.id), record)
         except StoreError as error:
             log.warning("erasure %s: it ends with this process, no store takes its record: %s", one.id, error.message)
 
@@ -163,29 +178,18 @@ class OpenErasures:
             return
         log.info("erasure %s is complete", one.id)
         try:
-            self._store.delete_record(_RECORDS + one.id, deadline=time.monotonic() + _TIMEOUT)
+            self._records.remove(ERASURES.key(one.id))
         except StoreError as error:
             log.warning("erasure %s: its record stays, and it is repeated at the next start: %s", one.id, error.message)
 
     def _adopt(self) -> None:
-        """Read the records that are in the stores."""
-
-        def failed(*_: object) -> None:
-            """What is there is adopted at the next start."""
-
-        for key, data in list(self._store.read_records(_RECORDS, failed).items())[:_MAX]:
-            name = key.removeprefix(_RECORDS)
-            try:
-                read: dict[str, Any] = json.loads(data)
-                prefixes = tuple(bytes.fromhex(one) for one in read["prefixes"])
-                tiers, what = frozenset(map(str, read["tiers"])), str(read["what"])
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                continue
-            # An empty prefix would name the blocks of all tenants.
-            if prefixes and all(len(one) in (TENANT_BYTES, DIGEST_BYTES) for one in prefixes):
-                log.info("erasure %s is continued: %s", name, what)
-                with self._lock:
-                    self._known.setdefault(name, OpenErasure(name, prefixes, what, tiers, Receipt(what, [])))
+        """Read the records that are in the stores. What cannot be read is adopted at the next start."""
+        for key, record in self._records.scan(failed=leave).values.items():
+            name, prefixes = key.rpartition("/")[2], tuple(map(bytes.fromhex, record.prefixes))
+            one = OpenErasure(name, prefixes, record.what, frozenset(record.tiers), Receipt(record.what, []))
+            log.info("erasure %s is continued: %s", name, one.what)
+            with self._lock:
+                self._known.setdefault(name, one)
 
 
 def _open_tiers(receipt: Receipt) -> frozenset[str]:

@@ -15,18 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from foreword.errors import BadRequest, ForewordError, UnknownPrefix
+from foreword.errors import BadRequest, ForewordError, StoreError, UnknownPrefix
 from foreword.prefixes.book import Content, Kind, Message, NamedPrefix, PrefixBook
-from foreword.prefixes.records import PrefixRecord
-from foreword.prefixes.stored import PrefixStorage
+from foreword.prefixes.stored import PrefixRecord, PrefixStorage
 
 logger = logging.getLogger(__name__)
 
 # Seconds between two reads of the store's records: in general, and for a name that is not known here.
 _REFRESH_SECONDS = 2.0
 _UNKNOWN_SECONDS = 0.1
-# The store's listing may still lack a prefix that was registered within the last seconds.
-_SETTLED_SECONDS = 10.0
 _MAX_TENANTS = 4096
 
 
@@ -219,20 +216,24 @@ class PrefixService:
         if self._storage is None:
             return []
         with self._changing:
-            found = self._storage.all(salt)
             if len(self._looked) >= _MAX_TENANTS:
                 self._looked.clear()
             self._looked[salt] = time.monotonic()
-            if found is None:
-                unknown = name is not None and not self.book.version(name, salt=salt)
-                one = self._storage.get(name, salt) if name is not None and unknown else None
-                return self._adopt([one] if one is not None else [], salt)
-            newer = [record for record in found if record.version > self.book.version(record.name, salt=salt)]
-            stored = {record.name for record in found}
-            for prefix in self.book.list(salt=salt):
-                if prefix.name not in stored and time.time() - prefix.created > _SETTLED_SECONDS:
-                    with contextlib.suppress(UnknownPrefix):
-                        self.book.remove(prefix.name, salt=salt)
+            records = list[PrefixRecord]()
+            try:
+                found = self._storage.all(salt)
+            except StoreError:
+                if name is not None and not self.book.version(name, salt=salt):
+                    with contextlib.suppress(StoreError):
+                        records += filter(None, [self._storage.get(name, salt)])
+            else:
+                records += found.values.values()
+                stored = {key.rpartition("/")[2] for key in found.keys}
+                for prefix in self.book.list(salt=salt):
+                    if prefix.name not in stored:
+                        with contextlib.suppress(UnknownPrefix):
+                            self.book.remove(prefix.name, salt=salt)
+            newer = [record for record in records if record.version > self.book.version(record.name, salt=salt)]
             return self._adopt(newer, salt)
 
     def _adopt(self, records: Sequence[PrefixRecord], salt: bytes) -> list[NamedPrefix]:

@@ -124,7 +124,7 @@ class ChainQuarantine:
         if self._store is not None:
             shared = {one.source for one in chains}
             for tier in self._store.tiers:
-                tier.suspended = tier.label in (shared if self._store.keeps_records(tier) else here)
+                tier.suspended = tier.label in (shared if tier in self._store.record_tiers else here)
         if keys != self.keys:
             self.keys = keys
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
 from foreword.store.frame import Frame, read_header
 
@@ -37,6 +38,7 @@ RECORD_BYTES: Final = 8 << 20
 STEP_SECONDS: Final = 5.0  # within which a place answers a step of a long call, or counts as unreachable
 _LISTED: Final = 1024
 _RECORD_KEY: Final = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
+_OF_TENANT: Final = re.compile(rf"[^/]+/[^/]+/([0-9a-f]{{{2 * DIGEST_BYTES}}})/[^/]+")
 
 
 class PartialListing(StoreUnreadable):
@@ -292,6 +294,15 @@ def check_record_key(key: str) -> str:
     if not _RECORD_KEY.fullmatch(key):
         raise StoreConfigError(f"a record key has parts of letters, digits and ._- joined by slashes, unlike {key!r}")
     return key
+
+
+def record_tenant(key: str) -> str:
+    """The digest of the tenant that a record belongs to, "" if it belongs to none: the third of four parts of its key.
+
+    So a record of any kind is encrypted with its tenant's data key, and is erased with the tenant.
+    """
+    found = _OF_TENANT.fullmatch(key)
+    return found[1] if found is not None else ""
 
 
 def check_record(data: bytes) -> bytes:

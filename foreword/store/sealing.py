@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
-from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES
+from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
-from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus
+from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus, record_tenant
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, data_keys_of
 from foreword.store.frame import (
     HEADER_BYTES,
@@ -59,7 +59,6 @@ _ROOTS: Final = 4096
 _CHECKSUM_BYTES: Final = 16
 _CLEAR: Final = HEADER_BYTES - _CHECKSUM_BYTES - TAG_BYTES  # bytes of the header before its checksum
 _PARTS: Final = 64
-_OF_TENANTS: Final = ("prefixes", "retained", "quarantine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +328,4 @@ def _signed_record(head: bytes, key: str, data: bytes) -> bytes:
 
 def _owner(key: str) -> bytes:
     """The tenant of a record, as in the names of its blocks; `SHARED` if it belongs to none."""
-    parts = key.split("/")
-    try:
-        digest = bytes.fromhex(parts[2]) if parts[0] in _OF_TENANTS and len(parts) > 2 else b""
-    except ValueError:
-        digest = b""
-    return digest[:TENANT_BYTES] if len(digest) == DIGEST_BYTES else SHARED
+    return bytes.fromhex(record_tenant(key))[:TENANT_BYTES] or SHARED

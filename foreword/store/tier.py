@@ -130,17 +130,24 @@ class StoreTier:
     # Calls
 
     def attempt(self, call: Callable[[], Result], default: Result, deadline: float | None = None) -> Result:
-        """Return the call's result, or `default` if it fails or the circuit breaker is open.
+        """Return the result of `ask`, or `default` if it fails."""
+        try:
+            return self.ask(call, deadline)
+        except StoreError:
+            return default
+
+    def ask(self, call: Callable[[], Result], deadline: float | None = None) -> Result:
+        """Make a call of the store, unless the circuit breaker is open. Raises StoreError.
 
         With a deadline, the call is made on a thread of the tier, and fails if it does not return by then.
         """
         if not self._admits(inline=deadline is None):
-            return default
+            raise StoreUnavailable(f"tier {self.label} is not used for now")
         try:
             result = call() if deadline is None else self.call(call, deadline)
-        except Exception as error:  # noqa: BLE001 - where a store's failure becomes a miss
+        except Exception as error:
             self._failed(error)
-            return default
+            raise error if isinstance(error, StoreError) else StoreUnavailable(type(error).__name__) from error
         self._succeeded()
         return result
 

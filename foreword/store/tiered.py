@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreError
-from foreword.store.base import MISSING, Name, PartialListing, Store, StoredBlock, StoreStatus, step_deadline
+from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_admission import AdmissionRule, BlockUse
@@ -112,6 +112,7 @@ class TieredStore(Store):
     Attributes:
         writable: indexes of the tiers that take writes.
         selective: whether a tier does not take every block.
+        record_tiers: the tiers that keep records, in the order in which they are read.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class TieredStore(Store):
         self.selective = any(tier.admission is not None for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
-        self._record_tiers = [self.tiers[index] for index in chosen][::-1]
+        self.record_tiers = [self.tiers[index] for index in chosen][::-1]
 
     def subscribe(self, listener: Callable[[int, bool, Sequence[Name]], None]) -> None:
         """Call `listener(tier, stored, names)` whenever this process stores blocks in a writable tier or removes them.
@@ -334,71 +335,48 @@ class TieredStore(Store):
 
     # Records
 
-    def keeps_records(self, tier: StoreTier) -> bool:
-        return tier in self._record_tiers
-
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         """Write to every tier that keeps records. Raises StoreError if all of them failed."""
         failures = []
-        for tier in self._record_tiers:
+        for tier in self.record_tiers:
             try:
                 tier.call(partial(tier.store.put_record, key, data, deadline=deadline), deadline)
             except StoreError as error:
                 tier.count_error(error)
                 failures.append(error)
-        if failures and len(failures) == len(self._record_tiers):
+        if failures and len(failures) == len(self.record_tiers):
             raise failures[0]
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
-        for tier in self._record_tiers:
-            found = tier.attempt(partial(tier.store.get_record, key, deadline=deadline), None, deadline)
-            if found is not None:
-                return bytes(found)
-        return None
+        """Raises StoreError if a tier does not answer and none of the others has it."""
+        return next((data for _, data in self.record_copies(key, deadline=deadline)), None)
+
+    def record_copies(self, key: str, *, deadline: float) -> Iterator[tuple[StoreTier, bytes]]:
+        """A record as each tier has it. Raises StoreError after the last one if a tier does not answer."""
+        problem: StoreError | None = None
+        for tier in self.record_tiers:
+            try:
+                found = tier.ask(partial(tier.store.get_record, key, deadline=deadline), deadline)
+                if found is not None:
+                    yield tier, bytes(found)
+            except StoreError as error:
+                problem = error
+        if problem is not None:
+            raise copy_error(problem)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
         """Delete from every tier. Raises StoreError if one fails: the record would come back from there."""
         gone = [
-            tier.call(partial(tier.store.delete_record, key, deadline=deadline), deadline)
-            for tier in self._record_tiers
+            tier.call(partial(tier.store.delete_record, key, deadline=deadline), deadline) for tier in self.record_tiers
         ]
         return any(gone)
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:
         """Raises StoreError if a tier fails: an incomplete list would look as if records had been deleted."""
         keys: set[str] = set()
-        for tier in self._record_tiers:
+        for tier in self.record_tiers:
             keys.update(tier.call(partial(tier.store.records, prefix, deadline=deadline), deadline))
         return sorted(keys)
-
-    def read_records(self, prefix: str, failed: OnFailure = raise_failure) -> dict[str, bytes]:
-        """The records whose keys start with `prefix`, of all tiers. Each tier has a step's time for each call, so one that
-        hangs takes none from the others; `failed` is called with its error."""
-        found: dict[str, bytes] = {}
-        for tier in self._record_tiers:
-            try:
-                keys, problem = self._keys(tier, prefix)
-                for key in keys:
-                    until = step_deadline(math.inf)
-                    data = None
-                    if key not in found:
-                        data = tier.call(partial(tier.store.get_record, key, deadline=until), until)
-                    if data is not None:
-                        found[key] = bytes(data)
-                if problem is not None:
-                    failed(tier, problem)
-            except StoreError as error:
-                failed(tier, error)
-        return found
-
-    @staticmethod
-    def _keys(tier: StoreTier, prefix: str) -> tuple[list[str], StoreError | None]:
-        """The keys that a tier lists, and why these are not all."""
-        until = step_deadline(math.inf)
-        try:
-            return tier.call(partial(tier.store.records, prefix, deadline=until), until), None
-        except PartialListing as error:
-            return error.keys, error
 
     # Status
 

@@ -31,7 +31,7 @@ from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
 from foreword.conformance import FlakyStore, soon
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront
-from foreword.errors import ConfigError, TransferRefused
+from foreword.errors import ConfigError, StoreError, TransferRefused
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.router.replica_metrics import parse_metrics
@@ -174,7 +174,7 @@ class MemoryStorage:
         pass
 
     def all(self, salt: bytes) -> None:
-        return None
+        raise StoreError("no records are kept")
 
     def get(self, name: str, salt: bytes) -> None:
         return None

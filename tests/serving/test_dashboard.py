@@ -16,9 +16,10 @@ from dashboard_server import HOSTILE, MODEL, DashboardServer, open_dashboard_ser
 from prometheus_client import CollectorRegistry, Gauge
 from shared_server import until, words
 
+from foreword.blocks.salt import tenant_digest
 from foreword.dashboard.metric_history import KEEP_SECONDS, SAMPLE_SECONDS, MetricsHistory
-from foreword.prefixes.book import NamedPrefix
-from foreword.prefixes.records import PrefixRecords, tenant_digest
+from foreword.prefixes.stored import PREFIXES, PrefixRecord
+from foreword.store.shared_records import SharedRecords
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -152,8 +153,8 @@ def test_hostile_text(site: DashboardServer, page: Page) -> None:
     assert off is not None
     word = f"prefixes/{site.engine.info.fingerprint[:32]}/{tenant_digest(b'')}/evil"
     info = site.engine.info
-    records = PrefixRecords(off.store, info.fingerprint, info.name, info.block_size)
-    records.put(NamedPrefix("evil", 1, "text", "x = 1\n" * 20, (), 1.0), b"", b"")
+    records = SharedRecords(off.store, PREFIXES)
+    records.put(word, PrefixRecord("evil", 1, "text", "x = 1\n" * 20, 1.0, 0, info.block_size, info.name, ""))
     record = off.store.get_record(word, deadline=monotonic() + 60)
     assert record is not None
     changed = record.replace(b'"name": "evil"', b'"name": "' + HOSTILE.encode() + b'"')
@@ -166,7 +167,7 @@ def test_hostile_text(site: DashboardServer, page: Page) -> None:
     assert MODEL in page.text("#subject")
     assert page.run("return document.images.length + document.querySelectorAll('main script').length") == 0
     assert page.run("return window.hacked === undefined")
-    records.remove("evil", b"")
+    records.remove(word)
 
 
 @pytest.mark.slow

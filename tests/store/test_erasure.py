@@ -1,6 +1,7 @@
 """Erasure of tenants, models and prefixes: complete with gaps and without an index, and true about what it could not do."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,12 +18,12 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.conformance import FlakyStore, present, soon
 from foreword.errors import NotFound
-from foreword.prefixes.book import NamedPrefix
 from foreword.prefixes.erasure import forget_model, forget_prefix, forget_tenant, sign
-from foreword.prefixes.records import PrefixRecords
+from foreword.prefixes.stored import PREFIXES, PrefixRecord
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore
 
 ANN, BOB, SESSION = Salt(b"ann"), Salt(b"bob"), Salt.of(b"ann", "session")
@@ -154,8 +155,8 @@ def test_a_model_without_a_description_is_unknown(tmp_path: Path) -> None:
 
 
 def named(store: TieredStore, last: Frame, salt: bytes) -> None:
-    prefix = NamedPrefix("p", 1, "text", "some text", (), time.time())
-    PrefixRecords(store, MODEL.hex(), "x", 16).put(prefix, last.header.key, salt)
+    record = PrefixRecord("p", 1, "text", "some text", time.time(), 0, 16, "x", last.header.key.hex())
+    SharedRecords(store, PREFIXES).put(PREFIXES.key(MODEL.hex()[:32], tenant_digest(salt), "p"), record)
 
 
 def test_a_prefix_is_erased_with_what_continues_it(tmp_path: Path) -> None:
@@ -201,29 +202,29 @@ def test_a_damaged_record_costs_only_its_prefix(tmp_path: Path) -> None:
     """A record that is damaged, of another name, or has absurd numbers is skipped; the others of the tenant are found."""
     store, mine, _ = filled(tmp_path)
     named(store, mine[5], b"ann")
-    records = PrefixRecords(store, MODEL.hex(), "x", 16)
+    records = SharedRecords(store, PREFIXES)
     [key] = store.records("prefixes/", deadline=soon())
     intact = store.get_record(key, deadline=soon()) or b""
     good = json.loads(intact)
     other = key.removesuffix("/p") + "/other"
-    assert [one.name for one in records.all(b"ann") or ()] == ["p"]
+    assert [one.name for one in records.scan().values.values()] == ["p"]
     changes: list[dict[str, object]] = [
         {"name": 7}, {"version": 10**30}, {"version": True}, {"version": 0}, {"created": "x"}, {"created": 1e300},
-        {"last_key": "zz"}, {"num_tokens": -1}, {"content": None}, {"kind": "messages"}, {"model": 3},
+        {"created": math.nan}, {"last_key": "zz"}, {"num_tokens": -1}, {"content": None}, {"kind": "messages"}, {"model": 3},
     ]  # fmt: skip
     good = {field: value for field, value in good.items() if field != "checksum"} | {"format": 1}  # of version 0.1
     bad = [json.dumps(good | {"name": "other"} | change).encode() for change in changes]
     for data in (json.dumps(good).encode(), b"[" * 100_000, b"", b"[]", b"\xff", *bad):
         store.put_record(other, data, deadline=soon())
-        assert [one.name for one in records.all(b"ann") or ()] == ["p"], data[:300]
+        assert [one.name for one in records.scan().values.values()] == ["p"], data[:300]
     store.put_record(other, json.dumps(good | {"name": "other"}).encode(), deadline=soon())
-    assert sorted(one.name for one in records.all(b"ann") or ()) == ["other", "p"]
-    before = records.get("p", b"ann")
+    assert sorted(one.name for one in records.scan().values.values()) == ["other", "p"]
+    before = records.get(key)
     for bit in range(8 * len(intact)):
         flipped = bytearray(intact)
         flipped[bit // 8] ^= 1 << bit % 8
         store.put_record(key, bytes(flipped), deadline=soon())
-        assert records.get("p", b"ann") in (None, before), flipped
+        assert records.get(key) in (None, before), flipped
     store.close()
 
 

@@ -30,7 +30,7 @@ from foreword.store.tiered import TieredStore
 
 ANN, BOB = Salt(b"ann"), Salt(b"bob")
 COUNT = 40
-RECORD = f"prefixes/model/{ANN.prefix.hex()}/manual"
+RECORD = f"prefixes/model/{ANN.digest.hex()}/manual"
 
 
 def of(salt: Salt, seed: int) -> list[Frame]:

@@ -74,13 +74,6 @@ class ConnectorGroup:
         states = {f"{spec.mamba_type}{spec.shapes}{spec.dtypes}" for spec in self.specs if isinstance(spec, MambaSpec)}
         return [of_layer(attention[size]) for size in sorted(attention)] + sorted(states)
 
-    @property
-    def facts(self) -> dict[str, object]:
-        """What tools must know besides the layout to find the blocks that a prompt needs."""
-        group = self.group
-        plain = group.whole and not group.sinks
-        return {} if plain else {"kind": group.kind.value, "span": group.span, "sinks": group.sinks}
-
     def check_portable(self) -> bool:
         """Raises ModelUnsupported for a group that the portable layout cannot describe."""
         if not self.layers or self.dtype not in _PORTABLE or self.uneven:

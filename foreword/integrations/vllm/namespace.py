@@ -357,7 +357,7 @@ def _records(store: TieredStore, where: str, first: str) -> tuple[list[Namespace
     seconds in all."""
     found: dict[str, NamespaceRecord] = {}
     complete = True
-    for tier in filter(store.keeps_records, store.tiers):
+    for tier in store.record_tiers:
         deadline = time.monotonic() + _WITHIN
         listed = tier.attempt(partial(tier.store.records, where, deadline=deadline), None, deadline)
         keys = (listed or [])[:_MOST_RECORDS]

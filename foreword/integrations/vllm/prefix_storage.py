@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudge
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
-from foreword.prefixes.erasure import LayoutRecord, layouts
-from foreword.prefixes.records import PrefixRecord, PrefixRecords
-from foreword.prefixes.stored import PrefixStorage, common_length
+from foreword.prefixes.stored import PrefixRecord, PrefixStorage, common_length
 from foreword.store.base import Name
+from foreword.store.layout_records import LayoutRecord, layouts
+from foreword.store.shared_records import FoundRecords
 from foreword.store.tier import StoreTier
 from foreword.store.urls import open_store, parse
 
@@ -85,19 +85,20 @@ class ConnectorStorage(PrefixStorage):
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
         self._base, self._settings = base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config)
-        self._model = unmeasured(self._base, self._settings)
+        self.model = unmeasured(self._base, self._settings)
         self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
         self._current = settings.current
-        self._name = str(vllm_config.model_config.model)
         self._longest = int(vllm_config.model_config.max_model_len)
         self._ranks = int(vllm_config.parallel_config.tensor_parallel_size)
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"], keys=settings.keys())
+        super().__init__(self._store, str(vllm_config.model_config.model))
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_GroupLayout] = []
+        self.block_size = 0
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
             logger.warning(
@@ -113,8 +114,9 @@ class ConnectorStorage(PrefixStorage):
         while not self._layouts and self._visible:
             try:
                 # The engine's process has found out the namespace.
-                self._model = recorded(self._store, self._base, self._settings) or self._model
-                self._layouts = self._own(layouts(self._store).values())
+                self.model = recorded(self._store, self._base, self._settings) or self.model
+                self._layouts = self._own(layouts(self._store))
+                self.block_size = self._layouts[0].key_size if self._layouts else 0
             except StoreError as error:
                 logger.warning("Foreword: %s does not answer: %s", self._store.label, error.message)
             if self._layouts or time.monotonic() >= deadline:
@@ -122,19 +124,21 @@ class ConnectorStorage(PrefixStorage):
             time.sleep(0.05)  # the engine's process writes the record
         return bool(self._layouts)
 
-    def _own(self, known: Iterable[LayoutRecord]) -> list[_GroupLayout]:
+    def _own(self, known: Mapping[bytes, LayoutRecord]) -> list[_GroupLayout]:
         """This server's layouts: one per KV group and rank, or head unit. Servers with other block sizes or ranks may share its
         namespace. Where that cannot be told apart theirs are taken too, which pins more than needed."""
-        same_model = [record for record in known if record.model == self._model]
-        own = [record for record in same_model if self._matches(record)] or same_model
-        return [_GroupLayout(record.fingerprint, record.group, record.key_size, _block_bytes(record)) for record in own]
+        same_model = [pair for pair in known.items() if pair[1].digest == self.model]
+        own = [pair for pair in same_model if self._matches(pair[1])] or same_model
+        return [
+            _GroupLayout(name, one.group, one.key_size or one.group.block_size, _block_bytes(one)) for name, one in own
+        ]
 
     def _matches(self, record: LayoutRecord) -> bool:
         if self._units is not None:
-            return record.described.get("order") == "tokens" and record.key_size == self._units.tokens
-        shard = record.described.get("shard")
+            return record.layout.get("order") == "tokens" and record.key_size == self._units.tokens
+        shard = record.layout.get("shard")
         return (
-            str(record.described.get("order", "")).startswith("vllm/")
+            str(record.layout.get("order", "")).startswith("vllm/")
             and (shard[1] if isinstance(shard, list) and len(shard) == 2 else None) == self._ranks
         )
 
@@ -152,16 +156,16 @@ class ConnectorStorage(PrefixStorage):
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
         if not self._find_layouts():
             return 0
-        root = Scope(self._model, self._key_size, self._current(salt)).root()
-        keys = chain_keys(root, tokens[: self._longest], self._key_size, self._extras)
+        root = Scope(self.model, self.block_size, self._current(salt)).root()
+        keys = chain_keys(root, tokens[: self._longest], self.block_size, self._extras)
         deadline = time.monotonic() + _CALL_WITHIN
 
         def names(layout: _GroupLayout, blocks: Iterable[int]) -> list[Name]:
-            stride = layout.group.block_size // self._key_size
+            stride = layout.group.block_size // self.block_size
             return [chain_prefix(layout.fingerprint, root) + keys[(block + 1) * stride - 1] for block in blocks]
 
         def run(layout: _GroupLayout) -> int:
-            every = range(len(keys) * self._key_size // layout.group.block_size)
+            every = range(len(keys) * self.block_size // layout.group.block_size)
             return self._store.lookup(names(layout, every), deadline=deadline) if layout.group.whole else 0
 
         runs = [run(layout) for layout in self._layouts]
@@ -172,34 +176,25 @@ class ConnectorStorage(PrefixStorage):
                 return block < runs[number]
             return self._store.lookup(names(layout, [block]), deadline=deadline) == 1
 
-        return longest_resumable([layout.group for layout in self._layouts], len(keys) * self._key_size, present)
+        return longest_resumable([layout.group for layout in self._layouts], len(keys) * self.block_size, present)
 
     def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
         """Named prefixes of vLLM have no salt."""
         return self._chain_keys(tokens) if self._layouts else []
 
-    @property
-    def _key_size(self) -> int:
-        """Tokens per block key."""
-        return self._layouts[0].key_size if self._layouts else 0
-
     def _chain_keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain_keys(self._root, tokens, self._key_size, self._extras)
+        return chain_keys(self._root, tokens, self.block_size, self._extras)
 
     @property
     def _root(self) -> bytes:
-        return Scope(self._model, self._key_size, self._current(NO_SALT)).root()
+        return Scope(self.model, self.block_size, self._current(NO_SALT)).root()
 
     # Records
 
     def current(self, salt: bytes) -> bytes:
         return self._current(Salt(salt)).tenant
 
-    @property
-    def records(self) -> PrefixRecords:
-        return PrefixRecords(self._store, self._model.hex(), self._name, self._key_size)
-
-    def all(self, salt: bytes) -> list[PrefixRecord] | None:
+    def all(self, salt: bytes) -> FoundRecords[PrefixRecord]:
         """Raises NotReady while the connector has not said how its blocks are laid out."""
         wait, self._wait = self._wait, 0.0
         if not self._find_layouts(wait) and self._visible:
@@ -246,7 +241,7 @@ class ConnectorStorage(PrefixStorage):
         return count
 
     def _names(self, tokens: Sequence[int], layout: _GroupLayout) -> list[Name]:
-        keys, stride = self._chain_keys(tokens), layout.group.block_size // self._key_size
+        keys, stride = self._chain_keys(tokens), layout.group.block_size // self.block_size
         blocks = layout.needed(self.position(len(tokens)))
         prefix = chain_prefix(layout.fingerprint, self._root)
         return [prefix + keys[(block + 1) * stride - 1] for block in blocks]
@@ -257,12 +252,10 @@ class ConnectorStorage(PrefixStorage):
 
 def _block_bytes(record: LayoutRecord) -> int:
     """Without a codec. Raises ModelUnsupported for a record that does not say it."""
-    described: Any = record.described
+    layout = record.layout
     try:
-        numbers = sum(heads * (key + value) for heads, key, value in described["layers"])
-        opaque = int(described.get("opaque_bytes", 0))
-        return opaque or int(record.group.block_size * ITEM_BYTES[described["dtype"]] * numbers)
+        numbers = sum(heads * (key + value) for heads, key, value in layout["layers"])
+        opaque = int(layout.get("opaque_bytes", 0))
+        return opaque or int(record.group.block_size * ITEM_BYTES[layout["dtype"]] * numbers)
     except (KeyError, TypeError, ValueError):
-        raise ModelUnsupported(
-            f"the store's record of layout {record.fingerprint.hex()} is of another version"
-        ) from None
+        raise ModelUnsupported(f"the store's record of a layout of {record.model} is of another version") from None

@@ -215,8 +215,7 @@ class ForewordConnectorWorker:
         )
         if config.urls:
             name = str(info.config.model_config.model)
-            facts = {"model": name, "fingerprint": info.model.hex(), "key_size": info.key_size}
-            self.offload.describe(facts, [one.facts for one in info.groups])
+            self.offload.describe(name, info.model, [one.group for one in info.groups], info.key_size)
         logger.info(
             "Foreword %s: namespace %s, found and opened in %.2f s; tiers %s; %s",
             __version__,
