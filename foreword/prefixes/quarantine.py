@@ -8,20 +8,22 @@ computes instead.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Final
+
+import msgspec
 
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.store.background import use_background_cores
+from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -29,12 +31,10 @@ log = logging.getLogger(__name__)
 QUARANTINE_SECONDS: Final = 3600.0
 MAX_CHAINS: Final = 1024
 _SCAN_SECONDS: Final = 15.0
-_TIMEOUT: Final = 5.0
 _FLUSH_SECONDS: Final = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class QuarantinedChain:
+class QuarantinedChain(msgspec.Struct, frozen=True):
     """One chain.
 
     Attributes:
@@ -48,6 +48,19 @@ class QuarantinedChain:
     key: str
     source: str
     until: float
+
+    def __post_init__(self) -> None:
+        bytes.fromhex(self.root + self.key)
+
+
+QUARANTINE: Final = RecordKind(
+    "quarantine",
+    QuarantinedChain,
+    of_tenants=True,
+    name=lambda chain: chain.key,
+    ends=lambda chain: chain.until,
+    most=MAX_CHAINS,
+)
 
 
 class ChainQuarantine:
@@ -75,7 +88,8 @@ class ChainQuarantine:
         self.on_change: Callable[[], object] = lambda: None
         self._store = store
         self._drop = drop
-        self._prefix = f"quarantine/{fingerprint[:32]}/"
+        self._records = None if store is None else SharedRecords(store, QUARANTINE)
+        self._model = fingerprint[:32]
         self._lock = threading.Lock()
         self._chains: dict[str, QuarantinedChain] = {}
         self._own: set[str] = set()  # record keys of what was found here
@@ -96,7 +110,7 @@ class ChainQuarantine:
         """Take a chain into quarantine: here at once, in the stores on another thread."""
         key = mismatch.keys[-1].hex()
         chain = QuarantinedChain(mismatch.root.hex(), key, mismatch.source, time.time() + QUARANTINE_SECONDS)
-        record = f"{self._prefix}{chain.root[:32]}/{key}"
+        record = QUARANTINE.key(self._model, chain.root[:32], key)
         with self._lock:
             self._own.add(record)
             self._chains[record] = chain
@@ -146,10 +160,9 @@ class ChainQuarantine:
 
     def _remove(self, record: str, chain: QuarantinedChain, depth: int) -> None:
         """Write the record, then delete the chain from every tier. `depth`: number of its bad block."""
-        assert self._store is not None
+        assert self._store is not None and self._records is not None
         try:
-            data = json.dumps(asdict(chain), sort_keys=True).encode()
-            self._store.put_record(record, data, deadline=time.monotonic() + _TIMEOUT)
+            self._records.put(record, chain)
             self._drop([bytes.fromhex(chain.root)[:ROOT_BYTES]])
             receipt = forget_chain(self._store, bytes.fromhex(chain.root), bytes.fromhex(chain.key), depth)
         except StoreError as error:
@@ -159,36 +172,24 @@ class ChainQuarantine:
 
     def scan(self) -> None:
         """Read the records, and delete those that have expired."""
-        assert self._store is not None
+        assert self._records is not None
         try:
-            names = self._store.records(self._prefix, deadline=time.monotonic() + _TIMEOUT)[:MAX_CHAINS]
-            found = {name: self._chains.get(name) or self._read(name) for name in names}
-            now = time.time()
-            expired = [name for name, one in found.items() if one is not None and one.until <= now]
-            for name in expired:
-                self._store.delete_record(name, deadline=time.monotonic() + _TIMEOUT)
+            found = self._records.scan(QUARANTINE.key(self._model, ""), known=self._chains)
         except StoreError as error:
             log.warning("quarantine: the records cannot be read: %s", error.message)
             return
+        now = time.time()
         with self._lock:
-            waiting = {name: self._chains[name] for name in self._own if name in self._chains}
-            chains = {name: one for name, one in {**found, **waiting}.items() if one is not None and one.until > now}
-            changed = chains.keys() != self._chains.keys()
-            self._chains = chains
+            before = self._chains
+            chains = {record: one for record, one in before.items() if record in found.keys or record in self._own}
+            for record, one in found.values.items():
+                chains[record] = msgspec.structs.replace(one, until=min(one.until, now + QUARANTINE_SECONDS))
+            self._chains = {record: one for record, one in chains.items() if one.until > now}
+            changed = self._chains.keys() != before.keys()
             if changed:
                 self._publish()
+        for record in [*found.expired, *(chains.keys() - self._chains.keys())]:
+            with contextlib.suppress(StoreError):  # it is tried again
+                self._records.remove(record)
         if changed:
             self.on_change()
-
-    def _read(self, name: str) -> QuarantinedChain | None:
-        assert self._store is not None
-        data = self._store.get_record(name, deadline=time.monotonic() + _TIMEOUT)
-        if data is None:
-            return None
-        try:
-            read = json.loads(data)
-            root, key = bytes.fromhex(read["root"]), bytes.fromhex(read["key"])
-            until = min(float(read["until"]), time.time() + QUARANTINE_SECONDS)
-            return QuarantinedChain(root.hex(), key.hex(), str(read["source"]), until)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None

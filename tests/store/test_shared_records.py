@@ -40,13 +40,14 @@ LAYOUT = {"model": KEY.hex(), "block_size": 16, "dtype": "bfloat16", "layers": [
 BEFORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "layouts": (("cd" * 16,), {"model": "x", "fingerprint": KEY.hex(), "layout": LAYOUT, "kind": "window", "span": 32}),
     "erasures": (("12" * 12,), {"prefixes": ["34" * 12, "56" * 16], "what": "tenant x", "tiers": ["disk"]}),
+    "quarantine": ((SCOPE, TENANT, KEY.hex()), {"root": KEY.hex(), "key": KEY.hex(), "source": "disk", "until": None}),
     "prefixes": (
         (SCOPE, TENANT, "rules"),
         {"name": "rules", "version": 3, "kind": "text", "content": "ä", "created": 1.0, "num_tokens": 5, "block_size": 16,
          "model": "x", "last_key": "ab", "format": 1},
     ),
 }  # fmt: skip
-ENDS: dict[str, str] = {}
+ENDS = {"quarantine": "until"}
 
 
 def all_kinds() -> dict[str, RecordKind[Any]]:
