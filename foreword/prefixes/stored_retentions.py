@@ -7,33 +7,74 @@ record; the one that finds it expired deletes it and unpins the blocks.
 
 from __future__ import annotations
 
-import binascii
-import json
 import logging
 import math
 import queue
 import threading
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Annotated, Final, Literal, Protocol
+
+import msgspec
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.retention import MAX_PRIORITY, Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.store.background import use_background_cores
-from foreword.store.base import RECORD_BYTES, Store
+from foreword.store.shared_records import RecordKind, SharedRecords
+from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-FORMAT: Final = 2
-MAX_RECORDS: Final = 16_384
-_TIMEOUT: Final = 5.0
 _SCAN_SECONDS: Final = 15.0
-# The store's listing may still lack a record that was written within the last seconds.
-_SETTLED_SECONDS: Final = 10.0
 # A record is renewed when this share of its ttl has passed since it was written.
 _RENEWAL: Final = 0.25
+
+
+class RetainedRecord(msgspec.Struct, frozen=True):
+    """A retention in a store.
+
+    Attributes:
+        ttl, expires: as in `Retained`; both None until it is released.
+        root: hexadecimal.
+        keys: of its blocks, joined.
+    """
+
+    num_tokens: int
+    block_size: int
+    ttl: float | None
+    expires: float | None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
+    root: str
+    keys: bytes
+    format: Literal[2] = 2
+
+    def __post_init__(self) -> None:
+        whole = len(self.keys) > 0 and len(self.keys) % KEY_BYTES == 0
+        joined = whole and self.num_tokens * KEY_BYTES == self.block_size * len(self.keys)
+        ending = self.expires is None if self.ttl is None else self.expires is not None and 0 < self.ttl < math.inf
+        if not (joined and ending and len(bytes.fromhex(self.root)) == KEY_BYTES):
+            raise ValueError("not a retention")
+
+    @property
+    def ends(self) -> float:
+        return math.inf if self.expires is None else self.expires
+
+    def retained(self, tenant: str, latest: float) -> Retained:
+        """As it is kept here: until `latest` at most if it has an end."""
+        keys = [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+        ends = self.ends if self.ttl is None else min(self.ends, latest)
+        root = bytes.fromhex(self.root)
+        return Retained(tenant, root, keys, self.num_tokens, self.ttl, self.priority, ends, 0, stored=True)
+
+
+RETENTIONS: Final = RecordKind(
+    "retained",
+    RetainedRecord,
+    of_tenants=True,
+    name=lambda record: record.keys[-KEY_BYTES:].hex(),
+    ends=lambda record: record.ends,
+)
 
 
 class Pins(Protocol):
@@ -61,13 +102,13 @@ class StoredRetentions:
         fingerprint: of the model, hexadecimal.
     """
 
-    def __init__(self, book: RetentionBook, store: Store, pins: Pins, fingerprint: str, block_size: int) -> None:
+    def __init__(self, book: RetentionBook, store: TieredStore, pins: Pins, fingerprint: str, block_size: int) -> None:
         self._book = book
-        self._store = store
+        self._records = SharedRecords(store, RETENTIONS)
         self._pins = pins
-        self._prefix = f"retained/{fingerprint[:32]}/"
+        self._model = fingerprint[:32]
         self._block_size = block_size
-        self._written: dict[bytes, tuple[float, float]] = {}  # what the record says, and when it was written or read
+        self._written: dict[bytes, float] = {}  # until when the record says that it is kept
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}
         self._wake: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -84,7 +125,7 @@ class StoredRetentions:
     def kept(self, one: Retained) -> None:
         """A retention begins or is used: its record is written if it lags behind."""
         written = self._written.get(one.key)
-        if written is None or _lags(one, written[0]):
+        if written is None or _lags(one, written):
             self._later(one)
 
     def dropped(self, one: Retained) -> None:
@@ -138,60 +179,51 @@ class StoredRetentions:
             logger.warning("pinning a retained prefix: %s", error.message)
 
     def _write(self, one: Retained) -> None:
-        expires = one.expires
-        data = _encode(one, expires, self._block_size)
-        if len(data) > RECORD_BYTES:
-            return
-        self._store.put_record(self._key(one), data, deadline=time.monotonic() + _TIMEOUT)
-        self._written[one.key] = expires, time.time()
+        expires = None if one.ttl is None else one.expires
+        facts = one.tokens, self._block_size, one.ttl, expires, one.priority, one.root.hex()
+        self._records.put(self._key(one), RetainedRecord(*facts, b"".join(one.keys)))
+        self._written[one.key] = math.inf if expires is None else expires
         self._pins.pin(one.root, one.keys)
 
     def _remove(self, one: Retained) -> None:
         self._written.pop(one.key, None)
-        renewed = self._read(self._key(one)) if one.expires <= time.time() else None
-        if renewed is not None and renewed.expires > time.time() and self._book.adopt(renewed):
-            self._written[one.key] = renewed.expires, time.time()
-            return
-        self._store.delete_record(self._key(one), deadline=time.monotonic() + _TIMEOUT)
+        if one.expires > time.time():
+            self._records.remove(self._key(one))
+        else:
+            renewed = self._records.expire(self._key(one))
+            if renewed is not None:
+                self._adopt(self._key(one), renewed)
+                return
         self._pins.unpin(one.root, one.keys)
 
     def scan(self) -> None:
         """Adopt what other instances or earlier processes keep; end here what they have ended; remove what has expired."""
         self._book.expire()
+        known = {self._key(one): one for one in self._book.all()}
         try:
-            listed = set(self._store.records(self._prefix, deadline=time.monotonic() + _TIMEOUT))
+            found = self._records.scan(RETENTIONS.key(self._model, ""), known=known)
         except StoreError:
             return
-        known = {self._key(one): one for one in self._book.all()}
-        for name in sorted(listed - known.keys())[:MAX_RECORDS]:
-            self._adopt(name)
-        for name, one in known.items():
-            written = self._written.get(one.key)
-            if name not in listed and written is not None and time.time() - written[1] > _SETTLED_SECONDS:
+        for key, record in found.values.items():
+            self._adopt(key, record)
+        for key, record in found.expired.items():
+            if record.block_size == self._block_size:
+                self._later(self._retained(key, record))
+        for key, one in known.items():
+            if key not in found.keys and one.key in self._written:
                 self._book.release(one.tenant, [one.key])
 
-    def _adopt(self, name: str) -> None:
-        found = self._read(name)
-        if found is None:
-            return
-        if found.expires <= time.time():
-            self._later(found)
-        elif self._book.adopt(found):
-            self._written[found.key] = found.expires, time.time()
+    def _adopt(self, key: str, record: RetainedRecord) -> None:
+        """Keep what another instance keeps, if it has the same blocks."""
+        one = self._retained(key, record)
+        if record.block_size == self._block_size and self._book.adopt(one):
+            self._written[one.key] = one.expires
 
-    def _read(self, name: str) -> Retained | None:
-        """None if there is no record of a retention of this engine's blocks."""
-        try:
-            data = self._store.get_record(name, deadline=time.monotonic() + _TIMEOUT)
-        except StoreError:
-            return None
-        tenant, _, key = name.removeprefix(self._prefix).partition("/")
-        limit = time.time() + self._book.longest
-        found = None if data is None else _decode(data, tenant, self._block_size, limit)
-        return found if found is not None and found.key.hex() == key else None
+    def _retained(self, key: str, record: RetainedRecord) -> Retained:
+        return record.retained(key.split("/")[2], time.time() + self._book.longest)
 
     def _key(self, one: Retained) -> str:
-        return f"{self._prefix}{one.tenant}/{one.key.hex()}"
+        return RETENTIONS.key(self._model, one.tenant, one.key.hex())
 
     def flush(self, timeout: float) -> bool:
         """Wait until all records are written. False if that takes longer."""
@@ -209,35 +241,3 @@ def _lags(one: Retained, written: float) -> bool:
     if one.ttl is None:
         return written != math.inf
     return one.expires - written > _RENEWAL * one.ttl
-
-
-def _encode(one: Retained, expires: float, block_size: int) -> bytes:
-    record = {
-        "format": FORMAT,
-        "num_tokens": one.tokens,
-        "block_size": block_size,
-        "ttl": one.ttl,
-        "expires": None if expires == math.inf else expires,
-        "priority": one.priority,
-        "root": one.root.hex(),
-        "keys": b64encode(b"".join(one.keys)).decode(),
-    }
-    return json.dumps(record).encode()
-
-
-def _decode(data: bytes, tenant: str, block_size: int, latest: float) -> Retained | None:
-    """A retention from its record. None if it is malformed, or of another format or block size."""
-    try:
-        read: dict[str, Any] = json.loads(data)
-        joined, root = b64decode(read["keys"], validate=True), bytes.fromhex(read["root"])
-        ttl, expires, priority = read["ttl"], read["expires"], int(read["priority"])
-        fine = read["format"] == FORMAT and read["block_size"] == block_size and (ttl is None) == (expires is None)
-        ttl, expires = (None, math.inf) if ttl is None else (float(ttl), min(float(expires), latest))
-    except (ValueError, TypeError, KeyError, binascii.Error, RecursionError):
-        return None
-    keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-    fine = fine and bool(keys) and len(joined) % KEY_BYTES == 0 and len(root) == KEY_BYTES
-    fine = fine and read["num_tokens"] == len(keys) * block_size
-    if not fine or not 0 <= priority <= MAX_PRIORITY or (ttl is not None and not 0 < ttl < math.inf):
-        return None
-    return Retained(tenant, root, keys, len(keys) * block_size, ttl, priority, expires, 0, stored=True)

@@ -36,18 +36,26 @@ TENANT = ANN.digest.hex()
 KEY = bytes(range(32))
 SCOPE = "ab" * 16
 LAYOUT = {"model": KEY.hex(), "block_size": 16, "dtype": "bfloat16", "layers": [[1, 8, 8]]}
+RETAINED = {
+    "num_tokens": 16,
+    "block_size": 16,
+    "priority": 1,
+    "root": KEY.hex(),
+    "keys": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+}
 # As version 0.1 wrote them: the parts of a record key, and the fields. Times are filled in by `sample`.
 BEFORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "layouts": (("cd" * 16,), {"model": "x", "fingerprint": KEY.hex(), "layout": LAYOUT, "kind": "window", "span": 32}),
     "erasures": (("12" * 12,), {"prefixes": ["34" * 12, "56" * 16], "what": "tenant x", "tiers": ["disk"]}),
     "quarantine": ((SCOPE, TENANT, KEY.hex()), {"root": KEY.hex(), "key": KEY.hex(), "source": "disk", "until": None}),
+    "retained": ((SCOPE, TENANT, KEY.hex()), {**RETAINED, "format": 2, "ttl": 60.0, "expires": None}),
     "prefixes": (
         (SCOPE, TENANT, "rules"),
         {"name": "rules", "version": 3, "kind": "text", "content": "ä", "created": 1.0, "num_tokens": 5, "block_size": 16,
          "model": "x", "last_key": "ab", "format": 1},
     ),
 }  # fmt: skip
-ENDS = {"quarantine": "until"}
+ENDS = {"quarantine": "until", "retained": "expires"}
 
 
 def all_kinds() -> dict[str, RecordKind[Any]]:

@@ -23,6 +23,7 @@ from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.store.base import Name, Store
+from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class ConnectorRetentions:
     """
 
     def __init__(
-        self, store: Store, groups: Sequence[StoredGroup], model: bytes, key_size: int, step: int, key_bytes: int
+        self, store: TieredStore, groups: Sequence[StoredGroup], model: bytes, key_size: int, step: int, key_bytes: int
     ) -> None:
         size = store.status().budget
         budget = int(size * _PIN_SHARE) // max(key_bytes, 1) if size > 0 else _UNBOUNDED
