@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 from vllm_process import PYTHON, disk, run
 
 import foreword
-from foreword.errors import StoreError
+from foreword.errors import BadRecord, StoreError
 from foreword.integrations.vllm.namespace import (
-    NamespaceRecord,
+    NAMESPACES,
     Observations,
     ProbeSample,
     base_digest,
@@ -207,7 +207,8 @@ def test_damaged_records_are_skipped(tmp_path: Path, damage: bytes) -> None:
     first = choose(store, BASE, evidence())
     [key] = store.records("namespaces/", deadline=float("inf"))
     store.put_record(key, damage, deadline=float("inf"))
-    assert NamespaceRecord.read(damage) is None
+    with pytest.raises(BadRecord):
+        NAMESPACES.decode(key, damage)
     assert choose(store, BASE, evidence()) == first
     store.close()
 

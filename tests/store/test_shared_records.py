@@ -36,6 +36,11 @@ TENANT = ANN.digest.hex()
 KEY = bytes(range(32))
 SCOPE = "ab" * 16
 LAYOUT = {"model": KEY.hex(), "block_size": 16, "dtype": "bfloat16", "layers": [[1, 8, 8]]}
+SAMPLE = {"shape": [1, 2], "tolerance": 0.01, "open": False, "values": "AACAPwAAAEA="}
+NAMESPACE: dict[str, Any] = {
+    "namespace": KEY.hex(), "vllm": "0.32.0", "settings": "ef" * 32, "resolved": {"a": "1"}, "measured": {"x": SAMPLE},
+    "started": 1.0, "format": 1,
+}  # fmt: skip
 RETAINED = {
     "num_tokens": 16,
     "block_size": 16,
@@ -54,6 +59,8 @@ BEFORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"name": "rules", "version": 3, "kind": "text", "content": "ä", "created": 1.0, "num_tokens": 5, "block_size": 16,
          "model": "x", "last_key": "ab", "format": 1},
     ),
+    "namespaces": ((SCOPE, "ef-ab-cd-01"), NAMESPACE),
+    "encoders": ((SCOPE, KEY.hex()), {"model": KEY.hex()}),
 }  # fmt: skip
 ENDS = {"quarantine": "until", "retained": "expires"}
 
@@ -101,8 +108,13 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def test_all_kinds_are_tested() -> None:
-    """Each kind of the package has a sample here."""
+    """Each kind of the package has a sample here, and no code writes or reads records in stores without a kind."""
     assert KINDS.keys() == BEFORE.keys()
+    calls = {"put_record", "get_record", "delete_record", "read_records"}
+    for module, (_, tree) in package().items():
+        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
+            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            assert not used & calls, module
 
 
 @every_kind

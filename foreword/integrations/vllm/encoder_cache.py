@@ -19,11 +19,10 @@ has an output in another namespace of these weights, it compares the two: if the
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -41,10 +40,20 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
-from foreword.integrations.vllm.namespace import base_digest, log, settings_digest, tolerance, unmeasured
+from foreword.integrations.vllm.namespace import (
+    ENCODERS,
+    EncoderRecord,
+    base_digest,
+    log,
+    settings_digest,
+    tolerance,
+    unmeasured,
+)
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
+from foreword.store.layout_records import LAYOUTS, LayoutRecord
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
@@ -104,8 +113,9 @@ class EncoderStore:
         self._dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         base = base_digest(vllm_config, settings.fingerprint)
         self.model = self._own = _encoder_digest(vllm_config, base)
-        self._record = f"encoders/{base.hex()[:32]}/{self._own.hex()}"
+        self._folder = ENCODERS.key(base.hex()[:32], "")
         self._store: TieredStore = open_store(settings.store.urls, keys=settings.keys())
+        self._records = SharedRecords(self._store, ENCODERS, settings.store.lookup_timeout)
         self._settings = settings
         self._asked = 0.0
         self.others: list[bytes] = []
@@ -116,24 +126,22 @@ class EncoderStore:
         if time.monotonic() < self._asked + _FOLLOW_SECONDS:
             return
         self._asked = time.monotonic()
-        deadline = self._asked + self._settings.store.lookup_timeout
         try:
-            found = self._store.get_record(self._record, deadline=deadline)
-            keys = self._store.records(self._record.rpartition("/")[0] + "/", deadline=deadline)
-            self.model = bytes.fromhex(found.decode()) if found else self._own
-            known = {bytes.fromhex(key.rpartition("/")[2]) for key in keys}
-        except (StoreError, ValueError):
+            found = self._records.scan(self._folder).values
+        except StoreError:
             return
-        self.others = sorted(known - {self._own, self.model})[:_MOST_OTHERS] if self.model == self._own else []
+        known = {bytes.fromhex(key.rpartition("/")[2]): bytes.fromhex(one.model) for key, one in found.items()}
+        self.model = known.get(self._own, self._own)
+        self.others = sorted(known.keys() - {self._own, self.model})[:_MOST_OTHERS] if self.model == self._own else []
 
     def adopt(self, model: bytes) -> None:
         """From now on this server's outputs are those of this namespace."""
         self.model = model
         with contextlib.suppress(StoreError):  # the tier counts the error; the next output is compared again
-            self._store.put_record(self._record, model.hex().encode(), deadline=time.monotonic() + _WRITE_TIMEOUT)
+            self._records.put(self._folder + self._own.hex(), EncoderRecord(model.hex()))
 
-    def _layout(self, model: bytes) -> bytes:
-        return Layout(model, 1, (), self._dtype, order="encoder").fingerprint
+    def _layout(self, model: bytes) -> Layout:
+        return Layout(model, 1, (), self._dtype, order="encoder")
 
     def name(self, request: Any, version: bytes, content: bytes, model: bytes) -> OutputName:
         root = Scope(model, 1, self._settings.current(salt_of(request))).root()
@@ -141,7 +149,7 @@ class EncoderStore:
 
     def read(self, name: OutputName, rows: int | None, size: int) -> EncoderOutput | None:
         """The verified output with `rows` rows (None: any number); None if there is none. `size`: bytes that it has at most."""
-        full, config = chain_prefix(self._layout(name.model), name.parent) + name.key, self._settings.store
+        full, config = chain_prefix(self._layout(name.model).fingerprint, name.parent) + name.key, self._settings.store
         if not self._store.locate([full], deadline=time.monotonic() + config.lookup_timeout):
             return None
         buffer = memoryview(bytearray(HEADER_BYTES + _SHAPE.size + size))
@@ -159,20 +167,19 @@ class EncoderStore:
         _SHAPE.pack_into(buffer, 0, dtype, *output.shape)
         buffer[_SHAPE.size : size] = data
         root = name.parent[:ROOT_BYTES]
-        return seal(Header(self._layout(name.model), root, name.key, name.parent, 0, 0, size, size), buffer)
+        return seal(Header(self._layout(name.model).fingerprint, root, name.key, name.parent, 0, 0, size, size), buffer)
 
     def write(self, frame: Frame) -> None:
         self._store.put([frame], deadline=time.monotonic() + _WRITE_TIMEOUT)
 
-    def describe(self, facts: Mapping[str, object]) -> None:
-        """Write the record that tells tools what these frames are."""
-        layout = {"model": self._own.hex(), "block_size": 1, "order": "encoder"}
-        data = json.dumps({**facts, "layout": layout}, sort_keys=True).encode()
+    def describe(self, model: str) -> None:
+        """Write the record that tells tools what these frames are. `model`: its name."""
+        layout = self._layout(self._own)
         with contextlib.suppress(StoreError):  # the tier counts the error; outputs are found without the record
-            deadline = time.monotonic() + _WRITE_TIMEOUT
-            self._store.put_record(f"layouts/{self._layout(self._own).hex()}", data, deadline=deadline)
-            if self._store.get_record(self._record, deadline=deadline) is None:
-                self._store.put_record(self._record, self._own.hex().encode(), deadline=deadline)
+            record = LayoutRecord(model, layout.describe())
+            SharedRecords(self._store, LAYOUTS).put(LAYOUTS.key(layout.fingerprint.hex()), record)
+            if self._records.get(self._folder + self._own.hex()) is None:
+                self.adopt(self._own)
 
     def close(self) -> None:
         self._store.close()
@@ -235,7 +242,7 @@ class EncoderReader:
         self._version = settings.version_of(vllm_config)
         follow_engine(vllm_config, "set_weight_version", self._version.set)
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
-        self._pool.submit(self._store.describe, {"model": str(vllm_config.model_config.model)})
+        self._pool.submit(self._store.describe, str(vllm_config.model_config.model))
         self._pool.submit(self._store.follow)
 
     def ready(self, request: Any, computed: int) -> bool:

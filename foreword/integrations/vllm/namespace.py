@@ -17,34 +17,29 @@ probe covers the rest.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 
 from foreword.errors import StoreError
 from foreword.integrations.vllm.weights import IGNORED_KEYS, model_folder, weights_digest
+from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 
 # vLLM shows INFO lines only of loggers below its own.
 log = logging.getLogger("vllm.foreword")
 
-RECORDS = "namespaces/"
-_FORMAT = 1
-# Reading and writing records at start; a store that takes longer is not compared with.
+# Reading records at start; a store that takes longer is not compared with.
 _WITHIN = 5.0
-# A record has up to a MiB for a large model: a row of a sample is 4 KiB.
-_MOST_RECORDS, _LONGEST_RECORD = 256, 4 << 20
-_FAILED = b"failed"  # in place of a record that a tier did not read
 # Files of a model's folder that vLLM reads its configuration from.
 _CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
 
@@ -103,16 +98,26 @@ class ProbeSample:
                 return f"a half of row {longest} is {stretched[longest]:.2%} longer or shorter"
         return ""
 
-    def plain(self) -> dict[str, object]:
-        data = base64.b64encode(np.ascontiguousarray(self.values, "<f4").tobytes()).decode()
-        return {"shape": list(self.values.shape), "tolerance": self.tolerance, "open": self.open, "values": data}
+
+class SampleRecord(msgspec.Struct, frozen=True):
+    """A sample in a record. `values`: little-endian."""
+
+    shape: tuple[int, int]
+    tolerance: float
+    open: bool
+    values: bytes
 
     @classmethod
-    def read(cls, plain: Mapping[str, Any]) -> ProbeSample:
-        """Raises ValueError, TypeError, KeyError for something else."""
-        rows, count = map(int, plain["shape"])
-        values = np.frombuffer(base64.b64decode(plain["values"], validate=True), "<f4").reshape(rows, count)
-        return cls(values.astype(np.float32), float(plain["tolerance"]), bool(plain["open"]))
+    def of(cls, sample: ProbeSample) -> SampleRecord:
+        rows, count = sample.values.shape
+        values = np.ascontiguousarray(sample.values, "<f4").tobytes()
+        return cls((rows, count), sample.tolerance, sample.open, values)
+
+    @property
+    def sample(self) -> ProbeSample:
+        """Raises ValueError for values of another shape."""
+        values = np.frombuffer(self.values, "<f4").reshape(self.shape).astype(np.float32)
+        return ProbeSample(values, self.tolerance, self.open)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,36 +168,52 @@ class Observations:
             digest.update(name.encode() + b"\x00" + self.measured[name].values.tobytes())
         return digest.digest()
 
-    def record(self, namespace: bytes) -> bytes:
-        measured = {name: one.plain() for name, one in self.measured.items()}
-        plain = {
-            "format": _FORMAT, "namespace": namespace.hex(), "vllm": self.version, "settings": self.settings,
-            "resolved": dict(self.resolved), "measured": measured, "started": time.time(),
-        }  # fmt: skip
-        return json.dumps(plain, sort_keys=True).encode()
+    def record(self, namespace: bytes) -> NamespaceRecord:
+        measured = {name: SampleRecord.of(one) for name, one in self.measured.items()}
+        facts = namespace.hex(), self.version, self.settings, dict(self.resolved), measured
+        return NamespaceRecord(*facts, time.time())
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceRecord:
-    """What a server that wrote into a store resolved and measured, its namespace, and when it started last (Unix time)."""
+class NamespaceRecord(msgspec.Struct, frozen=True):
+    """What a server that wrote into a store resolved and measured, its namespace (hexadecimal), and when it started last (Unix
+    time)."""
 
-    namespace: bytes
-    evidence: Observations
-    started: float = 0.0
+    namespace: str
+    vllm: str
+    settings: str
+    resolved: dict[str, str]
+    measured: dict[str, SampleRecord]
+    started: float
+    format: Literal[1] = 1
 
-    @classmethod
-    def read(cls, data: bytes) -> NamespaceRecord | None:
-        """None for a record that is damaged or of another format."""
-        try:
-            plain = json.loads(data)
-            if plain["format"] != _FORMAT:
-                return None
-            measured = {str(name): ProbeSample.read(one) for name, one in plain["measured"].items()}
-            resolved = {str(name): str(value) for name, value in plain["resolved"].items()}
-            evidence = Observations(str(plain["vllm"]), str(plain["settings"]), resolved, measured)
-            return cls(bytes.fromhex(plain["namespace"]), evidence, float(plain["started"]))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
+    def __post_init__(self) -> None:
+        bytes.fromhex(self.namespace)
+        for one in self.measured.values():
+            _ = one.sample
+
+    @property
+    def evidence(self) -> Observations:
+        measured = {name: one.sample for name, one in self.measured.items()}
+        return Observations(self.vllm, self.settings, self.resolved, measured)
+
+
+# A record has up to a MiB for a large model: a row of a sample is 4 KiB.
+NAMESPACES: Final = RecordKind("namespaces", NamespaceRecord, most=256)
+
+
+class EncoderRecord(msgspec.Struct, frozen=True):
+    """Which namespace's encoder outputs are used by servers with the namespace after which the record is named. `model`:
+    hexadecimal."""
+
+    model: str
+
+    def __post_init__(self) -> None:
+        if len(bytes.fromhex(self.model)) != sha256().digest_size:
+            raise ValueError("model")
+
+
+# Versions before 0.2 wrote the hexadecimal text alone.
+ENCODERS: Final = RecordKind("encoders", EncoderRecord, plain=lambda data: {"model": data.decode()})
 
 
 def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
@@ -318,7 +339,7 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     Never raises for a store that fails: its records are then not compared, and a namespace of exactly these measurements is
     taken, so that nothing can be shared by mistake.
     """
-    where = f"{RECORDS}{base.hex()[:32]}/"
+    where = NAMESPACES.key(_folder(base), "")
     known, complete = _records(store, where, mine.name)
     compared = [(record, mine.difference(record.evidence)) for record in known]
     reasons = [(record, why) for record, why in compared if why]
@@ -326,69 +347,62 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     others = {record.namespace for record, _ in reasons}
     equal = next((record for record, why in compared if not why and record.namespace not in others), None)
     if equal is not None:
-        _write(store, where, mine, equal.namespace)
-        log.info("Foreword: KV in the stores that %s saved is used", equal.evidence.version)
-        return equal.namespace
+        shared = bytes.fromhex(equal.namespace)
+        _write(store, base, mine, shared)
+        log.info("Foreword: KV in the stores that %s saved is used", equal.vllm)
+        return shared
     resolved = json.dumps(dict(mine.resolved), sort_keys=True)
     names = "\x00".join(sorted(mine.measured))
     fresh = sha256(
         b"foreword/namespace\x00" + unmeasured(base, mine.settings) + f"{resolved}\x00{names}".encode()
     ).digest()
-    if not complete or fresh in others:
+    if not complete or fresh.hex() in others:
         fresh = sha256(fresh + mine.values).digest()
     if reasons:
         record, why = reasons[0]
         log.warning(
             "Foreword: KV in the stores that %s saved with these weights is not used: %s",
-            record.evidence.version,
+            record.vllm,
             why,
         )
     if not complete:
         log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
-    _write(store, where, mine, fresh)
+    _write(store, base, mine, fresh)
     written, _ = _records(store, where + mine.name, mine.name)
-    if any(record.namespace == fresh and mine.difference(record.evidence) for record in written):
+    if any(record.namespace == fresh.hex() and mine.difference(record.evidence) for record in written):
         return choose(store, base, mine)
     return fresh
 
 
-def _records(store: TieredStore, where: str, first: str) -> tuple[list[NamespaceRecord], bool]:
-    """The records with keys from `where` on, that named `first` before others; and whether every tier answered, within a few
-    seconds in all."""
-    found: dict[str, NamespaceRecord] = {}
-    complete = True
-    for tier in store.record_tiers:
-        deadline = time.monotonic() + _WITHIN
-        listed = tier.attempt(partial(tier.store.records, where, deadline=deadline), None, deadline)
-        keys = (listed or [])[:_MOST_RECORDS]
-        read = [tier.attempt(partial(_read, tier, key, deadline), _FAILED, deadline) for key in keys]
-        if listed is None or _FAILED in read:
-            complete = False
-            log.warning("Foreword: %s does not answer", tier.label)
-        for key, data in zip(keys, read, strict=True):
-            record = NamespaceRecord.read(data) if len(data) <= _LONGEST_RECORD else None
-            if record is not None:
-                found.setdefault(key, record)
+def _records(store: TieredStore, prefix: str, first: str) -> tuple[list[NamespaceRecord], bool]:
+    """The records with these keys, that named `first` before others; and whether every tier answered, within a few seconds."""
+    late: list[str] = []
+
+    def failed(tier: StoreTier, error: StoreError) -> None:
+        late.append(tier.label)
+        log.warning("Foreword: %s does not answer: %s", tier.label, error.message)
+
+    records = SharedRecords(store, NAMESPACES)
+    found = records.scan(prefix, failed=failed, unread=failed, within=_WITHIN).values
     ordered = sorted(found, key=lambda key: (f"/{first}-" not in key, key))
-    return [found[key] for key in ordered], complete
+    return [found[key] for key in ordered], not late
 
 
-def _read(tier: StoreTier, key: str, deadline: float) -> bytes:
-    """A record; b"" if it is not there any more."""
-    return tier.store.get_record(key, deadline=deadline) or b""
-
-
-def _write(store: TieredStore, where: str, mine: Observations, namespace: bytes) -> None:
+def _write(store: TieredStore, base: bytes, mine: Observations, namespace: bytes) -> None:
     # Servers that start at the same time do not overwrite each other's records, so that each sees what the other measured.
-    key = f"{where}{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}"
+    key = NAMESPACES.key(_folder(base), f"{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}")
     try:
-        store.put_record(key, mine.record(namespace), deadline=time.monotonic() + _WITHIN)
+        SharedRecords(store, NAMESPACES).put(key, mine.record(namespace))
     except StoreError as error:
         log.warning("Foreword: this server's namespace is not recorded: %s", error.message)
 
 
+def _folder(base: bytes) -> str:
+    return base.hex()[:32]
+
+
 def recorded(store: TieredStore, base: bytes, settings: str) -> bytes | None:
     """The namespace of the server with these settings, as its engine has recorded it; None if there is no record."""
-    records, _ = _records(store, f"{RECORDS}{base.hex()[:32]}/{settings[:32]}-", "")
+    records, _ = _records(store, NAMESPACES.key(_folder(base), "") + f"{settings[:32]}-", "")
     latest = max(records, key=lambda one: one.started, default=None)
-    return latest.namespace if latest is not None else None
+    return bytes.fromhex(latest.namespace) if latest is not None else None
