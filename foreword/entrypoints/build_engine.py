@@ -217,7 +217,7 @@ def build_engine(
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
-        pins = StorePins(offload, cache.groups, info.block_size)
+        pins = StorePins(offload, cache.groups)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)

@@ -41,6 +41,11 @@ class StoredGroup:
         ends = [(block + 1) * self.keys_per_block for block in blocks]
         return [key for end in ends for key in chain[end - self.frames : end]]
 
+    def behind(self, chain: Sequence[bytes]) -> list[bytes]:
+        """Keys of the frames with which a request continues behind a prefix, given the keys of the prefix."""
+        position = len(chain) * self.group.block_size // self.keys_per_block
+        return self.keys(chain, sorted(self.group.needed(position)))
+
 
 @dataclass(frozen=True, slots=True)
 class Found:

@@ -12,14 +12,14 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.retention import MAX_PRIORITY, Retained, RetentionBook
 from foreword.errors import StoreError
+from foreword.prefixes.store_pins import PrefixPins
 from foreword.store.background import use_background_cores
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
@@ -77,22 +77,6 @@ RETENTIONS: Final = RecordKind(
 )
 
 
-class Pins(Protocol):
-    """Pins of blocks in the stores, by the root key of a prefix and the keys of its blocks.
-
-    Attributes:
-        needed: functions that return prefixes whose blocks stay pinned.
-    """
-
-    needed: list[Callable[[], Iterable[Sequence[bytes]]]]
-
-    def pin(self, root: bytes, keys: Sequence[bytes]) -> object: ...
-    def unpin(self, root: bytes, keys: Sequence[bytes]) -> None: ...
-    def tick(self) -> None:
-        """Is called about once a second."""
-        ...
-
-
 class StoredRetentions:
     """Writes, renews and removes the records of a book's retentions, and adopts those of other instances.
 
@@ -102,7 +86,7 @@ class StoredRetentions:
         fingerprint: of the model, hexadecimal.
     """
 
-    def __init__(self, book: RetentionBook, store: TieredStore, pins: Pins, fingerprint: str, block_size: int) -> None:
+    def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, fingerprint: str, block_size: int) -> None:
         self._book = book
         self._records = SharedRecords(store, RETENTIONS)
         self._pins = pins

@@ -125,7 +125,8 @@ def test_instances_share_retentions(
             assert two.flush()
             hours.passed += 4000.0
             wait_until(
-                lambda: all(kept.expires > begun for kept in one._core.kept.book.all()), "one learns of the renewal"
+                lambda: [kept.expires > begun for kept in one._core.kept.book.all()] == [True],
+                "one learns of the renewal",
             )
             assert pinned(two) > 0, "renewed by its use there"
             stored = one._parts.retentions, two._parts.retentions

@@ -32,6 +32,7 @@ DISK = ("tests/store/test_disk.py", "tests/store/test_disk_faults.py")
 ENCRYPTION = ("tests/store/test_encryption.py",)
 SOUND = ("tests/store/test_sound_blocks_stay.py",)
 ERASURE = ("tests/store/test_erasure_faults.py",)
+RECORDS = ("tests/store/test_shared_records.py",)
 OFFLOAD = ("tests/test_offload.py", "tests/engine/test_stores.py")
 
 _SCOPE = "given = (self.model, *self.salt) if self.salt.client else (self.model, self.salt.tenant)"
@@ -285,6 +286,55 @@ MUTANTS = (
         "            if problem is not None:",
         "            if False:",
         ERASURE,
+    ),
+    Mutant(
+        "erasure: records of tenants stay",
+        "foreword/prefixes/erasure.py",
+        "                if record_tenant(key) and wanted(key):",
+        "                if False:",
+        RECORDS,
+    ),
+    Mutant(
+        "records: encrypted with a key that outlives their tenant",
+        "foreword/store/sealing.py",
+        "    return bytes.fromhex(record_tenant(key))[:TENANT_BYTES] or SHARED",
+        "    return SHARED",
+        RECORDS,
+    ),
+    Mutant(
+        "records: a damaged one is used",
+        "foreword/store/shared_records.py",
+        "checksum not in (None, _checksum(fields)) or named",
+        "named",
+        RECORDS,
+    ),
+    Mutant(
+        "records: a tier that does not answer has none",
+        "foreword/store/tiered.py",
+        "        if problem is not None:",
+        "        if False:",
+        RECORDS,
+    ),
+    Mutant(
+        "records: what another instance renewed is deleted",
+        "foreword/store/shared_records.py",
+        "        if found is not None and self.kind.ends(found) <= time.time():",
+        "        if found is not None:",
+        RECORDS,
+    ),
+    Mutant(
+        "records: one that was just written counts as removed",
+        "foreword/store/shared_records.py",
+        "FoundRecords({}, {}, set(self._written))",
+        "FoundRecords({}, {}, set())",
+        RECORDS,
+    ),
+    Mutant(
+        "pins: what another prefix needs is unpinned",
+        "foreword/prefixes/store_pins.py",
+        "[key for key in group.behind(keys) if key not in kept]",
+        "group.behind(keys)",
+        ("tests/engine/test_stored_retentions.py",),
     ),
     Mutant(
         "tier: circuit breaker never opens",

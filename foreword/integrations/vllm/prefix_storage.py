@@ -14,12 +14,13 @@ from typing import Any
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ITEM_BYTES, chain_prefix
-from foreword.blocks.resume import KVGroup, alignment, longest_resumable
+from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
+from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage, common_length
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
@@ -60,17 +61,14 @@ class PinnedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupLayout:
-    """The blocks of one KV group on one rank."""
+class _StoredLayout(StoredGroup):
+    """A KV group on one rank, which has one layout. `block_bytes`: of a block."""
 
-    fingerprint: bytes
-    group: KVGroup
-    key_size: int
-    block_bytes: int
+    block_bytes: int = 0
 
-    def needed(self, position: int) -> list[int]:
-        """Indexes of the blocks with which a request continues from `position`."""
-        return sorted(self.group.needed(position))
+    def names(self, root: bytes, keys: Iterable[bytes]) -> list[Name]:
+        prefix = chain_prefix(self.layouts[0], root)
+        return [prefix + key for key in keys]
 
 
 class ConnectorStorage(PrefixStorage):
@@ -97,7 +95,7 @@ class ConnectorStorage(PrefixStorage):
         super().__init__(self._store, str(vllm_config.model_config.model))
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
-        self._layouts: list[_GroupLayout] = []
+        self._layouts: list[_StoredLayout] = []
         self.block_size = 0
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
@@ -116,7 +114,6 @@ class ConnectorStorage(PrefixStorage):
                 # The engine's process has found out the namespace.
                 self.model = recorded(self._store, self._base, self._settings) or self.model
                 self._layouts = self._own(layouts(self._store))
-                self.block_size = self._layouts[0].key_size if self._layouts else 0
             except StoreError as error:
                 logger.warning("Foreword: %s does not answer: %s", self._store.label, error.message)
             if self._layouts or time.monotonic() >= deadline:
@@ -124,13 +121,16 @@ class ConnectorStorage(PrefixStorage):
             time.sleep(0.05)  # the engine's process writes the record
         return bool(self._layouts)
 
-    def _own(self, known: Mapping[bytes, LayoutRecord]) -> list[_GroupLayout]:
+    def _own(self, known: Mapping[bytes, LayoutRecord]) -> list[_StoredLayout]:
         """This server's layouts: one per KV group and rank, or head unit. Servers with other block sizes or ranks may share its
         namespace. Where that cannot be told apart theirs are taken too, which pins more than needed."""
         same_model = [pair for pair in known.items() if pair[1].digest == self.model]
         own = [pair for pair in same_model if self._matches(pair[1])] or same_model
+        self.block_size = next((one.key_size or one.group.block_size for _, one in own), 0)
         return [
-            _GroupLayout(name, one.group, one.key_size or one.group.block_size, _block_bytes(one)) for name, one in own
+            _StoredLayout(one.group, (name,), one.group.block_size // self.block_size, block_bytes=_block_bytes(one))
+            for name, one in own
+            if one.group.block_size % self.block_size == 0
         ]
 
     def _matches(self, record: LayoutRecord) -> bool:
@@ -150,7 +150,7 @@ class ConnectorStorage(PrefixStorage):
     def size_of(self, num_tokens: int) -> int:
         """Bytes of the blocks with which a request continues after `num_tokens` tokens, all ranks together."""
         position = self.position(num_tokens)
-        return sum(len(layout.needed(position)) * layout.block_bytes for layout in self._layouts)
+        return sum(len(list(one.group.needed(position))) * one.block_bytes for one in self._layouts)
 
     def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
@@ -160,12 +160,11 @@ class ConnectorStorage(PrefixStorage):
         keys = chain_keys(root, tokens[: self._longest], self.block_size, self._extras)
         deadline = time.monotonic() + _CALL_WITHIN
 
-        def names(layout: _GroupLayout, blocks: Iterable[int]) -> list[Name]:
-            stride = layout.group.block_size // self.block_size
-            return [chain_prefix(layout.fingerprint, root) + keys[(block + 1) * stride - 1] for block in blocks]
+        def names(layout: _StoredLayout, blocks: Iterable[int]) -> list[Name]:
+            return layout.names(root, layout.keys(keys, blocks))
 
-        def run(layout: _GroupLayout) -> int:
-            every = range(len(keys) * self.block_size // layout.group.block_size)
+        def run(layout: _StoredLayout) -> int:
+            every = range(len(keys) // layout.keys_per_block)
             return self._store.lookup(names(layout, every), deadline=deadline) if layout.group.whole else 0
 
         runs = [run(layout) for layout in self._layouts]
@@ -240,11 +239,9 @@ class ConnectorStorage(PrefixStorage):
         count: int = tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
         return count
 
-    def _names(self, tokens: Sequence[int], layout: _GroupLayout) -> list[Name]:
-        keys, stride = self._chain_keys(tokens), layout.group.block_size // self.block_size
-        blocks = layout.needed(self.position(len(tokens)))
-        prefix = chain_prefix(layout.fingerprint, self._root)
-        return [prefix + keys[(block + 1) * stride - 1] for block in blocks]
+    def _names(self, tokens: Sequence[int], layout: _StoredLayout) -> list[Name]:
+        keys = self._chain_keys(tokens[: self.position(len(tokens))])
+        return layout.names(self._root, layout.behind(keys))
 
     def close(self) -> None:
         self._store.close()

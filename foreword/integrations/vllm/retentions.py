@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -21,6 +21,7 @@ from foreword.blocks.layout import chain_prefix
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
+from foreword.prefixes.store_pins import PrefixPins
 from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.store.base import Name, Store
 from foreword.store.tiered import TieredStore
@@ -76,18 +77,15 @@ def _action(verb: object, fields: Any) -> CacheAction | None:
     )
 
 
-class ConnectorPins:
+class ConnectorPins(PrefixPins):
     """Pins blocks of the connector's KV groups in its stores, as soon as they have been written."""
 
-    def __init__(self, store: Store, groups: Sequence[StoredGroup], key_size: int) -> None:
-        self.needed: list[Callable[[], Iterable[Sequence[bytes]]]] = []
+    def __init__(self, store: Store, groups: Sequence[StoredGroup]) -> None:
+        super().__init__(groups)
         self._store = store
-        self._groups = groups
-        self._key_size = key_size
         self._pending: dict[bytes, tuple[bytes, Sequence[bytes], int]] = {}
 
     def pin(self, root: bytes, keys: Sequence[bytes]) -> None:
-        """Pin what continuing behind these blocks needs."""
         if not self._pinned(root, keys) and len(self._pending) < _MAX_PENDING:
             self._pending[keys[-1]] = root, keys, _TRIES
 
@@ -98,25 +96,21 @@ class ConnectorPins:
             if not self._pinned(root, keys) and tries > 1:
                 self._pending[key] = root, keys, tries - 1
 
-    def unpin(self, root: bytes, keys: Sequence[bytes]) -> None:
-        """Unpin what no other prefix needs."""
+    def unpin(self, root: bytes, keys: Sequence[bytes], also_needed: Iterable[Sequence[bytes]] = ()) -> None:
         self._pending.pop(keys[-1], None)
-        kept = {name for source in self.needed for chain in source() for name in self._names(root, chain)}
-        names = [name for name in self._names(root, keys) if name not in kept]
+        super().unpin(root, keys, also_needed)
+
+    def unpin_keys(self, root: bytes, number: int, keys: Sequence[bytes]) -> None:
+        names = _names(self.groups[number], root, keys)
         self._store.pin(names, pinned=False, deadline=time.monotonic() + _PIN_TIMEOUT)
 
     def _pinned(self, root: bytes, keys: Sequence[bytes]) -> bool:
-        names = self._names(root, keys)
+        names = [name for group in self.groups for name in _names(group, root, group.behind(keys))]
         return self._store.pin(names, deadline=time.monotonic() + _PIN_TIMEOUT) == len(names)
 
-    def _names(self, root: bytes, keys: Sequence[bytes]) -> list[Name]:
-        position = len(keys) * self._key_size
-        return [
-            chain_prefix(layout, root) + key
-            for group in self._groups
-            for key in group.keys(keys, sorted(group.group.needed(position)))
-            for layout in group.layouts
-        ]
+
+def _names(group: StoredGroup, root: bytes, keys: Iterable[bytes]) -> list[Name]:
+    return [chain_prefix(layout, root) + key for key in keys for layout in group.layouts]
 
 
 class ConnectorRetentions:
@@ -136,7 +130,7 @@ class ConnectorRetentions:
         self._step = step
         self._key_size = key_size
         self._whole = any(not group.group.whole for group in groups)
-        pins = ConnectorPins(store, groups, key_size)
+        pins = ConnectorPins(store, groups)
         self._stored = StoredRetentions(self.book, store, pins, model.hex(), key_size)
 
     def positions(self, actions: Sequence[CacheAction], num_prompt: int) -> list[int]:
