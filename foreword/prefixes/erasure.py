@@ -34,7 +34,6 @@ from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
 
 SCAN_WITHIN = 600.0  # seconds for a scan of all tiers
-_CALL_TIMEOUT = 60.0
 KEY_STORE = "key store"  # the place of data keys in receipts
 _ROUNDS = 3  # how often a tier is swept while a sweep finds something
 _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": True}
@@ -557,7 +556,3 @@ class StoredChains:
 
 def _parent(block: StoredBlock) -> Name:
     return block.name[:PREFIX_BYTES] + block.parent
-
-
-def _deadline() -> float:
-    return time.monotonic() + _CALL_TIMEOUT

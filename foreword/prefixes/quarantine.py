@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from foreword.blocks.layout import ROOT_BYTES
 from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
-from foreword.store.background import use_background_cores
+from foreword.store.background import Follower
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 
@@ -93,14 +92,10 @@ class ChainQuarantine:
         self._lock = threading.Lock()
         self._chains: dict[str, QuarantinedChain] = {}
         self._own: set[str] = set()  # record keys of what was found here
-        self._new: queue.SimpleQueue[tuple[str, QuarantinedChain, int] | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._thread: threading.Thread | None = None
+        self._follower: Follower | None = None
         if store is not None:
             self.scan()
-            self._thread = threading.Thread(target=self._run, name="foreword-quarantine", daemon=True)
-            self._thread.start()
+            self._follower = Follower("foreword-quarantine", self.scan, _SCAN_SECONDS)
 
     @property
     def chains(self) -> list[QuarantinedChain]:
@@ -115,18 +110,16 @@ class ChainQuarantine:
             self._own.add(record)
             self._chains[record] = chain
             self._publish()
-        if self._store is not None:
-            self._idle.clear()
-            self._new.put((record, chain, mismatch.block))
+        if self._follower is not None:
+            self._follower.do(lambda: self._remove(record, chain, mismatch.block))
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have no block of the chains that were found here."""
-        return self._idle.wait(timeout)
+        return self._follower is None or self._follower.flush(timeout)
 
     def close(self) -> None:
-        self._new.put(None)
-        if self._thread is not None:
-            self._thread.join(_FLUSH_SECONDS)
+        if self._follower is not None:
+            self._follower.close(_FLUSH_SECONDS)
 
     def _publish(self) -> None:
         """Tell the engine and the tiers. Under the lock."""
@@ -143,20 +136,6 @@ class ChainQuarantine:
             self.keys = keys
 
     # The thread
-
-    def _run(self) -> None:
-        use_background_cores()
-        while True:
-            try:
-                found = self._new.get(timeout=_SCAN_SECONDS)
-            except queue.Empty:
-                self.scan()
-                continue
-            if found is None:
-                return
-            self._remove(*found)
-            if self._new.empty():
-                self._idle.set()
 
     def _remove(self, record: str, chain: QuarantinedChain, depth: int) -> None:
         """Write the record, then delete the chain from every tier. `depth`: number of its bad block."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import queue
 import threading
 import time
 from typing import Annotated, Final, Literal
@@ -20,7 +19,7 @@ from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.retention import MAX_PRIORITY, Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.prefixes.store_pins import PrefixPins
-from foreword.store.background import use_background_cores
+from foreword.store.background import Follower
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 
@@ -86,7 +85,9 @@ class StoredRetentions:
         fingerprint: of the model, hexadecimal.
     """
 
-    def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, fingerprint: str, block_size: int) -> None:
+    def __init__(
+        self, book: RetentionBook, store: TieredStore, pins: PrefixPins, fingerprint: str, block_size: int
+    ) -> None:
         self._book = book
         self._records = SharedRecords(store, RETENTIONS)
         self._pins = pins
@@ -95,14 +96,11 @@ class StoredRetentions:
         self._written: dict[bytes, float] = {}  # until when the record says that it is kept
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}
-        self._wake: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
         pins.needed.append(lambda: [one.keys for one in book.all() if one.stored])
         book.listener = self
+        self._scanned = time.monotonic()
+        self._follower = Follower("foreword-retention", self._tick, 1.0)
         self.scan()
-        self._thread = threading.Thread(target=self._run, name="foreword-retention", daemon=True)
-        self._thread.start()
 
     # Called by the book, under its lock
 
@@ -120,27 +118,10 @@ class StoredRetentions:
         with self._lock:
             waiting = one.key in self._due
             self._due[one.key] = one
-            self._idle.clear()
         if not waiting:
-            self._wake.put(one.key)
+            self._follower.do(lambda: self._follow(one.key))
 
     # The thread
-
-    def _run(self) -> None:
-        use_background_cores()
-        scanned = time.monotonic()
-        while True:
-            try:
-                key = self._wake.get(timeout=1.0)
-                if key is None:
-                    return
-                self._follow(key)
-            except queue.Empty:
-                self._book.expire()
-                self._tick()
-            if time.monotonic() - scanned >= _SCAN_SECONDS:
-                self.scan()
-                scanned = time.monotonic()
 
     def _follow(self, key: bytes) -> None:
         with self._lock:
@@ -152,15 +133,16 @@ class StoredRetentions:
                 self._remove(one)
         except StoreError as error:
             logger.warning("the record of a retained prefix: %s", error.message)
-        with self._lock:
-            if not self._due:
-                self._idle.set()
 
     def _tick(self) -> None:
+        self._book.expire()
         try:
             self._pins.tick()
         except StoreError as error:
             logger.warning("pinning a retained prefix: %s", error.message)
+        if time.monotonic() - self._scanned >= _SCAN_SECONDS:
+            self.scan()
+            self._scanned = time.monotonic()
 
     def _write(self, one: Retained) -> None:
         expires = None if one.ttl is None else one.expires
@@ -211,13 +193,11 @@ class StoredRetentions:
 
     def flush(self, timeout: float) -> bool:
         """Wait until all records are written. False if that takes longer."""
-        return self._idle.wait(timeout)
+        return self._follower.flush(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what is due, and end the thread."""
-        self.flush(timeout)
-        self._wake.put(None)
-        self._thread.join(timeout)
+        self._follower.close(timeout)
 
 
 def _lags(one: Retained, written: float) -> bool:

@@ -23,7 +23,6 @@ _BLOCK: Final = 16
 _PLACES: Final = 3
 # Share of the lost tokens that a larger cache has to bring back.
 _MOST: Final = 0.9
-_NOT_HERE: Final = ("evicted", "other_replica", "not_computed_yet")
 
 
 @dataclass(frozen=True, slots=True)
