@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import xxhash
 
-from foreword.errors import BadRecord, StoreError
+from foreword.errors import BadRecord, StoreError, StoreTimeout
 from foreword.store.base import STEP_SECONDS, PartialListing, record_tenant
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
@@ -185,22 +185,27 @@ class SharedRecords(Generic[Shared]):
         unread: OnFailure,
         end: float,
     ) -> None:
-        def ask(call: Callable[..., Any], key: str) -> Any:
+        # A listing that fails says nothing of blocks, so no failure here opens the circuit breaker.
+        def call(what: Callable[..., Any], key: str) -> Any:
             until = min(end, time.monotonic() + self._seconds)
-            return tier.ask(partial(call, key, deadline=until), until)
+            return tier.call(partial(what, key, deadline=until), until)
 
         try:
-            keys = ask(tier.store.records, prefix)
+            keys = call(tier.store.records, prefix)
         except StoreError as error:
+            tier.count_error(error)
             keys = error.keys if isinstance(error, PartialListing) else []
             failed(tier, error)
         found.keys.update(keys)
         seen = {*known, *found.values, *found.expired}
         for key in [key for key in keys if key not in seen][: max(self.kind.most - len(known), 0)]:
             try:
-                data = ask(tier.store.get_record, key)
+                data = call(tier.store.get_record, key)
             except StoreError as error:
+                tier.count_error(error)
                 unread(tier, error)
+                if isinstance(error, StoreTimeout):
+                    return  # the others would probably take as long
                 continue
             value = None if data is None else self._decoded(tier, key, data)
             if value is not None:

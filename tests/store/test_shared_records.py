@@ -211,6 +211,11 @@ def test_what_cannot_be_read_stays(name: str, stack: ExitStack, tmp_path: Path) 
     flaky.fail_next()
     found = records.scan(failed=lambda tier, error: failed.append(tier.label))
     assert found.values == {} and failed == ["disk"]
+    flaky.inject("fail")
+    for _ in range(20):
+        records.scan(failed=lambda tier, error: None)
+    flaky.inject("fail", 0.0)
+    assert records._store.tiers[1].breaker.closed, "a listing that fails says nothing of blocks"
     assert flaky.inner.records("", deadline=soon()) == [key]
 
 

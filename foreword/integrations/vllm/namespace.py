@@ -379,8 +379,9 @@ def _records(store: TieredStore, prefix: str, first: str) -> tuple[list[Namespac
     late: list[str] = []
 
     def failed(tier: StoreTier, error: StoreError) -> None:
+        if tier.label not in late:
+            log.warning("Foreword: %s does not answer: %s", tier.label, error.message)
         late.append(tier.label)
-        log.warning("Foreword: %s does not answer: %s", tier.label, error.message)
 
     records = SharedRecords(store, NAMESPACES)
     found = records.scan(prefix, failed=failed, unread=failed, within=_WITHIN).values
