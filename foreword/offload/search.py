@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
+from foreword.store.base import Name
 from foreword.store.tiered import TieredStore, TierSearch
 
 # Blocks before a lookup whose names the stores get.
@@ -40,6 +41,10 @@ class StoredGroup:
         """Keys of the frames of blocks, given the keys of the chain. A frame's key is that of the position at which it ends."""
         ends = [(block + 1) * self.keys_per_block for block in blocks]
         return [key for end in ends for key in chain[end - self.frames : end]]
+
+    def names(self, root: bytes, keys: Iterable[bytes]) -> list[Name]:
+        """Names of the frames with these keys, in all layouts."""
+        return [chain_prefix(layout, root) + key for key in keys for layout in self.layouts]
 
     def behind(self, chain: Sequence[bytes]) -> list[bytes]:
         """Keys of the frames with which a request continues behind a prefix, given the keys of the prefix."""

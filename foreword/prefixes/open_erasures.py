@@ -27,7 +27,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
-from foreword.store.background import use_background_cores
+from foreword.store.background import Follower
 from foreword.store.data_keys import DataKeys
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
@@ -38,7 +38,6 @@ _FIRST_PAUSE: Final = 5.0
 _LONGEST_PAUSE: Final = 60.0
 _MAX: Final = 1024
 _TIMEOUT: Final = 5.0
-_LENGTHS: Final = (TENANT_BYTES, DIGEST_BYTES)
 
 
 @dataclass(slots=True)
@@ -68,7 +67,7 @@ class ErasureRecord(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         # An empty prefix would name the blocks of all tenants.
-        if not self.prefixes or any(len(bytes.fromhex(one)) not in _LENGTHS for one in self.prefixes):
+        if not self.prefixes or {len(bytes.fromhex(one)) for one in self.prefixes} - {TENANT_BYTES, DIGEST_BYTES}:
             raise ValueError("prefixes")
 
 
@@ -100,10 +99,9 @@ class OpenErasures:
         self._first_pause = pause
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
-        self._wake = threading.Event()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="foreword-erasures", daemon=True)
-        self._thread.start()
+        self._pause = self._next = 0.0
+        self._follower = Follower("foreword-erasures", self._repeat_open, pause)
+        self._follower.do(self._adopt)
 
     def destroy_keys(self, salts: Sequence[Salt]) -> KeysDestroyed:
         """The first step of an erasure, to be followed by `erase`. In its first generation a tenant may have plain blocks, so
@@ -126,7 +124,7 @@ class OpenErasures:
             self._known[one.id] = one
         if one.tiers:
             self._write(one)
-            self._wake.set()
+            self._pause = self._next = 0.0
         return one.id, receipt
 
     def get(self, name: str) -> OpenErasure | None:
@@ -134,9 +132,7 @@ class OpenErasures:
         return self._known.get(name)
 
     def close(self) -> None:
-        self._closed = True
-        self._wake.set()
-        self._thread.join(_TIMEOUT)
+        self._follower.close(_TIMEOUT)
 
     def _write(self, one: OpenErasure) -> None:
         try:
@@ -147,21 +143,13 @@ class OpenErasures:
 
     # The thread
 
-    def _run(self) -> None:
-        use_background_cores()
-        self._adopt()
-        pause = self._first_pause
-        while not self._closed:
-            left = [one for one in list(self._known.values()) if one.tiers]
-            self._wake.wait(pause if left else None)
-            if self._wake.is_set():
-                self._wake.clear()
-                pause = self._first_pause
-                continue
-            for one in left:
-                if not self._closed:
-                    self._repeat(one)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+    def _repeat_open(self) -> None:
+        """Is called every few seconds. The pause between two repetitions grows until there is another erasure."""
+        if time.monotonic() >= self._next:
+            for one in [one for one in list(self._known.values()) if one.tiers]:
+                self._repeat(one)
+            self._pause = min(max(2 * self._pause, self._first_pause), _LONGEST_PAUSE)
+            self._next = time.monotonic() + self._pause
 
     def _repeat(self, one: OpenErasure) -> None:
         destroyed = KeysDestroyed(one.prefixes)

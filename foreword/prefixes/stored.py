@@ -24,7 +24,6 @@ from foreword.store.tiered import TieredStore
 _READ_SECONDS: Final = 2.0
 # Versions, tokens and seconds of real records are less.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]
 
 
 class PrefixRecord(msgspec.Struct, frozen=True):
@@ -39,7 +38,7 @@ class PrefixRecord(msgspec.Struct, frozen=True):
     version: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
     kind: Literal["text", "messages"]
     content: str | tuple[dict[str, Any], ...]
-    created: Seconds
+    created: Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]
     num_tokens: Number
     block_size: Number
     model: str

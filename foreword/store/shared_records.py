@@ -127,7 +127,6 @@ class SharedRecords(Generic[Shared]):
     def put(self, key: str, value: Shared) -> None:
         """Write a record, replacing the previous one. Raises StoreError if no store takes it."""
         self._store.put_record(key, self.kind.encode(value), deadline=time.monotonic() + _WRITE_SECONDS)
-        self._settle()
         self._written[key] = time.monotonic()
 
     def get(self, key: str) -> Shared | None:
@@ -169,7 +168,9 @@ class SharedRecords(Generic[Shared]):
             unread: is called for each record that a tier does not read.
             within: seconds that each tier may take in all.
         """
-        self._settle()
+        before = time.monotonic() - _SETTLED_SECONDS
+        for key in [key for key, at in list(self._written.items()) if at < before]:
+            self._written.pop(key, None)  # listings have it by now
         found: FoundRecords[Shared] = FoundRecords({}, {}, set(self._written))
         for tier in self._store.record_tiers:
             self._scan_tier(tier, found, prefix or self.kind.key(""), known, failed, unread, time.monotonic() + within)
@@ -220,9 +221,3 @@ class SharedRecords(Generic[Shared]):
                 tier.count_error(error)
                 log.warning("%s: %s", tier.label, error.message)
             return None
-
-    def _settle(self) -> None:
-        """Forget what was written here so long ago that listings have it."""
-        before = time.monotonic() - _SETTLED_SECONDS
-        for key in [key for key, at in list(self._written.items()) if at < before]:
-            self._written.pop(key, None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import ITEM_BYTES, chain_prefix
+from foreword.blocks.layout import ITEM_BYTES
 from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
@@ -65,10 +65,6 @@ class _StoredLayout(StoredGroup):
     """A KV group on one rank, which has one layout. `block_bytes`: of a block."""
 
     block_bytes: int = 0
-
-    def names(self, root: bytes, keys: Iterable[bytes]) -> list[Name]:
-        prefix = chain_prefix(self.layouts[0], root)
-        return [prefix + key for key in keys]
 
 
 class ConnectorStorage(PrefixStorage):

@@ -17,13 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from foreword.blocks.layout import chain_prefix
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.store_pins import PrefixPins
 from foreword.prefixes.stored_retentions import StoredRetentions
-from foreword.store.base import Name, Store
+from foreword.store.base import Store
 from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -101,16 +100,12 @@ class ConnectorPins(PrefixPins):
         super().unpin(root, keys, also_needed)
 
     def unpin_keys(self, root: bytes, number: int, keys: Sequence[bytes]) -> None:
-        names = _names(self.groups[number], root, keys)
+        names = self.groups[number].names(root, keys)
         self._store.pin(names, pinned=False, deadline=time.monotonic() + _PIN_TIMEOUT)
 
     def _pinned(self, root: bytes, keys: Sequence[bytes]) -> bool:
-        names = [name for group in self.groups for name in _names(group, root, group.behind(keys))]
+        names = [name for group in self.groups for name in group.names(root, group.behind(keys))]
         return self._store.pin(names, deadline=time.monotonic() + _PIN_TIMEOUT) == len(names)
-
-
-def _names(group: StoredGroup, root: bytes, keys: Iterable[bytes]) -> list[Name]:
-    return [chain_prefix(layout, root) + key for key in keys for layout in group.layouts]
 
 
 class ConnectorRetentions:
