@@ -426,7 +426,9 @@ class Campaign:
         for tier in self.instance.store.tiers:
             there = self._tolerantly(partial(tier.store.present, names_of(self._sound), deadline=soon(30)))
             gone += sum(not one for one in there or ())
-        known = self._tolerantly(partial(self.instance.store.read_records, "", lambda *_: None)) or {}
+        known: set[str] = set()
+        for tier in self.instance.store.record_tiers:
+            known.update(self._tolerantly(partial(tier.store.records, "", deadline=soon(30))) or ())
         gone += sum(key not in known for key in self._records)
         if gone:
             self.row.sound_deleted += gone
