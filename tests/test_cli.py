@@ -22,6 +22,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from foreword import __version__
+from foreword.cli import demo
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
@@ -179,6 +180,13 @@ def test_help_contains_no_requirement_numbers_and_no_python() -> None:
     for command in ("serve", "route", "doctor", "demo", "simulate", "verify", "forget"):
         shown = runner.invoke(cli.app, [command, "--help-all"], terminal_width=200).output
         assert not re.search(r"\bR\d+\b|\bNone\b|\bTrue\b|\bFalse\b", shown), command
+
+
+def test_demo_asks_about_its_prompt() -> None:
+    """Each question of the demo names a function whose definition, with its docstring, stands in the demo's prompt."""
+    defined = set(re.findall(r'^def (\w+)\(.*\):\n    """', demo.manual(), re.MULTILINE))
+    for question in (question for talk in demo.QUESTIONS for question in talk):
+        assert defined.intersection(re.findall(r"\w+", question)), question
 
 
 def test_doctor_without_a_model() -> None:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     import httpx
 
 QUESTIONS = (
-    ("What does dedent do?", "And what does indent do?", "Show me how to shorten a text."),
-    ("How do I wrap a paragraph?", "What is TextWrapper for?", "What does fill return?"),
-    ("What does shorten do?", "Which arguments does wrap take?", "What is break_long_words?"),
-    ("Explain expand_tabs.", "What is fix_sentence_endings?", "What does max_lines mean?"),
+    ("What does dedent do?", "And what does indent do?", "Which arguments does shorten take?"),
+    ("What does shorten do?", "What is dedent for?", "Which arguments does indent take?"),
+    ("Explain indent.", "What does dedent do?", "Show me the signature of shorten."),
+    ("Describe shorten.", "Explain dedent.", "What does indent do?"),
 )
 PASSES = ("cache off", "cache on, cold", "cache on, warm")
 START_SECONDS = 180.0
@@ -85,8 +85,8 @@ class DemoPass:
 
 
 def manual() -> str:
-    """The long common prefix: the first half of Python's own textwrap module."""
-    return inspect.getsource(textwrap)[:9000]
+    """The long common prefix: the second half of Python's own textwrap module, with its functions."""
+    return inspect.getsource(textwrap)[-9000:]
 
 
 def run_demo(say: Callable[[str], None], max_tokens: int) -> list[DemoPass]:
