@@ -186,7 +186,12 @@ def test_a_store_that_cannot_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(storage.shared, "records", fails)
     instance = Instance(storage)
-    assert instance.look() == [] and instance.look("rules") == ["rules"] and instance.look("none") == []
+    assert (
+        instance.look() == []
+        and instance.look("rules") == ["rules"]
+        and instance.look("none") == []
+        and instance.look("a/b") == []
+    )
     assert instance.book.get("rules").version == 1
 
 

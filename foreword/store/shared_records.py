@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import xxhash
 
-from foreword.errors import BadRecord, StoreError, StoreTimeout
+from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreTimeout
 from foreword.store.base import STEP_SECONDS, PartialListing, record_tenant
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
@@ -61,11 +61,11 @@ class RecordKind(Generic[Shared]):
     plain: Callable[[bytes], Any] = json.loads
 
     def key(self, *parts: str) -> str:
-        """A record key; what record keys begin with if the last part is empty. Raises ValueError for a key of this kind
-        that names no tenant although it must, or names one although it must not."""
+        """A record key; what record keys begin with if the last part is empty. Raises StoreConfigError for a key of
+        this kind that names no tenant although it must, or names one although it must not."""
         key = "/".join((self.folder, *parts))
         if parts[-1] and bool(record_tenant(key)) != self.of_tenants:
-            raise ValueError(f"{key!r} is not the key of a record of {self.folder}")
+            raise StoreConfigError(f"{key!r} is not the key of a record of {self.folder}")
         return key
 
     def encode(self, value: Shared) -> bytes:

@@ -20,7 +20,7 @@ from test_structure import package
 from foreword.blocks.salt import Salt
 from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, soon
-from foreword.errors import BadRecord, StoreError, StoreReadOnly
+from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import forget_tenant
 from foreword.store import shared_records
 from foreword.store.base import record_tenant
@@ -122,7 +122,7 @@ def test_a_tenant_is_named_or_not(name: str) -> None:
     """A kind whose records belong to tenants makes no key without one, and the other way round."""
     kind, (parts, _) = KINDS[name], BEFORE[name]
     assert bool(record_tenant(kind.key(*parts))) == kind.of_tenants == (TENANT in parts)
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(StoreConfigError, match=name):
         kind.key(SCOPE, TENANT if not kind.of_tenants else "tenant", "name")
 
 
