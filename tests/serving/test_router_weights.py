@@ -208,6 +208,8 @@ def test_a_rolling_update(loop: Loop, owner: str) -> None:
             until(lambda: router.metric("foreword:router_in_flight") >= 6)
             http_client.post(f"{router.url}/v1/router/replicas", json={"replica": joins.url}).raise_for_status()
             until(lambda url=joins.url: state(router).get(url, {}).get("takes_requests"))  # type: ignore[misc]
+            # The alarm has begun, or it could not end.
+            until(lambda: "its replicas have different weights" in router.text)
             http_client.post(f"{router.url}/v1/router/drain", json={"replica": leaves.url}).raise_for_status()
             for one in (*old, *new):
                 one.release()
