@@ -11,19 +11,26 @@ import atexit
 import gc
 import os
 import random
+import tempfile
 from collections import Counter
 from pathlib import Path
 
-# The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
-os.environ.setdefault("TRITON_INTERPRET", "1")
-# A folder without certificates: HTTP clients of tests trust no authority of the world. Each that is made would read all of
-# them, which takes longer than its requests. pip still needs them.
-if authorities := os.environ.pop("SSL_CERT_FILE", None):
-    os.environ.setdefault("PIP_CERT", authorities)
-os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
-
+import certifi
 import pytest
 from hypothesis import settings
+
+# The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+# HTTP clients of tests trust one authority only: each that is made would read all of them, which takes longer than its
+# requests. None at all is an error for some. pip still needs them.
+if authorities := os.environ.pop("SSL_CERT_FILE", None):
+    os.environ.setdefault("PIP_CERT", authorities)
+os.environ.pop("SSL_CERT_DIR", None)
+_END = "-----END CERTIFICATE-----\n"
+_authority = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - for as long as this process lives
+_authority.write(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END)
+_authority.flush()
+os.environ["SSL_CERT_FILE"] = _authority.name
 
 # Before any test imports them: a failing contract shows its values.
 pytest.register_assert_rewrite("foreword.conformance")

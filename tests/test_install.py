@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,14 @@ def test_make_demo_installs_the_server_only(tmp_path: Path) -> None:
     ).stdout
     assert re.findall(r"install .*?--editable '?([^'\n]+)", shown) == [".[server]"]
     assert ".ci/torch" in shown and "--group" not in shown
+
+
+@pytest.fixture(autouse=True)
+def authorities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here an index outside is asked: with the authorities that this machine trusts (conftest.py)."""
+    monkeypatch.delenv("SSL_CERT_FILE")
+    if "PIP_CERT" in os.environ:
+        monkeypatch.setenv("SSL_CERT_FILE", os.environ["PIP_CERT"])
 
 
 @functools.cache
