@@ -106,7 +106,9 @@ PAIRS: Final = (
         "yarn-experts",
         True,
         "gpt-oss",
-        _override(**_rope("yarn", 500.0, factor=32.0, original_max_position_embeddings=4096)),
+        _override(
+            **_rope("yarn", 500.0, factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0)
+        ),
     ),
     # Windows, chunks, temperature
     Pair("window-off", True, "Mistral", _override(sliding_window=None), standard=True),

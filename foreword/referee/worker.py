@@ -9,9 +9,10 @@ The others: `{"ask": [[token, ...], ...], "new_tokens": 8}`, with `how` (one of 
 path], or a list with one or null for each prompt). A prompt may also be `{"text": "...", "images": [seed, ...], "uuids": null
 or [name, ...]}`. A server of a pooling model answers with a vector in place of log-probabilities. `{"settle": seconds}`, time
 for background writes; `{"stored": true}`; `{"forget": true}`, vLLM resets its own prefix cache; `{"exchange": true}`, the
-weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; `{"end": true}`.
-Times are seconds; TTFT counts from the request's arrival. A warm-up of 40 tokens does not count. Every answer has `cpu`, the
-processor seconds of this process.
+weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; `{"metrics":
+"vllm:foreword_"}`, vLLM's counters and gauges with names that start so; `{"end": true}`. Times are seconds; TTFT counts from a
+request's arrival. A warm-up of 40 tokens does not count; `"warm_up": false` in the first line leaves it out. Every answer has
+`cpu`, the processor seconds of this process.
 """
 
 import json
@@ -41,7 +42,8 @@ class VllmEngine:
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
         # A new prompt each time: a connector may have kept, or lost, what it was asked before.
-        self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
+        if job.get("warm_up", True):
+            self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
 
     def ask(self, line: dict[str, Any]) -> dict[str, Any]:
         """Generate greedily; or pool."""
@@ -145,6 +147,11 @@ class VllmEngine:
             self._llm.llm_engine.step()
             time.sleep(0.001)
         return {"done": done}
+
+    def metrics(self, start: str) -> dict[str, Any]:
+        """Name, labels and value of each."""
+        found = [one for one in self._llm.get_metrics() if one.name.startswith(start) and hasattr(one, "value")]
+        return {"metrics": [[one.name, one.labels, one.value] for one in found]}
 
     def exchange(self) -> dict[str, Any]:
         """Exchange the weights of the first and the last layer of a Llama, as an update of weights in place would."""
@@ -260,6 +267,8 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
             send(engine.exchange())
         elif "stored" in line:
             send(engine.stored())
+        elif "metrics" in line:
+            send(engine.metrics(line["metrics"]))
         else:
             break
     send(engine.settle(1.0))
