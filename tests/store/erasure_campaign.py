@@ -86,7 +86,11 @@ FAULTS = {
     "hang": 0.1,
     "outage": 1,
 }
-_OUTAGES = {RedisPlace: ("stopped", "connections closed"), ClusterPlace: ("one node stopped",), ObjectPlace: ("stopped",)}
+_OUTAGES = {
+    RedisPlace: ("stopped", "connections closed"),
+    ClusterPlace: ("one node stopped",),
+    ObjectPlace: ("stopped",),
+}
 
 
 def paths(place: Base) -> list[str]:
