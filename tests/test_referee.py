@@ -28,6 +28,7 @@ from foreword.referee.damage import (
 )
 from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, environments, write_page
 from foreword.referee.models import KINDS
+from foreword.referee.process import Failed
 from foreword.referee.reuse import common
 from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 from foreword.referee.settings import PAIRS, pair_claim
@@ -312,3 +313,27 @@ def test_a_connector_without_salt(tmp_path: Path) -> None:
     done = foreword(*given, *only)
     assert done.returncode == 1 and "2 claims: 1 pass, 1 FAIL" in done.stdout, done.stdout + done.stderr[-2000:]
     assert "hit under the salt bob" in (tmp_path / "failures" / "identity.salt.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_what_a_worker_answers(tmp_path: Path) -> None:
+    """A vLLM with the connector tells its counters and what the store has. A line that it does not know ends it."""
+    kv = tmp_path / "kv"
+    extra = {"store": [f"disk://{kv}?size=64MiB"], "lookup_timeout": 60}
+    module = {"kv_connector": "ForewordConnector", "kv_connector_module_path": "foreword.integrations.vllm"}
+    transfer = {**module, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    session = Session(Target(transfer, VLLM, kv), tmp_path)
+    try:
+        worker = session.connected()
+        asked = RandomPrompts("worker", (100,)).prompts()
+        session.store(worker, asked)
+        assert [one["cached"] for one in worker.ask_all(asked)] == [96]
+        found = [(name, labels) for name, labels, value in worker.metrics("vllm:foreword_") if value]
+        assert any(name == "vllm:foreword_request_lookups" and labels["outcome"] == "found" for name, labels in found)
+        assert worker.stored()["bytes"] > 0
+        with pytest.raises(Failed, match="unknown line"):
+            worker.tell({"counters": True})
+    finally:
+        session.close()

@@ -35,7 +35,7 @@ from foreword.store.tiered import TieredStore
 log = logging.getLogger(__name__)
 
 _FIRST_PAUSE: Final = 5.0
-_LONGEST_PAUSE: Final = 60.0
+_LONGEST_PAUSE: Final = 20.0  # so that what is left goes within half a minute of a place's return
 _MAX: Final = 1024
 _TIMEOUT: Final = 5.0
 

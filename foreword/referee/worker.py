@@ -269,8 +269,10 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
             send(engine.stored())
         elif "metrics" in line:
             send(engine.metrics(line["metrics"]))
-        else:
+        elif "end" in line:
             break
+        else:
+            raise ValueError(f"unknown line: {text.strip()}")
     send(engine.settle(1.0))
     os._exit(0)  # vLLM's own end takes seconds, and a store has what it has by now
 

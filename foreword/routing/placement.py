@@ -46,6 +46,7 @@ from foreword.routing.prefix_popularity import PrefixPopularity
 _TIER_NAMES: Final = ("device", "host memory", "disk", "the shared store")
 _REASONS: Final = {
     "cheapest": "lowest expected TTFT",
+    "priced": "lowest expected TTFT together with what others wait",
     "session": "session affinity",
     "moved": "session moved, because waiting at its replica costs too much",
     "spread": "spread: no replica holds enough of this prefix; least loaded chosen",
@@ -223,7 +224,8 @@ class Decision:
             reasons += f"; and {more} more" if more > 0 else ""
             return f"no replica takes requests: {reasons}" if reasons else "there is no replica"
         where = f"{self.replica} after {self.prefill}" if self.prefill else self.replica
-        return f"{where}: {_REASONS.get(self.reason, self.reason)}, {self.estimate.in_words()}{self._runner_up()}"
+        reason = "priced" if self.reason == "cheapest" and self.estimate.others else self.reason
+        return f"{where}: {_REASONS.get(reason, reason)}, {self.estimate.in_words()}{self._runner_up()}"
 
     def _runner_up(self) -> str:
         available = (one for one in self.estimates if not one.excluded and one.replica != self.replica)

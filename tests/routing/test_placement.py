@@ -110,8 +110,8 @@ def test_a_shared_store_reduces_the_advantage_of_the_holder() -> None:
 
 @pytest.mark.parametrize(("waiting", "chosen"), [(0, "other"), (1, "holder"), (20, "holder")])
 def test_work_that_others_wait_for_has_a_price(waiting: int, chosen: str) -> None:
-    """The holder of 1,440 of 1,600 tokens has 2 s to compute first, another replica 0.1 s. Alone, the request is sooner at the
-    other, where it computes all. Where requests wait, its 1.6 s there would delay each, and its 0.16 s at the holder less."""
+    """The holder of 1,440 of 1,600 tokens has 2 s to compute first, another replica 0.1 s. Where nothing waits the request goes
+    to the other, which computes all. Where requests wait, its 1.6 s there would delay each of them, at the holder 0.16 s."""
     holder = candidate("holder", 90, queued_tokens=2_000, queued=waiting)
     other = candidate("other", queued_tokens=100, queued=waiting)
     decision = CostPolicy().choose(query(1600), [holder, other])
@@ -119,6 +119,7 @@ def test_work_that_others_wait_for_has_a_price(waiting: int, chosen: str) -> Non
     assert decision.estimate is not None
     assert decision.estimate.others == pytest.approx(waiting * decision.estimate.prefill)
     assert (f"for the {waiting} behind it" in decision.in_words()) == (waiting > 0)
+    assert ("together with what others wait" in decision.in_words()) == (waiting > 0)
 
 
 def test_a_session_stays_unless_that_costs_too_much() -> None:

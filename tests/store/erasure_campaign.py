@@ -16,16 +16,13 @@ counted without the stores' own code: files, keys of Redis, objects of a bucket.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import multiprocessing
 import os
 import random
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -37,7 +34,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_campaign import Base, ClusterPlace, DiskPlace, MemoryPlace, ObjectPlace, RedisPlace, _processor
+from fault_campaign import (
+    Base,
+    ClusterPlace,
+    DiskPlace,
+    MemoryPlace,
+    ObjectPlace,
+    RedisPlace,
+    print_campaign,
+    scratch_folder,
+)
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.salt import Salt
@@ -357,7 +363,7 @@ class Campaign:
         return child, mine
 
     def _killed(self, salt: Salt) -> None:
-        """Another process is killed in the middle of the erasure; whoever asked for it asks again."""
+        """Another process is killed in the middle of the erasure; the client asks again."""
         child, pipe = self._child(salt)
         time.sleep(self.draw.random() * 0.03)
         _kill(child, pipe)
@@ -512,20 +518,13 @@ def run(
     erasures: int, seed: int, only: Sequence[str] = (), report: Callable[[Row], None] = lambda _: None
 ) -> list[Row]:
     """The campaign: `erasures` erasures, divided among the mixtures."""
-    logger = logging.getLogger("foreword")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
     rows = []
-    folder = Path(tempfile.mkdtemp(prefix="foreword-erasures-"))
-    try:
+    with scratch_folder() as folder:
         for number, label in enumerate(MIXTURES):
             if not only or label in only:
                 count = max(round(erasures * MIXTURES[label][1]), 10)
                 rows.append(Campaign(label, folder / str(number), seed).run(count))
                 report(rows[-1])
-    finally:
-        logger.setLevel(level)
-        shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
@@ -553,18 +552,8 @@ def cells(row: Row) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--erasures", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", action="append", default=[], help="label of a mixture; may be given several times")
-    parser.add_argument("--notes", action="store_true", help="print the faults and what was noted")
-    given = parser.parse_args()
-    print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, load {os.getloadavg()[0]:.1f}, seed {given.seed}\n")
-    print("| " + " | ".join(HEAD) + " |\n|---|" + "---:|" * (len(HEAD) - 1), flush=True)
-    rows = run(
-        given.erasures, given.seed, given.only, lambda row: print("| " + " | ".join(cells(row)) + " |", flush=True)
-    )
-    for row in rows if given.notes else ():
+    rows, notes = print_campaign(__doc__, "erasures", 10_000, HEAD, run, cells)
+    for row in rows if notes else ():
         print(f"\n{row.label}: {dict(row.faults)}; {dict(row.notes)}")
     return int(not all(row.good for row in rows))
 

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent.parent / "transfer"))
@@ -727,18 +727,11 @@ def run(faults: int, seed: int, only: Sequence[str] = (), report: Callable[[Row]
     chains = [make_frames(number, 6, SIZE, root=bytes([number]) * 32) for number in range(6)]
     watch = StallWatch()
     rows = []
-    folder = Path(tempfile.mkdtemp(prefix="foreword-faults-"))
-    logger = logging.getLogger("foreword")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
+    with scratch_folder() as folder:
         for place in places(folder, chains, only):
             count = max(round(faults * place.weight), 10)
             rows.append(Campaign(place, chains, seed, watch).run(count))
             report(rows[-1])
-    finally:
-        logger.setLevel(level)
-        shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
@@ -763,6 +756,48 @@ def cells(row: Row) -> list[str]:
     return [row.label, *(f"{number:,}" for number in numbers), row.leak, rate, f"{row.seconds:.0f}"]
 
 
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder. Meanwhile Foreword logs nothing about the faults."""
+    logger = logging.getLogger("foreword")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    folder = Path(tempfile.mkdtemp(prefix="foreword-campaign-"))
+    try:
+        yield folder
+    finally:
+        logger.setLevel(level)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+AnyRow = TypeVar("AnyRow")
+
+
+def print_campaign(
+    description: str | None,
+    what: str,
+    count: int,
+    head: Sequence[str],
+    run: Callable[[int, int, Sequence[str], Callable[[AnyRow], None]], list[AnyRow]],
+    cells: Callable[[AnyRow], list[str]],
+) -> tuple[list[AnyRow], bool]:
+    """Read the command line, run a campaign and print a line as each part of it ends. `what` is counted, by default `count`
+    times. Returns the rows, and whether notes are wanted."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(f"--{what}", dest="count", type=int, default=count)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", action="append", default=[], help="label of a row; may be given several times")
+    parser.add_argument("--notes", action="store_true", help="print the kinds of faults and what was noted")
+    given = parser.parse_args()
+    print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, load {os.getloadavg()[0]:.1f}, seed {given.seed}\n")
+    print("| " + " | ".join(head) + " |\n|---|" + "---:|" * (len(head) - 1), flush=True)
+
+    def show(row: AnyRow) -> None:
+        print("| " + " | ".join(cells(row)) + " |", flush=True)
+
+    return run(given.count, given.seed, given.only, show), given.notes
+
+
 def _processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -770,25 +805,14 @@ def _processor() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", action="append", default=[], help="label of a tier; may be given several times")
-    parser.add_argument("--notes", action="store_true", help="print the kinds of faults and what was noted")
-    given = parser.parse_args()
-    load = os.getloadavg()[0]
-    print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, load {load:.1f}, seed {given.seed}\n")
-    print("| " + " | ".join(HEAD) + " |\n|---|" + "---:|" * (len(HEAD) - 1), flush=True)
-    rows = run(
-        given.faults, given.seed, given.only, lambda row: print("| " + " | ".join(cells(row)) + " |", flush=True)
-    )
+    rows, notes = print_campaign(__doc__, "faults", 100_000, HEAD, run, cells)
     total = Row("all")
     for row in rows:
         counts = ("faults", "wrong", "crash", "late", "stalls", "not_healed", "sound_deleted", "sound", "sound_served")
         for name in (*counts, "seconds"):
             setattr(total, name, getattr(total, name) + getattr(row, name))
     print("| " + " | ".join(cells(total)) + " |")
-    for row in rows if given.notes else ():
+    for row in rows if notes else ():
         print(f"\n{row.label}: {dict(row.kinds)}; {dict(row.notes)}; worst {row.worst * 1000:.0f} ms late")
     return int(bool(total.wrong or total.crash or total.late - total.stalls or total.not_healed or total.sound_deleted))
 

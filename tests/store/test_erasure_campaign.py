@@ -34,7 +34,7 @@ class Hiding(DiskStore):
 
 
 class Eager(DiskStore):
-    """Deletes a block of somebody else with each call."""
+    """Deletes a block of another tenant with each call."""
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         mine = {name[FINGERPRINT_BYTES:][:12] for name in names}

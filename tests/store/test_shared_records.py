@@ -197,7 +197,7 @@ def test_damage_costs_one_record(name: str, caplog: pytest.LogCaptureFixture) ->
 
 @every_kind
 def test_what_cannot_be_read_stays(name: str, stack: ExitStack, tmp_path: Path) -> None:
-    """A store that fails is told from one that has no record: nothing counts as gone, nothing is deleted."""
+    """A store that fails differs from one that has no record: nothing counts as gone, nothing is deleted."""
     flaky = FlakyStore(disk(stack, tmp_path))
     records = SharedRecords(TieredStore([MemoryStore(1 << 20), flaky]), KINDS[name])
     key, value = sample(name, -60.0)
@@ -241,7 +241,7 @@ def test_one_record_that_cannot_be_read(name: str, stack: ExitStack, tmp_path: P
 
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end(name: str, stack: ExitStack, tmp_path: Path) -> None:
-    """A record whose time is over is adopted by nobody, and is deleted by whoever ends it; one that was renewed is not."""
+    """A record whose time is over is not adopted, and the instance that ends it deletes it; one that was renewed stays."""
     records = SharedRecords(TieredStore([disk(stack, tmp_path)]), KINDS[name])
     key, value = sample(name, -1.0)
     records.put(key, value)
