@@ -1,7 +1,8 @@
 """Erasures that are not complete yet. They are repeated where they are open until they are, also after a restart.
 
-A record `erasures/<id>` in the stores that could be reached names what is erased: digests of tenants and salts. A process that
-starts adopts the records that it finds, since the one that wrote them may be gone. Several may repeat an erasure.
+A record `erasures/<id>` in the stores that could be reached names what is erased, digests of tenants and salts, and where it is
+open. A process that starts adopts the records that it finds, since the one that wrote them may be gone. Several may repeat an
+erasure. One that has not all of the places erases its own, and leaves the record to those that have the others.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from foreword.errors import StoreError
 from foreword.prefixes.erasure import (
     KEY_STORE,
     KeysDestroyed,
+    Place,
     PlaceOutcome,
     Receipt,
     described,
@@ -47,6 +49,7 @@ class OpenErasure:
     Attributes:
         prefixes: first bytes of the roots of what is erased.
         tiers: labels of the tiers where it is not complete.
+        elsewhere: locations where it is not complete, which this instance does not have.
         receipt: what was done so far.
     """
 
@@ -55,11 +58,12 @@ class OpenErasure:
     what: str
     tiers: frozenset[str]
     receipt: Receipt
+    elsewhere: frozenset[str] = frozenset()
     since: float = field(default_factory=time.time)
 
 
 class ErasureRecord(msgspec.Struct, frozen=True):
-    """What other instances must know to repeat an erasure. `prefixes`: hexadecimal."""
+    """What other instances must know to repeat an erasure. `prefixes`: hexadecimal. `tiers`: locations where it is open."""
 
     prefixes: list[str]
     what: str
@@ -96,6 +100,9 @@ class OpenErasures:
         self._records = SharedRecords(store, ERASURES)
         self._drop = drop
         self._keys = keys
+        self._locations = {tier.label: tier.location for tier in store.tiers if tier.location}
+        if keys is not None:
+            self._locations[KEY_STORE] = KEY_STORE
         self._first_pause = pause
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
@@ -135,8 +142,11 @@ class OpenErasures:
         self._follower.close(_TIMEOUT)
 
     def _write(self, one: OpenErasure) -> None:
+        places = one.elsewhere | {self._locations[tier] for tier in one.tiers if tier in self._locations}
+        if not places:
+            return  # what is open ends with this process
         try:
-            record = ErasureRecord([prefix.hex() for prefix in one.prefixes], one.what, sorted(one.tiers))
+            record = ErasureRecord([prefix.hex() for prefix in one.prefixes], one.what, sorted(places))
             self._records.put(ERASURES.key(one.id), record)
         except StoreError as error:
             log.warning("erasure %s: it ends with this process, no store takes its record: %s", one.id, error.message)
@@ -154,8 +164,6 @@ class OpenErasures:
     def _repeat(self, one: OpenErasure) -> None:
         destroyed = KeysDestroyed(one.prefixes)
         if KEY_STORE in one.tiers:
-            if self._keys is None:
-                return  # for an instance that has the keys
             destroyed = destroy_keys(self._keys, one.prefixes)
             one.prefixes = destroyed.prefixes
         queued = self._drop(one.prefixes)
@@ -164,9 +172,12 @@ class OpenErasures:
         one.tiers = _open_tiers(one.receipt)
         if one.tiers:
             return
-        log.info("erasure %s is complete", one.id)
+        log.info("erasure %s is complete%s", one.id, " here" if one.elsewhere else "")
         try:
-            self._records.remove(ERASURES.key(one.id))
+            if not one.elsewhere:
+                self._records.remove(ERASURES.key(one.id))
+            elif self._records.get(ERASURES.key(one.id)) is not None:
+                self._write(one)
         except StoreError as error:
             log.warning("erasure %s: its record stays, and it is repeated at the next start: %s", one.id, error.message)
 
@@ -174,7 +185,13 @@ class OpenErasures:
         """Read the records that are in the stores. What cannot be read is adopted at the next start."""
         for key, record in self._records.scan(failed=leave).values.items():
             name, prefixes = key.rpartition("/")[2], tuple(map(bytes.fromhex, record.prefixes))
-            one = OpenErasure(name, prefixes, record.what, frozenset(record.tiers), Receipt(record.what, []))
+            mine = frozenset(label for label, location in self._locations.items() if location in record.tiers)
+            others = frozenset(record.tiers) - set(self._locations.values())
+            if not mine:
+                log.info("erasure %s is left to instances with %s: %s", name, ", ".join(sorted(others)), record.what)
+                continue
+            places = [Place(one, "", PlaceOutcome.ELSEWHERE, 0, 0, "another instance has it") for one in sorted(others)]
+            one = OpenErasure(name, prefixes, record.what, mine, Receipt(record.what, places), others)
             log.info("erasure %s is continued: %s", name, one.what)
             with self._lock:
                 self._known.setdefault(name, one)

@@ -79,6 +79,7 @@ class StoreTier:
         rule: which blocks are written; None: all.
 
     Attributes:
+        location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
     """
@@ -92,7 +93,7 @@ class StoreTier:
         rule: AdmissionRule | None = None,
     ) -> None:
         self.store = store
-        self.label = store.label
+        self.label = self.location = store.label
         self.writable = writable
         self.suspended = False
         self.blocking = store.blocking

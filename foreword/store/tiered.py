@@ -108,6 +108,7 @@ class TieredStore(Store):
         writable: indexes of the tiers that take writes (None: all). The other tiers are only read: blocks are never
             put, promoted, pinned or deleted there, and records are written there only if there is no other tier.
         rules: which blocks each tier takes (None, or no rules: all).
+        locations: names of the tiers that all instances use; by default their labels.
 
     Attributes:
         writable: indexes of the tiers that take writes.
@@ -123,12 +124,15 @@ class TieredStore(Store):
         *,
         writable: Sequence[int] | None = None,
         rules: Sequence[AdmissionRule | None] = (),
+        locations: Sequence[str] | None = None,
     ) -> None:
         self.writable: Tiers = tuple(range(len(stores)) if writable is None else sorted(writable))
         self.tiers = [
             StoreTier(store, clock, writable=index in self.writable, rule=rule)
             for index, (store, rule) in enumerate(zip_longest(stores, rules))
         ]
+        for tier, location in zip(self.tiers, locations or (), strict=locations is not None):
+            tier.location = location
         self.selective = any(tier.admission is not None for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))

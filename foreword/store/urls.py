@@ -8,13 +8,16 @@ store, fastest first.
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 from urllib.parse import parse_qsl, unquote, urlunsplit
 
 from foreword.blocks.layout import Layout
-from foreword.errors import StoreConfigError, StoreUnavailable
+from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.plugins import Plugins
 from foreword.store.base import Store
 from foreword.store.builtin import BUILTIN
@@ -26,6 +29,8 @@ from foreword.store.tiered import TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.store.wrappers import StoreKeys
 
+_LOCATION: Final = "location/id"
+_LOCATION_SECONDS: Final = 5.0
 TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BUILTIN, StoreConfigError)
 
 
@@ -115,12 +120,15 @@ def open_store(
             for url in parsed
         ]
     opened: list[Store] = []
+    locations: list[str] = []
     try:
         for url in _with_distinct_labels(parsed):
             store = (openers or {}).get(url.reach, url.type.open)(url, layout)
+            opened.append(store)
+            locations.append(_location(url, store))
             if keys is not None and url.persistent:
                 store = keys.sealed(store)
-            opened.append(store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts)))
+            opened[-1] = store if layout is None else _with_codec(store, url.codec, (layout, *more_layouts))
             if layout is not None:
                 _check_room(url, opened[-1], max(one.block_bytes for one in (layout, *more_layouts)))
     except BaseException:
@@ -129,7 +137,26 @@ def open_store(
         raise
     persistent = [index for index, url in enumerate(parsed) if url.persistent]
     writable = [index for index, url in enumerate(parsed) if url.writable]
-    return TieredStore(opened, persistent, writable=writable, rules=[url.rule for url in parsed])
+    rules = [url.rule for url in parsed]
+    return TieredStore(opened, persistent, writable=writable, rules=rules, locations=locations)
+
+
+def _location(url: StoreUrl, store: Store) -> str:
+    """Names a store to all instances that have it, whatever label it has there; "" for one that ends with its process. A folder
+    of one host carries its name itself: paths and names of hosts, such as pods, come and go."""
+    if not url.persistent:
+        return ""
+    if url.reach is Reach.NETWORK:
+        return url.shown
+    deadline = time.monotonic() + _LOCATION_SECONDS
+    try:
+        found = store.get_record(_LOCATION, deadline=deadline)
+        if found is None and url.writable:
+            store.put_record(_LOCATION, os.urandom(16).hex().encode(), deadline=deadline)
+            found = store.get_record(_LOCATION, deadline=deadline)  # another process may have been first
+    except StoreError:
+        found = None
+    return f"folder {bytes(found).decode('ascii', 'replace')}" if found else f"{socket.gethostname()} {url.shown}"
 
 
 def _check_room(url: StoreUrl, store: Store, block_bytes: int) -> None:

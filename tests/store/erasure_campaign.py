@@ -143,10 +143,11 @@ class Row:
 class Instance:
     """What one engine has: tiers that may be made to fail, a write queue, and its erasures."""
 
-    def __init__(self, stores: Sequence[Store], seed: int, keys: DataKeys | None) -> None:
+    def __init__(self, stores: Sequence[Store], locations: Sequence[str], seed: int, keys: DataKeys | None) -> None:
         self.flaky = [FlakyStore(one, seed=seed + number) for number, one in enumerate(stores)]
         ring = None if keys is None else KeyRing(data=keys)
-        self.store = TieredStore([one if ring is None else ring.sealed(one) for one in self.flaky])
+        sealed = [one if ring is None else ring.sealed(one) for one in self.flaky]
+        self.store = TieredStore(sealed, locations=locations)
         arena = StagingArena([[torch.zeros(2, SIZE, dtype=torch.uint8)]], SLOTS)
         self._arena, self._slots = arena, StagingSlots(range(SLOTS))
         self.queue = WriteBehind(self.store, arena)
@@ -198,8 +199,11 @@ class Campaign:
         self._keys_folder = str(folder / "keys") if encrypted else ""
         self.places = [_make(kind, folder / f"{number}-{kind}") for number, kind in enumerate(kinds)]
         self.keys = self._data_keys()
-        self.inner = [place.open() for place in self.places]
-        self.instance = Instance(self.inner, self.draw.randrange(1 << 30), self.keys)
+        opened = open_store([_url(place) for place in self.places]).tiers
+        self.inner = [tier.store for tier in opened]
+        self.instance = Instance(
+            self.inner, [tier.location for tier in opened], self.draw.randrange(1 << 30), self.keys
+        )
         self._others = [Salt(b"other %d" % number) for number in range(2)]
         self._sound = [one for number, salt in enumerate(self._others) for one in self._frames(salt, number, 8)]
         self._records = [record_of(salt, kind) for salt in self._others for kind in ("prefixes", "retained")]
@@ -505,6 +509,8 @@ def _make(kind: str, folder: Path) -> Base:
 
 
 def _url(place: Base) -> str:
+    if isinstance(place, MemoryPlace):
+        return "memory://?size=4MiB"
     if isinstance(place, DiskPlace):
         return f"disk://{place.folder}?size=64MiB"
     if isinstance(place, ObjectPlace):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import erasure_campaign
 import pytest
 from erasure_campaign import MIXTURES, Campaign, run
-from fault_campaign import DiskPlace
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.store.base import Erased, Name, Store
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.types import Reach, StoreUrl
+from foreword.store.urls import open_store
 
 
 @pytest.mark.slow
@@ -49,11 +51,10 @@ def test_the_campaign_notices(
 ) -> None:
     """A tier that erases nothing and says that it has, and one that deletes those of another, are reported."""
 
-    class Place(DiskPlace):
-        def open(self) -> Store:
-            return store(self.folder, 64 << 20, label="disk")
+    def opened(url: StoreUrl, _: object) -> Store:
+        return store(url.path, 64 << 20)
 
-    monkeypatch.setattr(erasure_campaign, "DiskPlace", Place)
+    monkeypatch.setattr(erasure_campaign, "open_store", partial(open_store, openers={Reach.HOST: opened}))
     monkeypatch.setattr(erasure_campaign, "FAULTS", {**dict.fromkeys(erasure_campaign.FAULTS, 0), "none": 1})
     row = Campaign("disk", tmp_path, 1).run(6)
     assert getattr(row, column) > 0 and not row.good

@@ -27,6 +27,7 @@ from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.redis.redis_store import RedisStore
 from foreword.store.tiered import TieredStore
+from foreword.store.urls import open_store
 
 ANN, BOB = Salt(b"ann"), Salt(b"bob")
 COUNT = 40
@@ -210,6 +211,68 @@ def test_a_file_system_that_takes_no_changes_for_a_while(
     found = erasures.get(name)
     assert found is not None and found.receipt.complete
     assert not any(present(disk, mine)) and all(present(disk, theirs))
+
+
+@pytest.mark.parametrize("order", [("mine", "shared"), ("shared", "mine")])
+def test_another_instance_leaves_what_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Sequence[str]
+) -> None:
+    """Two servers share a folder, and each has another one with the same label. The first one's erasure is open in its own
+    folder when it ends. The other server, which finds the record, does not call it complete; the first one's next start, also
+    with its tiers in another order, completes it."""
+    other = [f"disk://{tmp_path}/other?size=8MiB", f"disk://{tmp_path}/shared?size=8MiB&label=shared"]
+    with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in ("mine", "shared")])) as store:
+        mine = of(ANN, 1)
+        for tier in store.tiers:
+            put_all(tier.store, mine)
+        erasures = OpenErasures(store, lambda _: 0, pause=60)
+        [path] = (tmp_path / "mine").rglob(mine[3].header.key.hex())
+        with monkeypatch.context() as denied:
+            deny(denied, path.parent)
+            name, receipt = erasures.erase([ANN])
+        assert receipt.complete is False
+        erasures.close()
+
+    def records() -> list[Path]:
+        return list((tmp_path / "shared" / "records").rglob(f"{name}~"))
+
+    with closing(open_store(other)) as store:
+        OpenErasures(store, lambda _: 0, pause=0.01).close()
+        assert records()
+    with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in order])) as store:
+        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        wait_until(lambda: not records(), "the erasure")
+        erasures.close()
+        for tier in store.tiers:
+            assert not any(present(tier.store, mine))
+
+
+def test_an_erasure_that_is_open_in_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance that has one of them erases it, says that another one is left, and keeps the record for who has it."""
+    folders = ("mine", "shared")
+    with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in folders])) as store:
+        mine = of(ANN, 1)
+        for tier in store.tiers:
+            put_all(tier.store, mine)
+        erasures = OpenErasures(store, lambda _: 0, pause=60)
+        with monkeypatch.context() as denied:
+            for folder in folders:
+                [path] = (tmp_path / folder).rglob(mine[3].header.key.hex())
+                deny(denied, path.parent)
+            name, _ = erasures.erase([ANN])
+        erasures.close()
+    with closing(open_store([f"disk://{tmp_path}/shared?size=8MiB"])) as store:
+        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        wait_until(lambda: (found := erasures.get(name)) is not None and not found.tiers, "its part")
+        erasures.close()
+        found = erasures.get(name)
+        assert found is not None and not found.receipt.complete
+        assert not any(present(store.tiers[0].store, mine))
+    with closing(open_store([f"disk://{tmp_path}/{one}?size=8MiB" for one in folders])) as store:
+        erasures = OpenErasures(store, lambda _: 0, pause=0.01)
+        wait_until(lambda: not list((tmp_path / "shared" / "records").rglob(f"{name}~")), "the rest")
+        erasures.close()
+        assert not any(present(store.tiers[0].store, mine))
 
 
 class Slow(FlakyStore):
