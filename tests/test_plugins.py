@@ -144,7 +144,7 @@ _USE = """
 from foreword.api.output import CallArguments, CallStart
 from foreword.api.request import Tool, ToolChoice
 from foreword.api.tools.constraint import forced_calls
-from foreword.api.tools.detection import detect, formats_named
+from foreword.api.tools.parser import detect, formats_named
 from foreword.api.tools.parser import parse
 tools = [Tool("dig", "", {})]
 formats = detect("{{ bang }}")

@@ -19,10 +19,9 @@ from urllib.parse import parse_qs, unquote
 
 from foreword.api.dialects.limits import Limits
 from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_response, no_route_response, openai_error
-from foreword.api.outcomes import ClientGone, Ending, Outcome
+from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
-from foreword.api.request_log import log_request, request_id_from
 from foreword.api.rights import NO_TENANT, Right, Rights
 from foreword.api.routes import JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant

@@ -2,20 +2,90 @@
 
 An operator is a caller with the admin key. Where there is no key of any kind, programs on this host are operators; where there
 are API keys and no admin key, there is no operator. What belongs to a tenant may be changed by its key; where no API keys are
-required all callers are one tenant, so only operators may.
+required all callers are one tenant, so only operators may. A front without keys answers to its own names only.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+import ipaddress
+import socket
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Final
 
-from foreword.api.callers import credentials, is_local
-from foreword.api.hosts import HostNames
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
+
+# No public name ends like this (RFC 6761, RFC 6762, RFC 8375, ICANN's `internal`, and names in Kubernetes).
+_PRIVATE: Final = (".localhost", ".local", ".internal", ".home.arpa", ".test", ".svc")
+# What a proxy adds: the caller is somewhere else then. A web page sends `origin`.
+_NOT_LOCAL: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via", "origin")
+
+
+class HostNames:
+    """Which values of the header `Host` are names of this server: against DNS rebinding.
+
+    A web page can give its own name the address of a server on the visitor's host or network, and then read what the server
+    answers, because the browser takes both for one place. The browser sends the page's name as `Host`. So a server that needs
+    no key answers to what no such page can be called: addresses, names without a dot, names that cannot be registered, its
+    own, and those that the operator lists.
+
+    Args:
+        listed: the operator's names (`server.allowed_hosts`); `*` allows all.
+    """
+
+    def __init__(self, listed: Iterable[str] = ()) -> None:
+        names = [name.lower().rstrip(".") for name in (*listed, socket.gethostname())]
+        self._listed = frozenset(names)
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        """Raises Forbidden for a name that is not this server's. A request without a name is not a browser's."""
+        name = _name(headers.get("host", ""))
+        if (
+            "." not in name
+            or "*" in self._listed
+            or name in self._listed
+            or name.endswith(_PRIVATE)
+            or _is_address(name)
+        ):
+            return
+        raise Forbidden(
+            f"{name[:253]} is not a name of this server; the operator can add it with --allowed-hosts, or configure keys"
+        )
+
+
+def _name(host: str) -> str:
+    """The name in a `Host` header, without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def credentials(headers: Mapping[str, str]) -> str | None:
+    """The caller's key as an `Authorization` header. Clients of Anthropic's API send it as `x-api-key`."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else None)
+
+
+def is_local(address: str | None, headers: Mapping[str, str]) -> bool:
+    """Whether the caller is a program on this machine: not a web page, and not one behind a proxy."""
+    if any(name in headers for name in _NOT_LOCAL):
+        return False
+    try:
+        found = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback
 
 
 class Right(Enum):

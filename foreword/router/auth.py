@@ -11,8 +11,7 @@ from typing import Final
 
 from multidict import CIMultiDict
 
-from foreword.api.hosts import HostNames
-from foreword.api.rights import Rights
+from foreword.api.rights import HostNames, Rights
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.config import Config
 from foreword.errors import ConfigError

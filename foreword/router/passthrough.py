@@ -10,10 +10,9 @@ import msgspec
 from yarl import URL
 
 from foreword.api import stored_responses
-from foreword.api.callers import credentials
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody
-from foreword.api.rights import Right
+from foreword.api.rights import Right, credentials
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers

@@ -13,10 +13,10 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from foreword.api.callers import credentials
 from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call
+from foreword.api.rights import credentials
 from foreword.errors import ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers

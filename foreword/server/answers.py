@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from foreword.api import logprobs
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, FinishReason, Piece, PromptInfo, Reasoning, Text
 from foreword.api.request import GenerateRequest
-from foreword.api.tools.detection import AnswerFormats, opens_reasoning
-from foreword.api.tools.parser import AnswerParser
+from foreword.api.tools.parser import AnswerFormats, AnswerParser, opens_reasoning
 from foreword.engine.request import Delta, Request, TokenLogprob
 from foreword.engine.stops import StopFinder
 

@@ -11,15 +11,14 @@ from foreword.api import prefixes, probes
 from foreword.api.asgi import AsgiFront
 from foreword.api.bodies import NewPrefixBody, PrefixBody
 from foreword.api.front import Answer, Call, Front, Handler
-from foreword.api.hosts import HostNames
 from foreword.api.prefixes import AnyPrefixBody
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
-from foreword.api.rights import Right, Rights
+from foreword.api.rights import HostNames, Right, Rights
 from foreword.api.routes import NO_BODY, Meter, Route, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
-from foreword.api.tools.detection import formats_named
+from foreword.api.tools.parser import formats_named
 from foreword.api.work_queue import WorkQueue
 from foreword.config import Config, parse_bytes
 from foreword.dashboard.metric_history import MetricsHistory

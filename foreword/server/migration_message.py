@@ -11,7 +11,7 @@ from foreword.api import logprobs
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.request import GenerateRequest
-from foreword.api.tools.detection import AnswerFormats
+from foreword.api.tools.parser import AnswerFormats
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.errors import BadRequest
 from foreword.server.answers import reader_for

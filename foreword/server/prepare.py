@@ -18,7 +18,7 @@ from foreword.api.output import PromptInfo
 from foreword.api.request import Continuation, GenerateRequest, Prompt
 from foreword.api.tenants import Tenant
 from foreword.api.tools.constraint import after_reasoning, forced_calls
-from foreword.api.tools.detection import AnswerFormats, detect, formats_named
+from foreword.api.tools.parser import AnswerFormats, detect, formats_named
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig

@@ -15,8 +15,7 @@ import foreword
 from foreword.api.output import CallArguments, CallStart, Reasoning
 from foreword.api.request import Tool, ToolChoice
 from foreword.api.tools.constraint import after_reasoning, forced_calls
-from foreword.api.tools.detection import AnswerFormats
-from foreword.api.tools.parser import parse
+from foreword.api.tools.parser import AnswerFormats, parse
 from foreword.engine.request import StructuredOutput
 from foreword.errors import BadRequest
 

@@ -14,9 +14,8 @@ from tool_writer import write_answer
 
 from foreword.api.output import CallArguments, CallStart, Piece, Reasoning, Text
 from foreword.api.request import Tool, ToolCall
-from foreword.api.tools.detection import AnswerFormats, detect, formats_named, opens_reasoning
-from foreword.api.tools.parser import AnswerParser, parse
-from foreword.api.tools.pieces import joined
+from foreword.api.tools.parser import AnswerFormats, AnswerParser, detect, formats_named, opens_reasoning, parse
+from foreword.api.tools.reader import joined
 from foreword.errors import ConfigError
 
 TOOLS = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from foreword.api.request import ToolCall
 from foreword.api.tools import formats as f
-from foreword.api.tools.detection import AnswerFormats
+from foreword.api.tools.parser import AnswerFormats
 
 
 def write_answer(formats: AnswerFormats, content: str, calls: Sequence[ToolCall] = (), reasoning: str = "") -> str:

@@ -9,8 +9,8 @@ import pytest
 import foreword
 from foreword.api.output import Piece, Text
 from foreword.api.request import GenerateRequest, Message, Tool
-from foreword.api.tools.detection import AnswerFormats
-from foreword.api.tools.pieces import joined
+from foreword.api.tools.parser import AnswerFormats
+from foreword.api.tools.reader import joined
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.stops import StopFinder
 from foreword.engine.tokenizer import Tokenizer

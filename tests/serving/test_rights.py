@@ -6,7 +6,7 @@ import pytest
 from shared_server import SharedServers, words
 from test_tenants import cached
 
-from foreword.api.callers import is_local
+from foreword.api.rights import is_local
 
 
 def test_clearing_the_cache_leaves_other_tenants_alone(shared: SharedServers) -> None:

@@ -21,8 +21,7 @@ from foreword.api.tools.formats import (
 )
 from foreword.api.tools.grammar import Markers, json_rule, more_calls
 from foreword.api.tools.json_calls import NAME_CHARACTERS, JsonCalls
-from foreword.api.tools.pieces import PieceCollector
-from foreword.api.tools.reader import Malformed, Reading, TextReader
+from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
 from foreword.errors import BadRequest
 
 _NEW_LINE: Final = "\n"

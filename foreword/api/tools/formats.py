@@ -1,6 +1,6 @@
 """How models write tool calls and reasoning: the class of formats of calls, markers and keys.
 
-`detection.TOOL_FORMATS` has all formats of calls. Another package adds one as an entry point of the group
+`parser.TOOL_FORMATS` has all formats of calls. Another package adds one as an entry point of the group
 `foreword.tool_formats`, an instance of `ToolFormat` under its name (docs/guides/agents.md, "Tools").
 """
 
@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 
 from foreword.api.request import Tool
 from foreword.api.tools.grammar import Markers
-from foreword.api.tools.pieces import PieceCollector, call_id
-from foreword.api.tools.reader import Reading, TextReader
+from foreword.api.tools.reader import PieceCollector, Reading, TextReader, call_id
 
 ReasoningFormat = Literal["think", "mistral_think"]
 

@@ -24,8 +24,7 @@ from foreword.api.tools.formats import (
 )
 from foreword.api.tools.grammar import Markers, json_rule
 from foreword.api.tools.json_calls import NAME_CHARACTERS
-from foreword.api.tools.pieces import PieceCollector
-from foreword.api.tools.reader import Malformed, Reading, TextReader
+from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
 
 _CHANNEL = re.compile(re.escape(HARMONY_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")

@@ -20,8 +20,7 @@ from foreword.api.tools.formats import (
     ToolFormat,
 )
 from foreword.api.tools.grammar import Markers, call_objects, more_calls
-from foreword.api.tools.pieces import PieceCollector, short_call_id
-from foreword.api.tools.reader import SPACE, Malformed, Reading, Sink, T, TextReader
+from foreword.api.tools.reader import SPACE, Malformed, PieceCollector, Reading, Sink, T, TextReader, short_call_id
 
 NAME_CHARACTERS = 256
 NESTING = 200

@@ -10,9 +10,8 @@ from typing import Final
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Handler
-from foreword.api.outcomes import outcome_of_status
+from foreword.api.outcomes import log_request, outcome_of_status
 from foreword.api.quotas import Admitted
-from foreword.api.request_log import log_request
 from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from foreword.api.callers import credentials
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.front import Handler
+from foreword.api.outcomes import request_id_from
 from foreword.api.request import GenerateRequest
 from foreword.api.request_bodies import check_media_type, declared_length
-from foreword.api.request_log import request_id_from
+from foreword.api.rights import credentials
 from foreword.api.routes import NO_BODY, JsonBody, Route, Routes
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
