@@ -12,10 +12,12 @@ the command line nor in the environment.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import ipaddress
 import math
 import os
 import re
+import tempfile
 import tomllib
 import types
 import typing
@@ -26,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal, TypeVar, cast
 
-from foreword.errors import ConfigError, ModelNotFound, did_you_mean, reason_of
+from foreword.errors import ConfigError, ModelNotFound, StoreConfigError, did_you_mean, reason_of
 
 T = TypeVar("T")
 
@@ -796,6 +798,22 @@ def check_source(source: str, what: str) -> bool:
     if "/" not in source or source.startswith((".", "/", "~")):
         raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
     return False
+
+
+def check_folder(folder: str) -> None:
+    """Raises StoreConfigError if the folder does not exist and cannot be created. Does not create it."""
+    place = os.path.abspath(folder)
+    if os.path.isdir(place):
+        return  # one that cannot be written is only read
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    try:
+        # The system alone can tell: a folder is made beside it and removed.
+        os.rmdir(tempfile.mkdtemp(prefix=".foreword-", dir=place))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the store waits for room
+            reason = f"the folder {folder} cannot be created: {error.strerror}: {place}"
+            raise StoreConfigError(reason) from None
 
 
 def _coerce(where: str, hint: Any, value: Any, *, secret: bool) -> Any:

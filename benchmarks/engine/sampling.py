@@ -27,9 +27,9 @@ from torch import Tensor
 from benchmarks.harness import machine, set_up, table
 from foreword import LLM, SamplingParams
 from foreword.blocks.salt import NO_SALT
-from foreword.engine.draw import Draw
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.runner import Draw
 from foreword.engine.sampler import sample
 from foreword.engine.token_counts import TokenCounts
 

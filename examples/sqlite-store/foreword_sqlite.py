@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from foreword.blocks.layout import PREFIX_BYTES, Layout
-from foreword.config import parse_bytes
+from foreword.config import check_folder, parse_bytes
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from foreword.store.base import (
     BAD,
@@ -35,7 +35,7 @@ from foreword.store.base import (
     time_left,
 )
 from foreword.store.frame import Frame
-from foreword.store.types import Reach, StoreType, StoreUrl, check_folder, read_options
+from foreword.store.types import Reach, StoreType, StoreUrl, read_options
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS block (

@@ -8,10 +8,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from foreword.api.chat_template import template_messages, template_tools
-from foreword.api.dialects.chat import MessageBody, messages_of
+from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
 from foreword.api.dialects.decode import check_length, decode, refuse
 from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, check_depth
-from foreword.api.dialects.tools import ToolBody, tools_of
 
 
 class Body(Struct, kw_only=True):

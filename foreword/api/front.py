@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, unquote
 
 from foreword.api.dialects.limits import Limits
@@ -27,7 +27,9 @@ from foreword.api.routes import JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import ForewordError, IntegrityError
-from foreword.observability.tracing import Span, Tracer
+
+if TYPE_CHECKING:
+    from foreword.observability.tracing import Span, Tracer
 
 logger = logging.getLogger(__name__)
 

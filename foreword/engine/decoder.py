@@ -33,8 +33,7 @@ from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.kernel_choice import COMPILED, row_bucket
 from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, PackedWeight
-from foreword.engine.linear import PackedForward, Patch
-from foreword.engine.products import ChosenProduct
+from foreword.engine.linear import ChosenProduct, PackedForward, Patch
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
 # the input, beside what rounding the output itself may change.

@@ -19,10 +19,8 @@ from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.salt import Salt
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
-from foreword.engine.draw import Sampled
-from foreword.engine.external_kv import RemoteKV
+from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
 from foreword.engine.kept import KeptPrefixes
-from foreword.engine.prefetch import MAX_PREFETCHES, Prefetch
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.request import (
     MAX_RETENTIONS,
@@ -33,7 +31,7 @@ from foreword.engine.request import (
     SamplingParams,
     TokenLogprob,
 )
-from foreword.engine.runner import Runner, draw_of
+from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.stops import StopFinder

@@ -14,10 +14,18 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import Config, EncryptionConfig, EngineConfig, StoreConfig, TransferConfig, check_source
+from foreword.config import (
+    Config,
+    EncryptionConfig,
+    EngineConfig,
+    StoreConfig,
+    TransferConfig,
+    check_folder,
+    check_source,
+)
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.sealing import KeyRing
-from foreword.store.types import Reach, check_folder
+from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings

@@ -123,6 +123,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether what was generated changes the logits of the next token."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
 
 def _within(name: str, value: float | None, low: float, high: float | None) -> None:
     if value is None:

@@ -18,8 +18,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from foreword.blocks.prefix_cache import NO_MATCH, Copy, Match, PrefixCache
-from foreword.engine.external_kv import BlockStores, ExternalKV, GroupedStores, KVArrival, StoreKV, StorePosition
-from foreword.engine.prefetch import Prefetches
+from foreword.engine.external_kv import (
+    BlockStores,
+    ExternalKV,
+    GroupedStores,
+    KVArrival,
+    Prefetches,
+    StoreKV,
+    StorePosition,
+)
 from foreword.engine.prompt_logprobs import MAX_ROWS
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.store.tier_counters import LookupOutcome

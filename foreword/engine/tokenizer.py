@@ -14,7 +14,7 @@ from tokenizers.decoders import DecodeStream
 from foreword.errors import BadRequest, ModelNotFound
 
 if TYPE_CHECKING:
-    from foreword.engine.structured.vocabulary import Vocabulary
+    pass
 
 # Last tokens of the prompt that the text of the first new token may depend on (a leading space, half a character).
 _CONTEXT_TOKENS = 8
@@ -176,11 +176,14 @@ class Tokenizer:
         ]
         return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled if tokens))
 
-    def grammar_vocabulary(self, size: int) -> Vocabulary:
-        """The tokens as grammars need them; `size`: entries of a row of logits."""
-        from foreword.engine.structured.vocabulary import Vocabulary, tokenizer_json
+    def as_json(self) -> str:
+        """The `tokenizer.json` of a Rust tokenizer, without truncation and padding."""
+        from tokenizers import Tokenizer as RustTokenizer
 
-        return Vocabulary(tokenizer_json(self._backend), size, self.eos_token_ids)
+        copy = RustTokenizer.from_str(self._backend.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        return str(copy.to_str())
 
     def cuts(self) -> list[str]:
         """Special tokens before which a text can be cut: the parts, encoded separately without adding special tokens,

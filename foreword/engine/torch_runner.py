@@ -13,11 +13,11 @@ from foreword.engine.attention.backend import AttentionBackend, LayerRecorder, S
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
-from foreword.engine.draw import Draw, Sampled
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
 from foreword.engine.prompt_logprobs import PromptLogprobs
+from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sampler import sample
 from foreword.engine.sequence import SequenceState, Step
 

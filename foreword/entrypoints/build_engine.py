@@ -28,6 +28,7 @@ from foreword.engine.request import SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.self_check import check_bits, self_check
 from foreword.engine.structured.compiler import GrammarCompiler
+from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner
 from foreword.entrypoints.hit_reports import build_audit
@@ -286,7 +287,7 @@ def _engine_core(
         observers=observers,
         offload=offload,
         kept=kept,
-        grammars=GrammarCompiler(functools.partial(tokenizer.grammar_vocabulary, info.vocab_size)),
+        grammars=GrammarCompiler(lambda: Vocabulary(tokenizer.as_json(), info.vocab_size, ends)),
     )
 
 

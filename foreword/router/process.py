@@ -15,7 +15,7 @@ from pathlib import Path
 from foreword import __version__
 from foreword.api import http
 from foreword.api.listener import bind, configure_logging, url_of
-from foreword.config import Config, check_source
+from foreword.config import Config, check_folder, check_source
 from foreword.errors import ConfigError
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
@@ -24,7 +24,6 @@ from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
-from foreword.store.types import check_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,9 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.observability.tracing import EngineTraces
-from foreword.server.active_requests import ActiveRequests
 from foreword.server.admission import Admission
-from foreword.server.misses import ServerMisses
 from foreword.server.peers import Peers
-from foreword.server.recent_requests import RecentRequests
+from foreword.server.request_notes import ActiveRequests, RecentRequests, ServerMisses
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -14,8 +14,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.errors import BadRequest
-from foreword.server.answers import reader_for
-from foreword.server.job import Caller, Job
+from foreword.server.job import Caller, Job, reader_for
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from foreword.api.bodies import DetokenizeBody, TokenizeBody
-from foreword.api.dialects.chat import MessageBody
+from foreword.api.dialects.conversation_body import MessageBody
 from foreword.api.dialects.limits import Limits
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right

@@ -24,9 +24,8 @@ from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
 from foreword.engine.request import Request, SamplingParams, StructuredOutput
 from foreword.errors import BadRequest
-from foreword.server.answers import prompt_opens_reasoning, reader_for
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
-from foreword.server.job import Caller, Job
+from foreword.server.job import Caller, Job, prompt_opens_reasoning, reader_for
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Final
+from typing import Final, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -15,10 +16,10 @@ import msgspec
 from foreword.api import sse
 from foreword.api.dialects.answer_reader import error_of
 from foreword.engine.request import Delta, MigratedTo
-from foreword.errors import EngineFailed, TransferUnavailable
+from foreword.errors import EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.job import FOLLOW_HEADER, Caller
-from foreword.server.stream import until_stopped
 
+T = TypeVar("T")
 # Names of events between servers, and between a server and a router.
 MOVED: Final = "foreword.moved"
 DELTA: Final = "foreword.delta"
@@ -45,7 +46,7 @@ async def follow(departure: MigratedTo, caller: Caller, stop: asyncio.Event) -> 
     source: MigratedTo | None = departure
     while source is not None:
         onward: MigratedTo | None = None
-        async with aclosing(until_stopped(_fetch(source, caller), stop)) as items:
+        async with aclosing(_until_stopped(_fetch(source, caller), stop)) as items:
             async for item in items:
                 if isinstance(item, MigratedTo):
                     onward = item
@@ -93,3 +94,29 @@ def _decode(event: sse.ServerSentEvent) -> Delta | MigratedTo:
 
 def _error_message(data: bytes) -> str:
     return error_of(data).message or "it did not answer as a Foreword server does"
+
+
+async def _until_stopped(items: AsyncGenerator[T, None], stop: asyncio.Event) -> AsyncGenerator[T, None]:
+    """The items. Raises ShuttingDown once `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
+    following: asyncio.Future[T] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(items))
+            await asyncio.wait((following, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                raise ShuttingDown("The server is shutting down and ended the request before its end")
+            try:
+                item = following.result()
+            except StopAsyncIteration:
+                return
+            following = None
+            yield item
+    finally:
+        stopped.cancel()
+        if following is not None:
+            following.cancel()
+        if following is not None:
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
+                await following
+        await items.aclose()

@@ -13,7 +13,7 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, CannotMigrate, NotFound
-from foreword.server import active_requests, generation, migration, migration_message
+from foreword.server import generate_api, migration, migration_message, request_notes
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
@@ -34,7 +34,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
     async def listed(call: Call) -> dict[str, Any]:
         """The caller's running requests. An operator sees those of all tenants."""
         jobs = context.active.all(visible_salt(call))
-        return {"object": "list", "data": [active_requests.describe(job) for job in jobs]}
+        return {"object": "list", "data": [request_notes.describe(job) for job in jobs]}
 
     @routes.add(
         "POST",
@@ -72,7 +72,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         formats = formats_of(engine.tokenizer, config)
         job = migration_message.resume(engine.tokenizer, unclaimed, formats, caller)
         if not deltas:
-            await send_events(call, generation.events(context, job), job.writer.error, config.stream_keep_alive)
+            await send_events(call, generate_api.events(context, job), job.writer.error, config.stream_keep_alive)
             return
         job.streams = True
         await send_events(call, _deltas(context, job))
@@ -96,7 +96,7 @@ def _number(text: str) -> int:
 
 
 async def _deltas(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:
-    async with aclosing(generation.run(context, job)) as deltas:
+    async with aclosing(generate_api.run(context, job)) as deltas:
         async for item in deltas:
             if item is None:
                 yield b""

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final
 from urllib.parse import urlencode
 
 from foreword.blocks.layout import Layout
-from foreword.config import parse_bytes
+from foreword.config import check_folder, parse_bytes
 from foreword.errors import StoreConfigError, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.redact import split_url
@@ -19,7 +19,6 @@ from foreword.store.types import (
     Reach,
     StoreType,
     StoreUrl,
-    check_folder,
     check_owner,
     parse_flag,
     parse_owner,

@@ -6,10 +6,8 @@ named after its scheme (docs/guides/stores.md, "Writing a backend").
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -184,19 +182,3 @@ def check_owner(folder: str) -> None:
                 )
     except OSError:
         return  # it cannot be looked at: to open it will say why
-
-
-def check_folder(folder: str) -> None:
-    """Raises StoreConfigError if the folder does not exist and cannot be created. Does not create it."""
-    place = os.path.abspath(folder)
-    if os.path.isdir(place):
-        return  # one that cannot be written is only read
-    while not os.path.lexists(place):
-        place = os.path.dirname(place)
-    try:
-        # The system alone can tell: a folder is made beside it and removed.
-        os.rmdir(tempfile.mkdtemp(prefix=".foreword-", dir=place))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the store waits for room
-            reason = f"the folder {folder} cannot be created: {error.strerror}: {place}"
-            raise StoreConfigError(reason) from None

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from foreword.blocks.free_list import FreeList
-from foreword.blocks.pool import BlockPool
+from foreword.blocks.pool import BlockPool, FreeList
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from foreword.blocks.free_list import FreeList
+from foreword.blocks.pool import FreeList
 
 BLOCKS = 9
 

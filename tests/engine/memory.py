@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import Salt
-from foreword.engine.draw import Draw, Sampled
+from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sequence import Chunk, SequenceState, Step
 
 VOCAB = 50

@@ -8,9 +8,9 @@ import tiny
 
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import PrefixCache
-from foreword.engine.draw import Draw, Sampled
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.runner import Draw, Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
 from foreword.engine.tokenizer import Tokenizer

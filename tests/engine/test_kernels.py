@@ -27,14 +27,12 @@ from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.draw import Draw
 from foreword.engine.kernels import build, native
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
-from foreword.engine.penalties import shape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampler import random_bits, sampled_row
-from foreword.engine.token_choice import block_maxima, choose, largest
+from foreword.engine.runner import Draw
+from foreword.engine.sampler import block_maxima, choose, largest, random_bits, sampled_row, shape
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -18,13 +18,11 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from tiny import Reference, prompt
 
-from foreword.engine.draw import Draw
 from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
-from foreword.engine.penalties import reshape
 from foreword.engine.request import SamplingParams
-from foreword.engine.sampler import random_bits, sample
-from foreword.engine.token_choice import next_number
+from foreword.engine.runner import Draw
+from foreword.engine.sampler import next_number, random_bits, reshape, sample
 from foreword.engine.token_counts import TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest

@@ -14,7 +14,7 @@ from foreword.api.tools.reader import joined
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.stops import StopFinder
 from foreword.engine.tokenizer import Tokenizer
-from foreword.server.answers import DeltaReader, reader_for
+from foreword.server.job import DeltaReader, reader_for
 
 FORMATS = AnswerFormats("hermes", "think")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "héllo"}}\n</tool_call>'

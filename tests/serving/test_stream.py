@@ -14,7 +14,7 @@ from foreword.api.event_stream import send_events
 from foreword.api.front import Answer, Call, Front
 from foreword.api.sse import encode
 from foreword.errors import EngineFailed
-from foreword.server.stream import merge
+from foreword.server.generate_api import merge
 
 
 class Source:

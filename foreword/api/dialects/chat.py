@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import Raw
 
-from foreword.api.dialects.content import (
-    CacheMark,
-    CacheOptions,
-    Part,
-    breakpoint_of,
+from foreword.api.dialects.conversation_body import (
+    MessageBody,
+    NamedChoice,
+    ToolBody,
     check_breakpoints,
-    longest,
-    part_breakpoints,
-    text_of,
+    choice_of,
+    messages_of,
+    tools_of,
 )
-from foreword.api.dialects.decode import check_length, decode, one_of, refuse
+from foreword.api.dialects.decode import decode, refuse
 from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
 from foreword.api.dialects.sampling import (
     Alternatives,
@@ -28,31 +27,7 @@ from foreword.api.dialects.sampling import (
     refuse_unsupported,
     sampling_of,
 )
-from foreword.api.dialects.tools import CallBody, CallFunction, NamedChoice, ToolBody, calls_of, choice_of, tools_of
-from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, Role
-from foreword.errors import BadRequest
-
-# Chat templates know `system`; `developer` is OpenAI's newer name for it.
-ROLES: Final[dict[str, Role]] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-}
-
-
-class MessageBody(Struct, gc=False):
-    role: str
-    content: str | list[Part] | UnsetType | None = UNSET
-    name: str | None = None
-    tool_calls: list[CallBody] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
-    function_call: CallFunction | None = None
-    cache_control: CacheMark | None = None
+from foreword.api.request import GenerateRequest, Message
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -135,56 +110,3 @@ def reasoning_options(effort: str | None) -> dict[str, Any]:
     if effort is None:
         return {}
     return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort[:40]}
-
-
-def messages_of(
-    bodies: Sequence[MessageBody], limits: Limits, options: CacheOptions | None = None
-) -> tuple[Message, ...]:
-    """Raises BadRequest."""
-    check_length(bodies, limits.messages, "messages", least=1)
-    return tuple(_message(body, f"messages[{number}]", options) for number, body in enumerate(bodies))
-
-
-def _message(body: MessageBody, path: str, options: CacheOptions | None) -> Message:
-    role = ROLES.get(body.role)
-    if role is None or body.function_call is not None or (body.tool_calls and role != "assistant"):
-        raise _unsuitable(body, path)
-    return Message(
-        role,
-        _content(body, role, path),
-        body.name,
-        calls_of(body.tool_calls, f"{path}.tool_calls") if body.tool_calls else (),
-        body.tool_call_id,
-        body.reasoning_content or body.reasoning or "",
-        _breakpoint(body, path, options),
-    )
-
-
-def _unsuitable(body: MessageBody, path: str) -> BadRequest:
-    one_of(body.role, ROLES, f"{path}.role")
-    if body.function_call is not None:
-        return refuse(f"{path}.function_call", "not supported by this server; use tool_calls")
-    return refuse(f"{path}.tool_calls", "only messages of the assistant may have it")
-
-
-def _breakpoint(body: MessageBody, path: str, options: CacheOptions | None) -> CacheBreakpoint | None:
-    if body.cache_control is None and not isinstance(body.content, list):
-        return None
-    parts = body.content if isinstance(body.content, list) else ()
-    return longest((breakpoint_of(body.cache_control, path), *part_breakpoints(parts, f"{path}.content", options)))
-
-
-def _content(body: MessageBody, role: Role, path: str) -> str:
-    if isinstance(body.content, str):
-        return body.content
-    path = f"{path}.content"
-    if isinstance(body.content, list) and body.content:
-        return text_of(body.content, path)
-    has_other = body.tool_calls or body.reasoning_content or body.reasoning or body.refusal
-    if role == "assistant" and (has_other or body.content is None):
-        return body.refusal or ""
-    if body.content is UNSET:
-        raise refuse(path, "is required")
-    if role == "tool":
-        return ""
-    raise refuse(path, "must be a string or a list of text parts, and not empty")

@@ -7,11 +7,18 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from foreword.api.dialects.content import CacheMark, breakpoint_of, check_breakpoints, longest, with_last_breakpoint
+from foreword.api.dialects.conversation_body import (
+    CacheMark,
+    breakpoint_of,
+    check_breakpoints,
+    longest,
+    make_tool,
+    require,
+    with_last_breakpoint,
+)
 from foreword.api.dialects.decode import check_length, decode, one_of, refuse
 from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, is_set
 from foreword.api.dialects.sampling import OwnFields, Whole, cache_control, schema_format, stop_strings
-from foreword.api.dialects.tools import make_tool, require
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _ROLES: Final = ("user", "assistant", "system")

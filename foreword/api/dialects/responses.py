@@ -7,13 +7,16 @@ from typing import Any, Final
 
 from msgspec import Raw, Struct
 
-from foreword.api.dialects.chat import ROLES, reasoning_options
-from foreword.api.dialects.content import (
+from foreword.api.dialects.chat import reasoning_options
+from foreword.api.dialects.conversation_body import (
+    ROLES,
     CacheOptions,
     Part,
     check_breakpoints,
     longest,
+    make_tool,
     part_breakpoints,
+    require,
     text_of,
 )
 from foreword.api.dialects.conversations import with_instructions
@@ -27,7 +30,6 @@ from foreword.api.dialects.sampling import (
     refuse_unsupported,
     schema_format,
 )
-from foreword.api.dialects.tools import make_tool, require
 from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _LOGPROBS: Final = "message.output_text.logprobs"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from foreword.api.dialects.content import CacheOptions, openai_ttl
+from foreword.api.dialects.conversation_body import CacheOptions, openai_ttl
 from foreword.api.dialects.decode import check_length, refuse
 from foreword.api.dialects.limits import NO_JSON, UNSET_RAW, Limits, bounded_object, is_set
 from foreword.api.request import CacheControl, Continuation, OutputFormat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -85,13 +85,3 @@ class _Bytes:
 
     def __call__(self, text: bytes | str) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
-
-
-def tokenizer_json(backend: Any) -> str:
-    """The `tokenizer.json` of a Rust tokenizer, without truncation and padding."""
-    from tokenizers import Tokenizer as RustTokenizer
-
-    copy = RustTokenizer.from_str(backend.to_str())
-    copy.no_padding()
-    copy.no_truncation()
-    return str(copy.to_str())
