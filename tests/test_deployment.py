@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 import foreword
 from foreword.cli.flags import with_config, with_router_config
 from foreword.config import Config
-from foreword.router.discovery import configured_replicas
-from foreword.router.endpoint_slices import ServiceSpec
+from foreword.router.discovery import ServiceSpec, configured_replicas
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

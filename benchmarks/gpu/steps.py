@@ -67,10 +67,10 @@ class Bench:
         from foreword.config import EngineConfig
         from foreword.engine.loop import EngineCore, EngineLimits
         from foreword.engine.model import prepare_model
-        from foreword.engine.pool_size import kv_blocks
         from foreword.engine.scheduler import Scheduler
         from foreword.engine.tokenizer import Tokenizer
         from foreword.engine.torch_runner import TorchRunner
+        from foreword.entrypoints.build_engine import kv_blocks
 
         config = EngineConfig(device=str(device), kernels="triton", generation_config="openai", **options)
         loaded = prepare_model(model, settings, "", model.dtype, device, config)

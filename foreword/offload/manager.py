@@ -27,11 +27,10 @@ from foreword.blocks.layout import ROOT_BYTES, Layout
 from foreword.blocks.portable import BlockUnits, whole_blocks
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
-from foreword.offload.lending import SlotReader
 from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.search import StoredGroup
-from foreword.offload.slots import StagingSlots
+from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name

@@ -1,11 +1,21 @@
-"""Free slots of a staging arena."""
+"""Slots of a staging arena: the free ones, and those that reads of stores use, also when a read hangs."""
 
 from __future__ import annotations
 
 import heapq
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from foreword.store.tiered import FetchedBlock, TieredStore
+
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
+    from foreword.store.base import Name
+    from foreword.store.tier_threads import TierCall
+
+_SHARE: Final = 2  # reads of stores that may block use at most one in this number of slots directly
 
 
 class StagingSlots:
@@ -35,3 +45,61 @@ class StagingSlots:
             for slot in slots:
                 heapq.heappush(self._free, slot)
             self._changed.notify_all()
+
+
+class SlotReader:
+    """Reads blocks into staging slots.
+
+    A store that may block writes into the slots directly while no read is hung and enough slots are left for other reads;
+    else it reads into memory of its own, and the blocks are copied. So hung reads never take all slots. A slot that a hung
+    read has is free again when the read returns.
+    """
+
+    def __init__(self, store: TieredStore, staging: StagingArena, pool: StagingSlots, slots: int) -> None:
+        self._store = store
+        self._staging = staging
+        self._pool = pool
+        self._limit = max(slots // _SHARE, 1)
+        self._lock = threading.Lock()
+        self._lent = 0
+        self._hung = 0
+
+    def read(
+        self, names: Sequence[Name], slots: Sequence[int], *, deadline: float, blocking: bool
+    ) -> tuple[list[FetchedBlock | None], set[int]]:
+        """Read one block into each slot. Returns what was read, and the slots that are not to be given back to the pool.
+
+        `blocking`: a store that may block is expected to have some of the blocks.
+        """
+        kept: set[int] = set()
+
+        def late(positions: Sequence[int], call: TierCall[Any]) -> None:
+            hung = [slots[i] for i in positions]
+            kept.update(hung)
+            self._change(hung=len(hung))
+            call.when_returned(lambda: self._return(hung))
+
+        buffers = [self._staging.buffer(slot) for slot in slots]
+        lent = len(slots) if blocking else 0
+        if not self._lend(lent):
+            return self._store.fetch(names, buffers, deadline=deadline), kept
+        try:
+            return self._store.fetch(names, buffers, deadline=deadline, on_late=late), kept
+        finally:
+            self._change(lent=-lent)
+
+    def _lend(self, count: int) -> bool:
+        with self._lock:
+            if self._hung or self._lent + count > self._limit:
+                return False
+            self._lent += count
+            return True
+
+    def _change(self, *, lent: int = 0, hung: int = 0) -> None:
+        with self._lock:
+            self._lent += lent
+            self._hung += hung
+
+    def _return(self, slots: Sequence[int]) -> None:
+        self._change(hung=-len(slots))
+        self._pool.give(slots)

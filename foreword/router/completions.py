@@ -18,11 +18,10 @@ from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, parse_request
+from foreword.router.replica_body import PATHS, TRANSLATED, Translation, chat_request, parse_request
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
-from foreword.router.translation import Translation, chat_request
 
 # About, where a prompt is not tokenized.
 _BYTES_PER_TOKEN: Final = 4

@@ -36,10 +36,9 @@ from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, Translation, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
-from foreword.router.translation import Translation
 
 logger = logging.getLogger(__name__)
 

@@ -25,18 +25,17 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.auth import RouterAuth
-from foreword.router.canary import is_alive
 from foreword.router.decision_log import DecisionLog
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.misses import RouterMisses
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_audit import RouterAudit
-from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
     CONNECTION_ERRORS,
     ProbeResult,
+    ReplicaBreaker,
     ReplicaInfo,
     ReplicaProbe,
     ReplicaSpec,
@@ -46,7 +45,7 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.router_prefixes import RouterPrefixes
-from foreword.router.suspicious import SuspiciousRequests
+from foreword.router.suspicious import SuspiciousRequests, is_alive
 from foreword.router.trace_recording import record_finished
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed

@@ -1,16 +1,40 @@
-"""Requests after which replicas went silent. Clients retry by themselves, and each retry could silence more replicas."""
+"""Replicas that go silent: a request of the router's own tells one that hangs from one that computes a long prompt, and
+requests after which several went silent are not sent again. Clients retry by themselves, and each retry could silence more
+replicas.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final
 
-from foreword.errors import NoReplica
-from foreword.router.replicas import clock
+import aiohttp
+import msgspec
 
+from foreword.errors import NoReplica, ReplicaFailed
+from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock
+
+_MESSAGE: Final = {"role": "user", "content": "a"}
+_BODIES: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": [_MESSAGE], "max_tokens": 1}),
+)
 _MAX_REQUESTS: Final = 1024
 _SECONDS: Final = 60.0
+
+
+async def is_alive(probe: ReplicaProbe, upstream: Upstream, seconds: float) -> bool:
+    """Whether the replica answers a request for one token within this time, in whatever way."""
+    for path, body in _BODIES:
+        data = msgspec.json.encode({"model": upstream.model, **body})
+        try:
+            status, _ = await probe.post(upstream.url + path, data, aiohttp.ClientTimeout(total=seconds))
+        except (*CONNECTION_ERRORS, ReplicaFailed):
+            return False
+        if status not in (404, 405):
+            return status < 500
+    return True
 
 
 class SuspiciousRequest(NoReplica, code="suspicious_request"):

@@ -19,11 +19,17 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
-from foreword.routing.costs import CostModel, ReplicaCosts
-from foreword.routing.directory import CacheTier, Directory, Holdings, Reach
+from foreword.routing.costs import CostModel, ReplicaCosts, ReplicaLoad, SentRequest
+from foreword.routing.directory import (
+    CacheTier,
+    Directory,
+    EstimateAccuracy,
+    EstimatedBlocks,
+    Holdings,
+    InFlightPrefixes,
+    Reach,
+)
 from foreword.routing.disaggregation import DisaggregationPolicy
-from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
-from foreword.routing.load import ReplicaLoad, SentRequest
 from foreword.routing.placement import Candidate, CostEstimate, CostPolicy, Decision, KeySpace, PlacementQuery, Policy
 from foreword.routing.sessions import SessionHome, SessionTable
 from foreword.routing.shortlist import MAX_PRICED, Shortlist

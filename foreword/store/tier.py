@@ -22,6 +22,7 @@ from foreword.errors import (
     StoreTimeout,
     StoreUnavailable,
 )
+from foreword.store.background import divide
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -34,12 +35,10 @@ from foreword.store.base import (
     StoreStatus,
     copy_error,
 )
-from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
-from foreword.store.parallel import divide
 from foreword.store.tier_admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
-from foreword.store.tier_threads import TierCall, TierThreads
+from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
 
 log = logging.getLogger("foreword.store")
 

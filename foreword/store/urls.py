@@ -170,7 +170,7 @@ def _check_room(url: StoreUrl, store: Store, block_bytes: int) -> None:
 
 def loss_of(urls: Sequence[str]) -> str:
     """The value of `Layout.loss` for blocks in these stores: "" unless a codec is lossy."""
-    from foreword.store.codecs.coded_store import named_loss
+    from foreword.store.codecs.codec import named_loss
 
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
 
@@ -194,6 +194,6 @@ def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:
 def _with_codec(store: Store, codec: str, layouts: Sequence[Layout]) -> Store:
     if codec == "raw":
         return store
-    from foreword.store.codecs.coded_store import CodedStore
+    from foreword.store.codecs.codec import CodedStore
 
     return CodedStore(store, codec_named(codec), *layouts)

@@ -338,7 +338,7 @@ MUTANTS = (
     ),
     Mutant(
         "tier: circuit breaker never opens",
-        "foreword/store/circuit_breaker.py",
+        "foreword/store/tier_threads.py",
         "            if now < self._open_until:\n                return False",
         "            if False:\n                return False",
         TIERED,
@@ -352,7 +352,7 @@ MUTANTS = (
     ),
     Mutant(
         "memory: lease of a reader ignored",
-        "foreword/store/memory/slot_table.py",
+        "foreword/store/memory/memory_store.py",
         "            in_use[slot] += 1\n",
         "            in_use[slot] += 0\n",
         MEMORY,

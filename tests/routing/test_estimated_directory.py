@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.errors import ConfigError
-from foreword.routing.estimated_directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
+from foreword.routing.directory import EstimateAccuracy, EstimatedBlocks, InFlightPrefixes
 
 Path = tuple[int, ...]
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple)

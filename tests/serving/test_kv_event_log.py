@@ -29,8 +29,7 @@ from foreword.routing.kv_event_wire import (
     encode_batch,
     encode_number,
 )
-from foreword.server.kv_event_log import KvEventLog
-from foreword.server.kv_events import KvEvents
+from foreword.server.kv_events import KvEventLog, KvEvents
 
 BLOCK = 4
 PLACES = ((None, None, None), ("CPU", "LOCAL", "memory"), ("STORAGE", "REMOTE", "redis"))

@@ -10,9 +10,8 @@ from router_parts import _config
 
 from foreword.router.app import create_front
 from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
-from foreword.router.replica_breaker import ReplicaBreaker
 from foreword.router.replica_pool import ReplicaPool, key_model
-from foreword.router.replicas import ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.service import Router
 from foreword.routing.event_feed import KvEventFeed
 

@@ -25,11 +25,9 @@ from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.auth import RouterAuth
-from foreword.router.changed_salts import ChangedSalts
-from foreword.router.replica_audit import RouterAudit, difference, read_output
+from foreword.router.replica_audit import ChangedSalts, RouterAudit, difference, read_output
 from foreword.router.replica_body import parse_request
-from foreword.router.replica_breaker import ReplicaBreaker
-from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.replicas import ReplicaBreaker, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.server.app import ServerApp
 
 KEYS = [

@@ -8,8 +8,7 @@ from kubernetes_api import endpoint, endpoint_slice
 
 from foreword.config import RouterConfig
 from foreword.errors import ConfigError
-from foreword.router.discovery import configured_replicas
-from foreword.router.endpoint_slices import ApiServer, EndpointSlice, ServiceSpec
+from foreword.router.discovery import ApiServer, EndpointSlice, ServiceSpec, configured_replicas
 from foreword.router.replicas import ReplicaSpec, parse_spec
 
 

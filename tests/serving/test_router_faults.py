@@ -25,7 +25,7 @@ from foreword.api.listener import bind
 from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.replica_breaker import ReplicaBreaker
+from foreword.router.replicas import ReplicaBreaker
 from foreword.server.app import ServerApp
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}

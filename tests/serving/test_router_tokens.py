@@ -25,9 +25,8 @@ from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.replica_body import PATHS, TRANSLATED, parse_request
+from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
 from foreword.router.replicas import Upstream
-from foreword.router.translation import chat_request
 from foreword.server.app import ServerApp
 from foreword.server.prepare import count_prompt
 

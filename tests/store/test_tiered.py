@@ -11,11 +11,10 @@ import pytest
 from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
 from foreword.store.base import Name, Store
-from foreword.store.circuit_breaker import CircuitBreaker
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier import Outcome
 from foreword.store.tier_counters import Rate
-from foreword.store.tier_threads import TierCall
+from foreword.store.tier_threads import CircuitBreaker, TierCall
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import loss_of, open_store, parse
 

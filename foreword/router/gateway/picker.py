@@ -26,11 +26,10 @@ from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt
 from foreword.router.decision_log import as_header
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replica_body import TRANSLATED, replica_body
+from foreword.router.proxied_request import RoutedRequest
+from foreword.router.replica_body import TRANSLATED, chat_request, replica_body
 from foreword.router.replicas import Upstream, clock
-from foreword.router.routed_request import RoutedRequest
 from foreword.router.service import Router
-from foreword.router.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
 _RESOLVE_SECONDS: Final = 2.0

@@ -13,12 +13,18 @@ Blocks encoded with a lossy codec have another layout (`Layout.loss`), so they n
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Final, Protocol, cast
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame, StoreConfigError, did_you_mean
-from foreword.store.frame import RAW
+from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, time_left
+from foreword.store.frame import FOREIGN_REASONS, HEADER_BYTES, RAW, Frame, check, read_header, seal
+from foreword.store.wrappers import FormChanger
 
 _MODULES: Final = {"lossless": "lossless", "int8": "lossy", "int4": "lossy"}
 NAMES: Final = ("raw", *_MODULES)
@@ -98,3 +104,129 @@ def check_tokens(layout: Layout, name: str) -> None:
         raise StoreConfigError(
             f"The codec {name!r} supports blocks of the order 'tokens', not {layout.order!r}", param="codec"
         )
+
+
+class _Scratch(threading.local):
+    """A buffer for one payload per thread."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = memoryview(bytearray(size))
+
+
+def named_loss(*codecs: Codec) -> str:
+    """The value of `Layout.loss` for blocks encoded by these codecs: names of the lossy ones, sorted and joined by `+`."""
+    return "+".join(sorted({codec.name for codec in codecs if codec.lossy}))
+
+
+class CodedStore(FormChanger):
+    """Encodes frames on `put` and decodes them on `get`. All other calls go to the inner store unchanged.
+
+    A frame is stored as it is if the codec does not make it smaller, or if it has another layout or is already encoded.
+    An encoded frame is verified before it is decoded; a damaged one is BAD, an intact one of another codec or layout FOREIGN.
+    Raw frames are returned unverified, as by any store. `scan` lists the sizes of encoded frames.
+
+    Args:
+        layouts: layouts of the blocks to encode.
+
+    Raises:
+        StoreConfigError: the codec is lossy and a layout's `loss` does not name it (`named_loss`).
+    """
+
+    def __init__(self, store: Store, codec: Codec, *layouts: Layout) -> None:
+        for layout in layouts if codec.lossy else ():
+            if codec.name not in layout.loss.split("+"):
+                raise StoreConfigError(
+                    f"The codec {codec.name!r} is lossy, but the layout's loss is {layout.loss!r}: altered blocks would be "
+                    f"stored under the names of exact ones. Create the layout with loss={named_loss(codec)!r}.",
+                    param="codec",
+                )
+            check_tokens(layout, codec.name)
+        super().__init__(store)
+        self.readers = max(store.readers, 2)  # decoding keeps a core busy
+        self._codec = codec
+        self._layouts = {layout.fingerprint: layout for layout in layouts}
+        self._scratch = _Scratch(max(layout.block_bytes for layout in layouts))
+        self._lock = threading.Lock()
+        self._notes = {
+            "encoded": 0,
+            "encoded_bytes_in": 0,
+            "encoded_bytes_out": 0,
+            "not_smaller": 0,
+            "decoded": 0,
+            "bad": 0,
+        }
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        """As `Store.get`. The content of a buffer is undefined where no length is returned."""
+        lengths = self.inner.get(names, buffers, deadline=deadline)
+        return [
+            self._decoded(name, buffer, length, deadline) if length > 0 else length
+            for name, buffer, length in zip(names, buffers, lengths, strict=True)
+        ]
+
+    def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
+        return self.put_changed([self._encoded(frame, deadline) for frame in frames], deadline=deadline)
+
+    def status(self) -> StoreStatus:
+        """The inner store's status, with notes `codec_*`. `codec_bad` counts frames that could not be decoded."""
+        status = self.inner.status()
+        with self._lock:
+            notes = {f"codec_{key}": count for key, count in self._notes.items()}
+        return replace(status, notes={**status.notes, **notes})
+
+    def _encoded(self, frame: Frame, deadline: float) -> Frame:
+        header = frame.header
+        layout = self._layouts.get(header.layout)
+        if header.codec != RAW or self._codec.number == RAW or layout is None:
+            return frame
+        if not header.length == layout.block_bytes == len(frame.payload):
+            return frame
+        time_left(deadline)
+        data = self._codec.encode(frame.payload, layout)
+        if len(data) >= header.length:
+            self._count(not_smaller=1)
+            return frame
+        buffer = memoryview(bytearray(len(data) + HEADER_BYTES))
+        buffer[: len(data)] = data
+        self._count(encoded=1, encoded_bytes_in=header.length, encoded_bytes_out=len(data))
+        return seal(replace(header, codec=self._codec.number, length=len(data)), buffer)
+
+    def _decoded(self, name: Name, buffer: memoryview, length: int, deadline: float) -> int:
+        """Decode the frame in `buffer` in place. Returns the length of the raw frame, or BAD, FOREIGN, or FAILED at the
+        deadline."""
+        if length < HEADER_BYTES or length > len(buffer):
+            return length
+        try:
+            if read_header(buffer[:length]).codec == RAW:
+                return length
+            if time.monotonic() >= deadline:
+                return FAILED
+            raw_length = self._decode(name, buffer, length)
+        except BadFrame as error:
+            self._count(bad=1)
+            if error.reason == "codec":
+                self.note_replaceable(name)
+            return FOREIGN if error.reason in {*FOREIGN_REASONS, "codec", "layout"} else BAD
+        self._count(decoded=1)
+        return raw_length
+
+    def _decode(self, name: Name, buffer: memoryview, length: int) -> int:
+        header = check(buffer[:length], name).header
+        layout = self._layouts.get(header.layout)
+        size = header.raw_length if layout is None else layout.block_bytes
+        if header.codec != self._codec.number:
+            raise BadFrame("codec", f"codec {header.codec} is not {self._codec.name}, the codec of this store")
+        if layout is None or header.raw_length != size or HEADER_BYTES + size > len(buffer):
+            raise BadFrame("layout", "an encoded block of another layout, or a buffer too short for it")
+        if header.length > size:
+            raise BadFrame("length", "an encoded block is longer than a raw one")
+        encoded = self._scratch.memory[: header.length]  # a copy, since the raw payload overwrites it
+        encoded[:] = buffer[: header.length]
+        self._codec.decode(encoded, buffer[:size], layout)
+        seal(replace(header, codec=RAW, length=size), buffer)
+        return HEADER_BYTES + size
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for key, count in more.items():
+                self._notes[key] += count

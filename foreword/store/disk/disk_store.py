@@ -50,14 +50,12 @@ from foreword.store.base import (
     step_deadline,
     time_left,
 )
-from foreword.store.disk.eviction import BlockBudget, in_groups
-from foreword.store.disk.files import BlockFiles, DiskFull, is_name, make_folder, read_block_header
+from foreword.store.disk.files import BlockFiles, DiskFull, RecordFiles, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
 from foreword.store.disk.locks import is_alive
 from foreword.store.disk.opener import IndexOpener
-from foreword.store.disk.record_files import RecordFiles
-from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockWriter
+from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockBudget, BlockWriter, in_groups
 from foreword.store.frame import Frame
 
 _OPEN_TIMEOUT: Final = 10.0

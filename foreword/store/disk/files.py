@@ -3,7 +3,7 @@
     <folder>/index.sqlite                                  the index (index.py)
     <folder>/<layout, 32 hex>/<root, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
     <folder>/<...>/<key>.<writer>                          the same while it is being written
-    <folder>/records/a=/b~                                 the record a/b (record_files.py)
+    <folder>/records/a=/b~                                 the record a/b
     <folder>/writers/<writer>                              locked while that process lives (locks.py)
     <folder>/lock                                          locked while a process opens the folder (locks.py)
     <folder>/scan                                          locked while a process compares index and files (locks.py)
@@ -18,16 +18,18 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, PREFIX_BYTES, key_of
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
-from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name
+from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name, PartialListing, check_record, check_record_key
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _HEX: Final = 2 * FINGERPRINT_BYTES  # digits of a layout or a root
@@ -314,3 +316,75 @@ def _block_files(path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockF
         with contextlib.suppress(OSError):
             found = entry.stat(follow_symlinks=False)
             yield BlockFile(prefix + bytes.fromhex(key), entry.path, token, found.st_size, found.st_mtime)
+
+
+class RecordFiles:
+    """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can
+    coexist.
+
+    Args:
+        sync: a record that was put or deleted is so after a loss of power, too.
+    """
+
+    def __init__(self, folder: str, *, sync: bool = False) -> None:
+        self._folder = folder
+        self._sync = sync
+
+    def _path(self, key: str) -> str:
+        *parts, last = check_record_key(key).split("/")
+        return "/".join([self._folder, *(part + "=" for part in parts), last + "~"])
+
+    def put(self, key: str, data: bytes, token: str) -> None:
+        path = self._path(key)
+        known = os.path.isdir(os.path.dirname(path))
+        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
+        self._write_back(path, os.path.dirname(path) if known else self._folder)
+
+    def get(self, key: str) -> bytes | None:
+        try:
+            return Path(self._path(key)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StoreUnavailable(f"a record cannot be read: {error}") from error
+
+    def delete(self, key: str) -> bool:
+        path = self._path(key)
+        removed = remove_file(path)
+        self._write_back(os.path.dirname(path), os.path.dirname(path))
+        return removed
+
+    def _write_back(self, path: str, last: str) -> None:
+        """Write a file or folder to the device, and the folders that it is in up to the last one."""
+        while self._sync and len(path) >= len(last):
+            with contextlib.suppress(FileNotFoundError):
+                handle = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(handle)
+                except OSError as error:
+                    raise store_error(error) from error
+                finally:
+                    os.close(handle)
+            path = os.path.dirname(path)
+
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""
+        found, problems = list[str](), list[OSError]()
+        start = "/".join([self._folder, *(part + "=" for part in prefix.split("/")[:-1])])
+        for path, _, files in os.walk(start, onerror=problems.append):
+            folder = os.path.relpath(path, self._folder)
+            parts = [] if folder == "." else [part.removesuffix("=") for part in folder.split("/")]
+            found += ["/".join([*parts, name.removesuffix("~")]) for name in files if name.endswith("~")]
+        keys = sorted(key for key in found if key.startswith(prefix))
+        problem = next((one for one in problems if not isinstance(one, FileNotFoundError)), None)
+        if problem is not None:
+            raise PartialListing(f"a folder of records cannot be read: {problem}", keys)
+        return keys
+
+    def remove_incomplete(self, is_dead: Callable[[str], bool]) -> None:
+        """Remove the incomplete files of dead writers."""
+        for path, _, files in os.walk(self._folder):
+            for name in files:
+                token = name.partition("~")[2].rpartition(".")[0]
+                if token and is_dead(token):
+                    remove_file(f"{path}/{name}")

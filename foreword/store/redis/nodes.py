@@ -19,8 +19,8 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from redis.retry import Retry
 
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
+from foreword.store.background import at_once, divide
 from foreword.store.base import time_left
-from foreword.store.parallel import at_once, divide
 from foreword.store.redact import redacted
 from foreword.store.redis.resp import Command, ConnectionLost, ErrorReply, Reply, RespConnection, make_command
 
