@@ -17,13 +17,11 @@ from lazy_queues import LazyQueues
 from torch import Tensor
 
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of
-from foreword.blocks.portable import portable_units
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of, portable_units
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
-from foreword.engine.kernels.units import copy_compiled
 from foreword.errors import ConfigError, ModelUnsupported
-from foreword.integrations.vllm.packing import cpu_planes, plain_planes
+from foreword.integrations.vllm.packing import copy_compiled, cpu_planes, plain_planes
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable

@@ -27,10 +27,8 @@ import torch
 
 from benchmarks.harness import machine, ratio, set_up, table, version_of
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout
-from foreword.blocks.portable import BlockUnits, portable_units, whole_blocks
-from foreword.engine.kernels.units import copy_compiled
-from foreword.integrations.vllm.packing import cpu_planes
+from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, portable_units, whole_blocks
+from foreword.integrations.vllm.packing import copy_compiled, cpu_planes
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import UnitGroup
 from foreword.offload.staging import StagedGroup, StagingArena

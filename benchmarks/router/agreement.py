@@ -29,7 +29,7 @@ from tokenizers import Tokenizer
 from benchmarks.harness import machine, set_up, table, version_of
 from benchmarks.router.burst import EMBEDDED, SYSTEM_TOKENS, body, cut, failures, hit_share
 from benchmarks.router.fleet import Answer, Client, Process, Request, library, servers
-from foreword.api.listener import bind, url_of
+from foreword.api.http import bind, url_of
 from foreword.blocks.salt import NO_SALT
 from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.router.discovery import configured_replicas

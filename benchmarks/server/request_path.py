@@ -65,8 +65,7 @@ def main() -> None:
     sys.path[:0] = [str(ROOT / "tests" / "serving")]
     router_parts = importlib.import_module("router_parts")
 
-    from foreword.api.http import serving
-    from foreword.api.listener import bind
+    from foreword.api.http import bind, serving
     from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.observability.metrics import PrometheusObserver

@@ -9,8 +9,7 @@ from msgspec import Meta, Struct
 
 from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
-from foreword.api.dialects.decode import check_length, decode, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, check_depth
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_depth, check_length, decode, refuse
 
 
 class Body(Struct, kw_only=True):

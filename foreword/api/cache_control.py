@@ -13,8 +13,7 @@ from msgspec import Raw, Struct
 
 from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
-from foreword.api.dialects.decode import check_length, decode, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, refuse
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import Message, Tool
 from foreword.api.rights import Right

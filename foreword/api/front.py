@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qs, unquote
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_response, no_route_response, openai_error
 from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas

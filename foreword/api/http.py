@@ -1,4 +1,5 @@
-"""The HTTP server of a front, on aiohttp: connections with limits, requests, whole answers, streams, and clients that leave.
+"""The HTTP server of a front, on aiohttp: its socket, connections with limits, requests, whole answers, streams, and clients
+that leave.
 
 aiohttp has no limits of time for the head of a request and for a response that is not read, and none of the number of
 connections. They are kept below it: a client that sends half a head never reaches a front.
@@ -12,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
@@ -24,7 +26,7 @@ from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Front
 from foreword.api.outcomes import ClientGone
 from foreword.config import ServerConfig
-from foreword.errors import BadRequest
+from foreword.errors import BadRequest, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,47 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _SERVER: Final = {"server": "foreword"}
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket. Raises ConfigError with advice if that is not possible."""
+    where = f"{config.host} port {config.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {config.host!r}: it is not an address of this machine (--host)") from error
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Listen before the loop starts: the second of two servers on one port fails here.
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {where}: {_bind_advice(error)}") from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL that the socket listens on."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def configure_logging(level: str) -> None:
+    """Log to standard error from `level` on."""
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+
+
+def _bind_advice(error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return "ports below 1024 need special rights; choose another with --port"
+    reason = (os.strerror(error.errno) if error.errno else str(error)).lower()
+    return f"{reason}; choose another with --port (0 takes a free one) or --host"
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ import msgspec
 
 from foreword import __version__
 from foreword.api.bodies import Body, parse_body
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.errors import ErrorResponder, openai_error
 from foreword.api.rights import Right
 

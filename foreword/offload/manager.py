@@ -23,8 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foreword.blocks.layout import ROOT_BYTES, Layout
-from foreword.blocks.portable import BlockUnits, whole_blocks
+from foreword.blocks.layout import ROOT_BYTES, BlockUnits, Layout, whole_blocks
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups

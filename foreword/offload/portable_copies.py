@@ -1,4 +1,4 @@
-"""Copies between paged tensors and frames of the portable layout (`foreword/blocks/portable.py`).
+"""Copies between paged tensors and frames of the portable layout (`foreword/blocks/layout.py`).
 
 Kernels pack K and V for their hardware. The known packings divide tokens and dimensions in two and permute the parts. So a
 packed tensor is a strided view `[rows, t1, t2, heads, d1, d2]`: token `i` is at `(i // t2, i % t2)`, dimension `j` at

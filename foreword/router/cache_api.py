@@ -16,8 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from foreword.api import cache_control
-from foreword.api.dialects.decode import TooMany
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody, GenerateRequest

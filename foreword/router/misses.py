@@ -1,4 +1,6 @@
-"""The causes of cache misses, found from the requests that the router forwards: for any engine behind it."""
+"""The causes of cache misses, found from the requests that the router forwards, and the records of a trace: for any engine
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,37 @@ from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl, GenerateRequest
 from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord
-from foreword.router.decision_log import DecisionLog
+from foreword.router.attempt import DecisionLog
 from foreword.router.router_metrics import RouterMetrics
+from foreword.routing.fleet import PlacedRequest
 
 # Shorter prompts cost too little to ask why.
 _MIN_TOKENS: Final = 256
 _MAX_WAITING: Final = 256
+
+
+def record_finished(write: Callable[[RequestRecord], None]) -> Callable[[PlacedRequest], None]:
+    """A callback for `Fleet.on_finished`. Requests whose prompt was not tokenized have no blocks and are not recorded."""
+
+    def record(request: PlacedRequest) -> None:
+        if not request.keys and request.tokens >= request.block_size:
+            return
+        write(
+            RequestRecord(
+                request.sent_at,
+                request.keys,
+                request.block_size,
+                max(request.tokens, 1),
+                max(request.output_tokens or 1, 1),
+                request.cached_tokens,
+                None if request.first_at is None else request.first_at - request.sent_at,
+                request.finished_at - request.sent_at,
+                request.session,
+                request.decoding.name,
+            )
+        )
+
+    return record
 
 
 @dataclass(frozen=True, slots=True)

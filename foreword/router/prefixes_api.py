@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from foreword.api.dialects import chat
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from foreword import __version__
 from foreword.api import http
-from foreword.api.listener import bind, configure_logging, url_of
+from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import Config, check_folder, check_source
 from foreword.errors import ConfigError
 from foreword.router.app import create_front

@@ -25,9 +25,8 @@ from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import ReplicaFailed
 from foreword.observability.tracing import Span
-from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
+from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.decision_log import as_header
 from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_body import Translation

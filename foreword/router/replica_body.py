@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from foreword.api.dialects.answer_reader import AnswerReader, read_error
 from foreword.api.dialects.chat_request import ReplicaKind, write_request
 from foreword.api.dialects.conversations import conversation
-from foreword.api.dialects.decode import decode
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits, decode
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.dialects.sampling import Whole
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json

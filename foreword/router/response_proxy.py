@@ -29,10 +29,9 @@ from foreword.api.misses.causes import Miss
 from foreword.api.outcomes import ClientGone
 from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed
 from foreword.router import disaggregated
-from foreword.router.attempt import Attempt, describe_error, describe_response
+from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
-from foreword.router.decision_log import as_header
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerChoice, AnswerChunk, AnswerReader, UsageCounts
-from foreword.api.dialects.limits import is_set
+from foreword.api.dialects.decode import is_set
 from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from foreword.api.dialects.answer_reader import check_whole
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt

@@ -13,7 +13,7 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
@@ -24,10 +24,10 @@ from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
+from foreword.router.attempt import DecisionLog
 from foreword.router.auth import RouterAuth
-from foreword.router.decision_log import DecisionLog
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.misses import RouterMisses
+from foreword.router.misses import RouterMisses, record_finished
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_audit import RouterAudit
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
@@ -46,7 +46,6 @@ from foreword.router.replicas import (
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.router_prefixes import RouterPrefixes
 from foreword.router.suspicious import SuspiciousRequests, is_alive
-from foreword.router.trace_recording import record_finished
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue

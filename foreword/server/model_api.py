@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api.bodies import DetokenizeBody, TokenizeBody
 from foreword.api.dialects.conversation_body import MessageBody
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes

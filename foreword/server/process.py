@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from foreword import __version__
 from foreword.api import http
-from foreword.api.listener import bind, configure_logging, url_of
+from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import Config, ServerConfig, TransferConfig, is_loopback
 from foreword.engine import preflight
 from foreword.errors import ConfigError, ForewordError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead, Writer, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, Usage

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foreword.api.dialects.answer_reader import AnswerReader, check_whole, read_error
 from foreword.api.dialects.chat_request import write_request
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Reasoning, Text, TokenEntry

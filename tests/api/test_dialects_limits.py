@@ -13,10 +13,10 @@ from example_counts import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from foreword.api.dialects import limits
+from foreword.api.dialects import decode
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.completions import CompletionBody
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.messages import MessagesBody
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.dialects.responses import ResponsesBody
@@ -95,7 +95,7 @@ def test_counts_are_exact(document: Any, size: int, ascii_only: bool) -> None:
     raw = json.dumps(document, ensure_ascii=ascii_only).encode()
     containers, commas, strings = count(document)
     exact = {"containers": containers, "values": containers + commas, "strings": strings}
-    with mock.patch.object(limits, "_PIECE_BYTES", size):
+    with mock.patch.object(decode, "_PIECE_BYTES", size):
         Limits(**exact).check(raw)
         for name, number in exact.items():
             if number:

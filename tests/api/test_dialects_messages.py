@@ -11,7 +11,7 @@ import anthropic
 import pytest
 from dialect_server import SENTENCE, USAGE, WEATHER, DialectServer
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.messages import parse, parse_count
 from foreword.api.dialects.messages_writer import usage_of
 from foreword.api.output import ChoiceDelta, Text

@@ -10,7 +10,7 @@ from dialect_server import SENTENCE, USAGE, WEATHER
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.output import (

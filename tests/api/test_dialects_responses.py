@@ -13,7 +13,7 @@ from dialect_server import SENTENCE, USAGE, WEATHER, DialectServer
 from openai.types.responses import Response
 
 from foreword.api.dialects.conversations import continued, conversation
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.responses import parse
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead

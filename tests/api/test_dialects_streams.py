@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreword.api.dialects.answer_reader import AnswerReader
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, Writer
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, Reasoning, Text, Usage

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.misses.causes import CAUSES, Miss, MissFinder
 from foreword.api.output import CallArguments, CallStart, Reasoning, Text

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from tiny import EOS, prompt
 
-from foreword.api.dialects.limits import Limits, bounded_object, check_depth
+from foreword.api.dialects.decode import Limits, bounded_object, check_depth
 from foreword.config import EngineConfig
 from foreword.engine.request import (
     MAX_FORMAT_CHARACTERS,

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.blocks.salt import Salt
 from foreword.config import ServerConfig
 from foreword.conformance import FlakyStore, soon

@@ -17,8 +17,7 @@ from vllm_process import BLOCK as VLLM_BLOCK
 from vllm_process import RemoteVllm, make_model, needs_vllm, prompts
 from vllm_stub import stubbed_vllm
 
-from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
-from foreword.blocks.portable import whole_blocks
+from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, whole_blocks
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.offload.staging import StagingArena
 

@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver

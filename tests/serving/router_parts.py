@@ -23,7 +23,7 @@ from server_process import CommandProcess
 from shared_server import until
 from typer.testing import CliRunner
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.cli.flags import with_router_config
 from foreword.config import Config
 from foreword.router.discovery import configured_replicas

@@ -20,8 +20,7 @@ import openai
 
 import foreword
 from foreword.api.front import Front
-from foreword.api.http import serving
-from foreword.api.listener import bind
+from foreword.api.http import bind, serving
 from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver

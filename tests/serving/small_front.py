@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foreword.api.asgi import AsgiFront
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies

@@ -17,7 +17,7 @@ from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, served
 
 from foreword.api.dialects.answer_reader import check_whole
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.metrics import PrometheusObserver

@@ -17,8 +17,8 @@ from router_parts import RouterThread
 from shared_server import ENGINE, PREFIXES, SharedServers, until
 
 from foreword.api.dialects.answer_reader import UsageCounts
-from foreword.api.dialects.limits import Limits
-from foreword.api.listener import bind
+from foreword.api.dialects.decode import Limits
+from foreword.api.http import bind
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.config import Config, RouterConfig, ServerConfig

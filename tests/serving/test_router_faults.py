@@ -21,7 +21,7 @@ from router_parts import Loop, Relay, RouterProcess, RouterThread, RunningRouter
 from scripted_replica import WEIGHTS, metrics_of
 from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver

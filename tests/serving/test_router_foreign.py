@@ -13,7 +13,7 @@ from chat_replica import ChatReplica
 from router_parts import Loop, RouterThread
 from scripted_replica import ScriptedReplica
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.request import DialectName
 from foreword.errors import BadRequest

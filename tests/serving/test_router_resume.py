@@ -15,7 +15,7 @@ from router_parts import Loop, Relay, RouterProcess, Scissors
 from shared_server import ENGINE, PREFIXES, SharedServers
 from test_router_continuation import TEXT, ending, ids_of, stream, text, tokens_of
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
 from foreword.server.app import ServerApp

@@ -15,9 +15,9 @@ import pytest
 from router_parts import RouterThread
 from shared_server import embedded_model, served
 
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.config import Config, EngineConfig, ServerConfig

@@ -16,7 +16,7 @@ from router_parts import Loop, RouterThread
 from shared_server import until
 from test_router_faults import Scripted
 
-from foreword.api.listener import bind
+from foreword.api.http import bind
 from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError

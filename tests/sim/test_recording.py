@@ -20,7 +20,7 @@ from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 from foreword.observability.recording import EngineRecorder, RequestRecord, TraceRecorder
-from foreword.router.trace_recording import record_finished
+from foreword.router.misses import record_finished
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
 from foreword.sim.costs import FleetSpec

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from foreword.api.dialects.limits import NO_JSON, is_set
+from foreword.api.dialects.decode import NO_JSON, is_set
 from foreword.api.output import (
     CallArguments,
     CallStart,

@@ -16,8 +16,7 @@ from foreword.api.dialects.conversation_body import (
     messages_of,
     tools_of,
 )
-from foreword.api.dialects.decode import decode, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, decode, refuse
 from foreword.api.dialects.sampling import (
     Alternatives,
     SamplingBody,

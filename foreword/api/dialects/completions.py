@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from foreword.api.dialects.decode import check_length, decode, refuse
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits, check_length, decode, refuse
 from foreword.api.dialects.sampling import (
     Alternatives,
     SamplingBody,

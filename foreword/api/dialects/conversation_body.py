@@ -8,8 +8,7 @@ from typing import Final
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from foreword.api.dialects.decode import check_length, one_of, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, one_of, refuse
 from foreword.api.request import CacheBreakpoint, Message, Role, Tool, ToolCall, ToolChoice
 from foreword.errors import BadRequest
 

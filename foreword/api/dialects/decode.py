@@ -1,24 +1,35 @@
-"""Decode a JSON body into a struct, and explain what is wrong with it.
+"""Decode a JSON body into a struct within limits, and explain what is wrong with it.
 
-Types are strict (`"16"` is not a number). Unknown fields are skipped without building them, as OpenAI and vLLM ignore them.
+Limits are checked on the bytes, before objects are built from them. Types are strict (`"16"` is not a number). Unknown fields
+are skipped without building them, as OpenAI and vLLM ignore them.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from foreword.api.dialects.limits import Limits, root
+from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
+from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
 
 logger = logging.getLogger(__name__)
 
+# A field that is kept as JSON and was not given.
+NO_JSON: Final = msgspec.Raw()
+# Its default where fields are described in a schema, which cannot show the object itself.
+UNSET_RAW: Final[Any] = msgspec.field(default_factory=lambda: NO_JSON)
+_MOST_MESSAGES: Final = 16_384
+_MOST_VALUES: Final = 4_000_000
+_PIECE_BYTES: Final = 1 << 18
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 _NAMES: Final = {
@@ -54,6 +65,169 @@ _STEP: Final = re.compile(r"\[(\d+)\]|\.([^.\[\]]+)")
 _SHOWN_BYTES: Final = 40
 # Of longer bodies nothing is shown or logged: finding it would take memory.
 _LOGGED_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a body may contain.
+
+    Attributes:
+        body_bytes: of the whole body.
+        values: numbers, objects and arrays in the whole body, and strings that are not keys.
+        containers, strings: objects and arrays, and strings, in the whole body. They take more memory than numbers.
+        messages, prompts, tools, stop_strings, stop_tokens, biases, choices: entries of these lists. `choices` are those of
+            structured output.
+        token_ids: of all prompts together.
+        schema_bytes, schema_depth: of one JSON schema, grammar or other nested object that the client defines.
+    """
+
+    body_bytes: int = MAX_BODY_BYTES
+    values: int = _MOST_VALUES
+    containers: int = 5 * _MOST_MESSAGES
+    strings: int = 40 * _MOST_MESSAGES
+    messages: int = _MOST_MESSAGES
+    prompts: int = 2048
+    token_ids: int = _MOST_VALUES
+    tools: int = 1024
+    stop_strings: int = 64
+    stop_tokens: int = 1024
+    biases: int = 65_536
+    choices: int = MAX_CHOICES
+    schema_bytes: int = MAX_FORMAT_CHARACTERS
+    schema_depth: int = MAX_FORMAT_DEPTH
+
+    @classmethod
+    def for_model(cls, max_model_len: int, body_bytes: int = MAX_BODY_BYTES) -> Limits:
+        """The limits for a model. Every message and every entry of a prompt takes at least a token."""
+        messages = min(max(max_model_len, 256), _MOST_MESSAGES)
+        values = min(max(16 * max_model_len, 1 << 17), _MOST_VALUES)
+        containers = 4 * messages + 16_384
+        return cls(
+            body_bytes=body_bytes,
+            values=values,
+            containers=containers,
+            strings=8 * containers,
+            messages=messages,
+            token_ids=values,
+        )
+
+    def check(self, raw: bytes) -> None:
+        """Raises BodyTooLarge and BadRequest. Takes a few nanoseconds per byte, in steps that let other threads run."""
+        if len(raw) > self.body_bytes:
+            raise BodyTooLarge(self.body_bytes)
+        if not raw.isascii():
+            _check_utf8(raw)
+        # Most bodies are short, or have few of these characters, in texts or not.
+        if len(raw) <= min(self.containers, self.values, 2 * self.strings):
+            return
+        if self._fits(_Counts().add(raw)) and raw.count(b'"') <= 2 * self.strings:
+            return
+        counts = _Counts()
+        for piece in _pieces(raw):
+            counts.add_piece(piece, 2 * self.strings)
+            if not self._fits(counts):
+                raise BadRequest("The body has more values, objects or arrays than any request needs")
+
+    def _fits(self, counts: _Counts) -> bool:
+        return counts.containers <= self.containers and counts.containers + counts.commas <= self.values
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Structural characters of JSON, read piece by piece. `inside`: the next piece begins inside of a string."""
+
+    containers: int = 0
+    commas: int = 0
+    quotes: int = 0
+    inside: bool = False
+
+    def add(self, text: bytes) -> _Counts:
+        """Count the characters of a text without strings."""
+        self.containers += text.count(b"{") + text.count(b"[")
+        self.commas += text.count(b",")
+        return self
+
+    def add_piece(self, piece: bytes, most_quotes: int) -> None:
+        """Count what stands outside of strings. Raises BadRequest for too many quotes, before the text is split at them."""
+        if b"\\" in piece:
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        quotes = piece.count(b'"')
+        self.quotes += quotes
+        if self.quotes > most_quotes:
+            raise BadRequest(f"The body has more than {most_quotes // 2} strings, more than any request needs")
+        self.add(b" ".join(piece.split(b'"')[self.inside :: 2]))
+        self.inside ^= bool(quotes % 2)
+
+
+def _pieces(raw: bytes) -> Iterator[bytes]:
+    """The body in pieces that do not end inside of an escape sequence."""
+    start = 0
+    while start < len(raw):
+        piece = raw[start : start + _PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = raw[start : start + _PIECE_BYTES + 1]
+        yield piece
+        start += len(piece)
+
+
+def _check_utf8(raw: bytes) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    for start in range(0, len(raw), _PIECE_BYTES):
+        end = start + _PIECE_BYTES
+        try:
+            decoder.decode(raw[start:end], final=end >= len(raw))
+        except UnicodeDecodeError:
+            raise BadRequest(f"The body is not valid JSON: it is not UTF-8 at byte {start} or after it") from None
+
+
+def is_set(raw: msgspec.Raw) -> bool:
+    """Whether a field that is kept as JSON was given and is not null."""
+    if raw is NO_JSON:
+        return False
+    view = memoryview(raw)
+    return bool(view) and view[:4].tobytes() != b"null"
+
+
+def bounded_object(raw: msgspec.Raw, param: str, limits: Limits) -> dict[str, Any] | None:
+    """Decode a nested object that the client defines, such as a JSON schema; None for null. Raises BadRequest."""
+    if not is_set(raw):
+        return None
+    if len(memoryview(raw)) > limits.schema_bytes:
+        raise BadRequest(f"{param}: must have at most {limits.schema_bytes} bytes", param=root(param))
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{param}: is not valid JSON: {error}", param=root(param)) from None
+    except RecursionError:
+        raise _too_deep(param, limits) from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"{param}: must be an object", param=root(param))
+    check_depth(value, param, limits)
+    return value
+
+
+def check_depth(value: Any, param: str, limits: Limits) -> None:
+    """Raises BadRequest for objects and arrays that are nested too deeply."""
+    level = [value]
+    for _ in range(limits.schema_depth + 1):
+        level = [child for node in level for child in _children(node)]
+        if not level:
+            return
+    raise _too_deep(param, limits)
+
+
+def _children(node: Any) -> list[Any]:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in inner if isinstance(child, dict | list)]
+
+
+def _too_deep(param: str, limits: Limits) -> BadRequest:
+    return BadRequest(f"{param}: must be nested at most {limits.schema_depth} levels deep", param=root(param))
+
+
+def root(path: str) -> str:
+    """The parameter to which a path such as `messages[0].content` belongs."""
+    return path.partition(".")[0].partition("[")[0]
 
 
 @functools.cache

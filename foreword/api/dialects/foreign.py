@@ -13,8 +13,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from foreword.api.dialects.decode import TooMany
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.request import ClientBody, GenerateRequest
 from foreword.errors import BadRequest
 

@@ -16,8 +16,7 @@ from foreword.api.dialects.conversation_body import (
     require,
     with_last_breakpoint,
 )
-from foreword.api.dialects.decode import check_length, decode, one_of, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object, is_set
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, is_set, one_of, refuse
 from foreword.api.dialects.sampling import OwnFields, Whole, cache_control, schema_format, stop_strings
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 

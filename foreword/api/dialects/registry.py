@@ -9,9 +9,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from foreword.api.dialects import chat, completions, messages, messages_writer, responses
-from foreword.api.dialects.decode import TooMany
+from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.dialects.foreign import read_foreign
-from foreword.api.dialects.limits import Limits
 from foreword.api.dialects.messages_writer import MessagesWriter
 from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
 from foreword.api.dialects.responses_writer import ResponsesWriter

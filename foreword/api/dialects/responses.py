@@ -20,8 +20,7 @@ from foreword.api.dialects.conversation_body import (
     text_of,
 )
 from foreword.api.dialects.conversations import with_instructions
-from foreword.api.dialects.decode import check_length, decode, one_of, refuse
-from foreword.api.dialects.limits import UNSET_RAW, Limits, bounded_object
+from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, one_of, refuse
 from foreword.api.dialects.sampling import (
     Alternatives,
     OwnFields,

@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from foreword.api.dialects.conversation_body import CacheOptions, openai_ttl
-from foreword.api.dialects.decode import check_length, refuse
-from foreword.api.dialects.limits import NO_JSON, UNSET_RAW, Limits, bounded_object, is_set
+from foreword.api.dialects.decode import NO_JSON, UNSET_RAW, Limits, bounded_object, check_length, is_set, refuse
 from foreword.api.request import CacheControl, Continuation, OutputFormat
 from foreword.engine.request import MAX_LOGPROBS
 

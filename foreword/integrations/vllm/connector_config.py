@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from foreword.blocks.keys import Scope
-from foreword.blocks.layout import Layout
-from foreword.blocks.portable import HEAD_UNITS, UNIT_TOKENS, BlockUnits, portable_units, whole_blocks
+from foreword.blocks.layout import HEAD_UNITS, UNIT_TOKENS, BlockUnits, Layout, portable_units, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from foreword.blocks.portable import BlockUnits
+from foreword.blocks.layout import BlockUnits
 from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup

@@ -30,7 +30,7 @@ from msgspec import Meta
 from foreword.api import prefixes as prefix_routes
 from foreword.api.asgi import App, AsgiExchange, AsgiFront, Message, Receive, Scope, Send
 from foreword.api.bodies import Body, NewOpenPrefixBody, OpenPrefixBody
-from foreword.api.dialects.limits import Limits
+from foreword.api.dialects.decode import Limits
 from foreword.api.errors import error_response
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.outcomes import ClientGone, Outcome

@@ -1,15 +1,22 @@
-"""Stores in other processes, one per rank: other instances (`peer://`), and the memory of the scheduler's own workers."""
+"""Stores in other processes, one per rank: other instances (`peer://`), and the memory of the scheduler's own workers. Lookups
+in them from vLLM's scheduler, if it is in another process than its workers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
+from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.offload.lookups import StoreLoad, StoreLookups
+from foreword.offload.policy import LoadCosts
+from foreword.offload.search import StoredGroup
 from foreword.store.base import Name, Store
+from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
@@ -19,6 +26,78 @@ from foreword.transfer.sockets import Address, parse_address
 
 # For connections that carry lookups only: no payload, so the smallest ring.
 _LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
+
+
+class StoreLookup:
+    """Looks up blocks of all ranks; a block is found if every rank's part is. Has the methods of `OffloadManager` for that.
+
+    A `memory://` tier lies in the workers: each is asked over a Unix socket. A worker that does not answer in time has nothing.
+    """
+
+    def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
+        self._units = [info.units(rank) for rank in range(info.ranks)]
+        self._memory: RankStores | None = None
+        layouts = [info.layouts(rank) for rank in range(info.ranks)]
+        openers = {
+            Reach.PROCESS: self._open_memory,
+            Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
+        }
+        self.store = open_tiers(settings.store.urls, settings.keys(), (), openers)
+        self.prefill_rate = Rate()
+        self._rates: dict[int, Sequence[float]] = {}
+        self.costs = LoadCosts(
+            [one.block_bytes for one in info.groups],
+            [one.block_size for one in info.groups],
+            self._read_rates,
+            lambda: self.prefill_rate.value,
+        )
+        self.lookups = StoreLookups(
+            self.store, settings.store.lookup_timeout, settings.store.load_timeout, lambda: self.prefill_rate.last
+        )
+        self._layouts = [one[0].fingerprint for one in layouts]
+        self.store.warm_up(self._layouts)
+
+    def _open_memory(self, place: StoreUrl, _: Layout | None) -> Store:
+        """The first memory tier stands for all: a worker answers for all of its memory."""
+        store = RankStores(place.label, local=True)
+        self._memory = self._memory or store
+        return store
+
+    def set_workers(self, addresses: Mapping[int, str]) -> None:
+        """Where the workers listen, by rank; "" for one that does not."""
+        if self._memory is not None:
+            label = self._memory.label
+            workers = {rank: worker_memory(where, label) for rank, where in addresses.items() if where}
+            layouts = (
+                (store, layout)
+                for rank, store in workers.items()
+                for one in self._units[rank]
+                for layout in one.layouts
+            )
+            self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
+            self.store.warm_up(self._layouts)
+
+    def find_position(
+        self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int
+    ) -> StoreLoad:
+        """Start a lookup."""
+        return self.lookups.find_position(groups, root, keys, held, limit)
+
+    def note_rates(self, rates: Mapping[int, Sequence[float]]) -> None:
+        """How fast the workers read each tier, in bytes per second, by rank."""
+        self._rates.update(rates)
+
+    def _read_rates(self) -> list[float]:
+        """Of each tier, that of the rank which reads it the most slowly: a load ends with its last part."""
+        by_tier = zip(*self._rates.values(), strict=False)
+        return [min((rate for rate in rates if rate), default=0.0) for rates in by_tier]
+
+    def tokens_by_tier(self, places: Iterable[int], block_size: int) -> dict[str, int]:
+        return self.store.tokens_by_tier(places, block_size)
+
+    def close(self) -> None:
+        self.lookups.close()
+        self.store.close()
 
 
 class RankStores(ReadOnlyStore):

@@ -19,7 +19,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.handoff import HandoffScheduler
-from foreword.integrations.vllm.lookup import StoreLookup
+from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
 from foreword.integrations.vllm.retentions import PARAMS_KEY, ConnectorRetentions, actions_of

@@ -22,8 +22,7 @@ from vllm.v1.core.kv_cache_utils import (
     to_event_extra_keys,
 )
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, key_of
-from foreword.blocks.portable import BlockUnits
+from foreword.blocks.layout import FINGERPRINT_BYTES, BlockUnits, key_of
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name

@@ -23,8 +23,7 @@ from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
-from foreword.router.attempt import Attempt
-from foreword.router.decision_log import as_header
+from foreword.router.attempt import Attempt, as_header
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replica_body import TRANSLATED, chat_request, replica_body
