@@ -107,7 +107,7 @@ class BlockStores(Protocol):
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int, /) -> None: ...
 
 
-class PositionStores(Protocol):
+class PositionStores(BlockStores, Protocol):
     """The stores of a model with windows (`offload.manager.OffloadManager`). They get their own `PositionSearch` back."""
 
     def find_position(
@@ -121,7 +121,6 @@ class PositionStores(Protocol):
         *,
         patient: bool = False,
     ) -> PositionSearch: ...
-    def hurry(self, search: Any, /) -> None: ...
     @property
     def costs(self) -> Any: ...  # with `best_position` (`offload.policy.LoadCosts`)
     def load_position(
@@ -142,7 +141,7 @@ class StoreKV:
 
     Args:
         root: root key of the chain.
-        keys: of all blocks of the chain.
+        keys: of all full blocks of the chain.
         in_flight: keys of the blocks that are being loaded for any sequence. This load adds its own.
         patient: load all that is found, however long it takes.
     """
@@ -162,17 +161,26 @@ class StoreKV:
     ) -> None:
         self.first = first
         self._stores = stores
+        self._keys = keys
         self._block_size = block_size
         self._in_flight = in_flight
-        self._search = stores.find(root, keys[first:], keys[:first], patient=patient)
+        self._search = self._find(root, patient)
         self._held = 0
         self._began = 0.0
         self._loading: Sequence[bytes] = ()
+
+    def _find(self, root: bytes, patient: bool) -> BlockSearch:
+        return self._stores.find(root, self._keys[self.first :], self._keys[: self.first], patient=patient)
 
     @property
     def answered(self) -> bool:
         """The search has ended, or has taken too long."""
         return self._search.answered
+
+    @property
+    def reach(self) -> int:
+        """In a model with windows, tokens up to which the stores have every block of the groups with full attention."""
+        return 0
 
     def worth_loading(self, held: int) -> int:
         """How many blocks after the first `held` are loaded rather than computed."""
@@ -190,27 +198,27 @@ class StoreKV:
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         self._held, self._loading, self._began = held, keys[held:], time.monotonic()
         self._in_flight.update(self._loading)
-        self._stores.load(self._search, held - self.first, blocks)
+        self._load(blocks)
+
+    def _load(self, blocks: Sequence[int]) -> None:
+        self._stores.load(self._search, self._held - self.first, blocks)
 
     def close(self) -> KVArrival:
-        tiers = self._search.close()
+        tiers = self._arrived(self._search.close())
         self._in_flight.difference_update(self._loading)
-        tokens = (self._held + len(tiers)) * self._block_size
-        return KVArrival(self._held * self._block_size, tokens, tokens, tiers, seconds=time.monotonic() - self._began)
+        start, tokens = self._held * self._block_size, (self._held + len(tiers)) * self._block_size
+        return KVArrival(start, tokens, tokens, tiers, seconds=time.monotonic() - self._began if tiers else 0.0)
+
+    def _arrived(self, tiers: Sequence[int]) -> Sequence[int]:
+        """The tier of each block of the sequence that has come, given those of what was loaded."""
+        return tiers
 
 
-class StorePosition:
-    """As `StoreKV`, for a model with windows: what its KV groups need to continue from the longest position that the stores
-    have, or from an earlier one if that is faster. It is loaded whole or not at all.
+class StorePosition(StoreKV):
+    """The same for a model with windows: what its KV groups need to continue from the longest position that the stores have, or
+    from an earlier one if that is faster. It is loaded whole or not at all."""
 
-    Args:
-        root: root key of the chain.
-        keys: of all full blocks.
-        first: blocks of the sequence that are on the device.
-        patient: load what is found, however long it takes.
-    """
-
-    from_store = True
+    _position: PositionSearch
 
     def __init__(
         self,
@@ -223,68 +231,44 @@ class StorePosition:
         *,
         patient: bool = False,
     ) -> None:
-        self.first = first
-        self._stores = stored.stores
-        self._groups = stored.groups
-        self._keys = keys
-        self._block_size = block_size
-        self._in_flight = in_flight
-        limit = len(keys) * block_size
+        self._stored = stored
         self._patient = patient
-        held = first * block_size
-        self._search = self._stores.find_position(self._groups, root, keys, held, limit, patient=patient)
-        self._held = self._wanted = 0
-        self._began = 0.0
-        self._loading: Sequence[bytes] = ()
+        self._wanted = 0
+        super().__init__(stored.stores, root, keys, first, block_size, in_flight, patient=patient)
 
-    @property
-    def answered(self) -> bool:
-        """The search has ended, or has taken too long."""
-        return self._search.answered
+    def _find(self, root: bytes, patient: bool) -> BlockSearch:
+        held, limit = self.first * self._block_size, len(self._keys) * self._block_size
+        find = self._stored.stores.find_position
+        self._position = find(self._stored.groups, root, self._keys, held, limit, patient=patient)
+        return self._position
 
     @property
     def reach(self) -> int:
-        """Tokens up to which the stores have every block of the groups with full attention."""
-        return 0 if self._search.found is None else self._search.found.reach
+        return 0 if self._position.found is None else self._position.found.reach
 
     def worth_loading(self, held: int) -> int:
-        """How many blocks after the first `held` are loaded rather than computed."""
-        found, size = self._search.found, self._block_size
+        found, size = self._position.found, self._block_size
         if found is not None and not self._patient:
-            found = self._stores.costs.best_position(found, held * size)
+            found = self._stored.stores.costs.best_position(found, held * size)
         if found is None or found.position <= held * size:
             return 0
-        self._search.found = found
+        self._position.found = found
         return found.position // size - held
 
-    @property
-    def done(self) -> bool:
-        return self._search.done
+    def _load(self, blocks: Sequence[int]) -> None:
+        self._wanted = len(blocks)
+        held = self._held * self._block_size
+        self._stored.stores.load_position(self._position, self._stored.groups, self._keys, held, blocks)
 
-    def hurry(self, key: bytes) -> None:
-        """A request waits for this block: loading may take no longer than computing."""
-        if key in self._loading:
-            self._stores.hurry(self._search)
-
-    def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
-        self._held, self._wanted, self._loading = held, len(blocks), keys[held:]
-        self._began = time.monotonic()
-        self._in_flight.update(self._loading)
-        self._stores.load_position(self._search, self._groups, self._keys, held * self._block_size, blocks)
-
-    def close(self) -> KVArrival:
-        tiers = self._search.close()
-        self._in_flight.difference_update(self._loading)
-        start, count = self._held * self._block_size, len(self._loading)
-        if len(tiers) < self._wanted or not tiers:
-            return KVArrival(start, start, start)
-        tokens = start + count * self._block_size
+    def _arrived(self, tiers: Sequence[int]) -> Sequence[int]:
+        if len(tiers) < self._wanted:
+            return ()
         # The first group's blocks come first; a window has fewer than the tokens that they stand for.
-        of_blocks = tiers[:count] if self._groups[0].group.whole else [tiers[-1]] * count
-        return KVArrival(start, tokens, tokens, of_blocks, seconds=time.monotonic() - self._began)
+        count = len(self._loading)
+        return tiers[:count] if self._stored.groups[0].group.whole or not tiers else [tiers[-1]] * count
 
 
-Search = Callable[[bytes, Sequence[bytes], int], StoreKV | StorePosition]
+Search = Callable[[bytes, Sequence[bytes], int], StoreKV]
 
 
 @dataclass(slots=True, eq=False)
@@ -297,7 +281,7 @@ class Prefetch:
 
     table: BlockTable
     on_end: Callable[[BlockTable, str], None]
-    store: StoreKV | StorePosition | None = None
+    store: StoreKV | None = None
 
 
 class Prefetches:

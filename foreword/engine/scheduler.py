@@ -308,7 +308,7 @@ class Scheduler:
 
     def _search(
         self, stores: BlockStores, root: bytes, keys: Sequence[bytes], held: int, *, patient: bool = False
-    ) -> StoreKV | StorePosition:
+    ) -> StoreKV:
         size = self.cache.block_size
         keys = keys[: self.cache.usable(keys)]
         if self._stored is not None:
@@ -316,7 +316,7 @@ class Scheduler:
         return StoreKV(stores, root, keys, held, size, self._in_flight, patient=patient)
 
     def _note_reach(self, sequence: SequenceState) -> None:
-        stored = sequence.store.reach if isinstance(sequence.store, StorePosition) else 0
+        stored = 0 if sequence.store is None else sequence.store.reach
         sequence.reach = max(stored, self.cache.whole_run(sequence.table))
 
     def _wait_for_kv(self, sequence: SequenceState, match: Match) -> bool:

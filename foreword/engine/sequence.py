@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foreword.blocks.checkpoints import CheckpointPlan
 from foreword.blocks.prefix_cache import BlockTable, Copy
-from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV, StorePosition
+from foreword.engine.external_kv import KVArrival, RemoteKV, StoreKV
 from foreword.engine.kept import PromptRetentions
 from foreword.engine.request import CacheReport, Request
 
@@ -51,7 +51,7 @@ class SequenceState:
     shared_tokens: int = 0
     preemptions: int = 0
     report: CacheReport | None = None
-    store: StoreKV | StorePosition | None = None
+    store: StoreKV | None = None
     unsearched: bool = False
     reach: int = 0
     checkpoints: CheckpointPlan | None = None

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TorchRunner:
-    """Implements `Runner` for a Transformers causal language model with paged attention (attention/base.py).
+    """Implements `Runner` for a Transformers causal language model with paged attention (attention/backend.py).
 
     A block has room for the layers of one KV group: layers of different groups share tensors, and never a block.
 

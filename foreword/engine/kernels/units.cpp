@@ -1,4 +1,4 @@
-// Copies between arrays of any strides: units of a paged KV cache and the payloads of frames (units.py).
+// Copies between arrays of any strides: units of a paged KV cache and the payloads of frames (integrations/vllm/packing.py).
 //
 // A copy is a list of axes. What is contiguous on both sides is copied as it is; where the two sides have different innermost
 // axes, words are transposed in registers.
