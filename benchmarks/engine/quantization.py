@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.harness import machine, set_up, table
 from benchmarks.store.codecs import MODEL, windows
 from foreword.engine import linear
-from foreword.engine.quantize import quantize
+from foreword.engine.linear import quantize
 
 VARIANTS = (
     ("bfloat16", torch.bfloat16, False),

@@ -31,7 +31,7 @@ from foreword.engine.kernels import native
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.runner import Draw
 from foreword.engine.sampler import sample
-from foreword.engine.token_counts import TokenCounts
+from foreword.engine.sequence import TokenCounts
 
 TURNS, CALLS, CONTEXT = 4, 6, 32_768
 REMEMBERED = 1 << 20

@@ -2,7 +2,7 @@
 
 Products of one input with the weights are of these kinds:
 
-- compiled: the weight in panels, by the kernels of kernels/product.h, as 8-bit integers if it is quantized (quantize.py);
+- compiled: the weight in panels, by the kernels of kernels/product.h, as 8-bit integers if it is quantized (`quantize`);
 - onednn: the weight in oneDNN's packed layout;
 - wide: a float32 copy of a bfloat16 weight in oneDNN's packed layout, for processors without bfloat16 units. A product of
   two bfloat16 numbers is exact in float32, so the sums are the same;
@@ -10,12 +10,16 @@ Products of one input with the weights are of these kinds:
 
 Which kind serves which number of rows is measured at load (measure.py, kernels/kernel_choice.py). A layer whose packed copies
 serve all numbers of rows loses its own weight when it is packed.
+
+Weights can be quantized to 8-bit integers: one scale for each output, rounded to the nearest, no calibration. A layer then
+keeps the product of integer and scale in the model's dtype as its weight, so that every kind of product computes with the same
+numbers, up to rounding. The compiled kernels keep the integers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +28,41 @@ from torch.nn import functional
 
 from foreword.engine.kernels.kernel_choice import COMPILED, ONEDNN, PLAIN, ROWS, WIDE, Times, choose, row_bucket
 from foreword.engine.kernels.native import TYPES, Kernels
-from foreword.engine.quantize import scale_of
 
+_SCALE = "weight_scale"
+_LARGEST = 127
 # Error that rounding explains, relative to the product.
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 # Inputs and outputs of a product.
 Shape = tuple[int, int]
+
+
+def quantize(layers: Iterable[nn.Linear]) -> int:
+    """Quantize the weights of these layers; returns how many. A weight that is tied to another module's becomes its own.
+
+    The scale, float32 `[outputs]`, becomes a buffer of the layer: it is part of the model's fingerprint.
+    """
+    count = 0
+    for layer in layers:
+        weight = layer.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+        rounded = weight.div_(scale.unsqueeze(1)).round_().mul_(scale.unsqueeze(1)).to(layer.weight.dtype)
+        layer.weight = nn.Parameter(rounded, requires_grad=False)
+        set_scale(layer, scale)
+        count += 1
+    return count
+
+
+def scale_of(layer: nn.Linear) -> Tensor | None:
+    """The scale of each output of a quantized layer."""
+    scale = layer._buffers.get(_SCALE)
+    assert scale is None or isinstance(scale, Tensor)
+    return scale
+
+
+def set_scale(layer: nn.Linear, scale: Tensor) -> None:
+    """Say that the layer's weight consists of multiples of these scales, float32 `[outputs]`."""
+    layer.register_buffer(_SCALE, scale)
 
 
 class Product:

@@ -36,8 +36,7 @@ from foreword.engine.kernels.kernel_choice import (
     fastest,
 )
 from foreword.engine.kernels.native import Kernels
-from foreword.engine.linear import Shape, kinds, make_product
-from foreword.engine.quantize import scale_of, set_scale
+from foreword.engine.linear import Shape, kinds, make_product, scale_of, set_scale
 
 log = logging.getLogger(__name__)
 

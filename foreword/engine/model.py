@@ -30,9 +30,9 @@ from foreword.engine.kernels.build import CannotBuild, is_compiled
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
+from foreword.engine.linear import quantize
 from foreword.engine.measure import Measured, describe, measure
 from foreword.engine.preflight import check_model
-from foreword.engine.quantize import quantize
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from foreword.engine.request import SamplingParams, TokenLogprob
-from foreword.engine.sequence import SequenceState, Step
-from foreword.engine.token_counts import TokenCounts
+from foreword.engine.sequence import SequenceState, Step, TokenCounts
 
 if TYPE_CHECKING:
     from foreword.engine.structured.sequence_constraint import Constraint

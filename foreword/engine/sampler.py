@@ -25,7 +25,7 @@ from torch import Tensor
 from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
 from foreword.engine.request import SamplingParams, TokenLogprob
 from foreword.engine.runner import Draw, Sampled
-from foreword.engine.token_counts import TokenCounts
+from foreword.engine.sequence import TokenCounts
 
 if TYPE_CHECKING:
     from foreword.engine.runner import Draw

@@ -1,4 +1,7 @@
-"""Live migration: move one running request to another server, or all of them when this server is about to stop."""
+"""Live migration: move one running request to another server, or all of them when this server is about to stop.
+
+The hand-off message says how a migrated request's answer is written. It travels with the request; engines do not read it.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,27 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+from msgspec.structs import replace
+
+from foreword.api import logprobs
+from foreword.api.dialects.registry import DIALECTS
+from foreword.api.dialects.writer import ResponseHead
+from foreword.api.request import GenerateRequest
+from foreword.api.tools.parser import AnswerFormats
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request
-from foreword.errors import CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
-from foreword.server import migration_message
+from foreword.errors import BadRequest, CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
-from foreword.server.job import Job
+from foreword.server.job import Caller, Job, reader_for
 from foreword.server.peers import server_url
 
 if TYPE_CHECKING:
+    from foreword.engine.tokenizer import Tokenizer
     from foreword.entrypoints.async_engine import AsyncEngine
 
+VERSION: Final = 2
 logger = logging.getLogger(__name__)
 
 _CONCURRENT: Final = 4
@@ -38,7 +50,7 @@ async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
     Raises CannotMigrate or TransferError; the request then continues here.
     """
     job.check_movable()
-    return await _migrate(context, job.requests[0], job.owner, to, job.caller.headers, migration_message.encode(job))
+    return await _migrate(context, job.requests[0], job.owner, to, job.caller.headers, encode(job))
 
 
 async def _migrate(
@@ -135,7 +147,7 @@ async def _movable(context: ServerContext, engine: AsyncEngine) -> Mapping[str, 
 
 async def _migrate_unclaimed(context: ServerContext, unclaimed: UnclaimedRequest, to: str) -> dict[str, Any]:
     """Migrate a request on that migrated here and was not fetched. Its client gets the output so far and the new address."""
-    owner = migration_message.owner(unclaimed.envelope)
+    owner = owner_of(unclaimed.envelope)
     headers = context.tenants.headers_for(owner)
     return await _migrate(context, unclaimed.request, owner, to, headers, unclaimed.envelope)
 
@@ -158,3 +170,59 @@ async def _migrate_to_any(
             return False
         await asyncio.sleep(_RETRY_SECONDS)
     return False
+
+
+class HandoffMessage(msgspec.Struct, frozen=True):
+    """`owner` is the salt of the tenant; `request` is without its messages and prompts."""
+
+    version: int
+    request: GenerateRequest
+    head: ResponseHead
+    owner: bytes
+    streams: bool
+
+
+def encode(job: Job) -> bytes:
+    """From a job with one prompt and one answer."""
+    request = replace(job.request, messages=(), prompts=(), output_format=None)
+    return msgspec.json.encode(HandoffMessage(VERSION, request, job.head, job.owner, job.streams))
+
+
+def owner_of(message: bytes) -> bytes:
+    """The salt of the tenant that the request belongs to. Raises BadRequest."""
+    return _decode(message).owner
+
+
+def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFormats, caller: Caller) -> Job:
+    """The job that continues after `unclaimed.output`. Raises BadRequest for a message that this version does not know."""
+    message = _decode(unclaimed.envelope)
+    request = message.request
+    writer = DIALECTS[request.dialect].writer(request, message.head)
+    reader = reader_for(tokenizer, request, formats, unclaimed.request, 0)
+    sent = reader.resume(unclaimed.output)
+    writer.resume(0, logprobs.entries(tokenizer, sent) if unclaimed.request.params.logprobs is not None else ())
+    return Job(
+        request,
+        message.head,
+        writer,
+        (unclaimed.request,),
+        (reader,),
+        message.owner,
+        message.streams,
+        caller,
+        resumed=len(unclaimed.output),
+    )
+
+
+def _decode(message: bytes) -> HandoffMessage:
+    try:
+        found = msgspec.json.decode(message, type=HandoffMessage)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _unknown() from error
+    if found.version != VERSION:
+        raise _unknown()
+    return found
+
+
+def _unknown() -> BadRequest:
+    return BadRequest("the migrated request's hand-off message has a format that this server does not know")

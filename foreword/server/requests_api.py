@@ -13,7 +13,7 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, CannotMigrate, NotFound
-from foreword.server import generate_api, migration, migration_message, request_notes
+from foreword.server import generate_api, migration, request_notes
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
@@ -59,7 +59,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         name = call.names["name"]
         tenant, engine = call.tenant, context.admission.check_loaded()
         unclaimed = engine.unclaimed.find(name)
-        if unclaimed is None or migration_message.owner(unclaimed.envelope) != tenant.salt:
+        if unclaimed is None or migration.owner_of(unclaimed.envelope) != tenant.salt:
             raise NotFound(f"no request {name!r} has migrated here and waits for its client")
         start = _number((call.query("from") or ["0"])[-1])
         if start != len(unclaimed.output):
@@ -70,7 +70,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
             # A server that asks for deltas writes the answer itself, and follows further migrations.
             caller = Caller(caller.headers, follows=True)
         formats = formats_of(engine.tokenizer, config)
-        job = migration_message.resume(engine.tokenizer, unclaimed, formats, caller)
+        job = migration.resume(engine.tokenizer, unclaimed, formats, caller)
         if not deltas:
             await send_events(call, generate_api.events(context, job), job.writer.error, config.stream_keep_alive)
             return

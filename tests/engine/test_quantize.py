@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from foreword.config import EngineConfig
+from foreword.engine.linear import quantize, scale_of
 from foreword.engine.model import load_model
-from foreword.engine.quantize import quantize, scale_of
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 

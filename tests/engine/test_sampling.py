@@ -23,7 +23,7 @@ from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import SamplingParams
 from foreword.engine.runner import Draw
 from foreword.engine.sampler import next_number, random_bits, reshape, sample
-from foreword.engine.token_counts import TokenCounts
+from foreword.engine.sequence import TokenCounts
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
 

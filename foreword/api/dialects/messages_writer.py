@@ -9,8 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from foreword.api import sse
-from foreword.api.dialects.diagnostics import for_messages
-from foreword.api.dialects.writer import BaseWriter, Block, ChoiceOutput, ResponseHead, to_json
+from foreword.api.dialects.writer import BaseWriter, Block, ChoiceOutput, ResponseHead, messages_diagnostics, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.errors import error_response as openai_error_response
 from foreword.api.output import CallArguments, ChoiceDelta, Piece, Text, TokenEntry, Usage
@@ -127,7 +126,7 @@ class MessagesWriter(BaseWriter):
 
     def _explained(self, report: Any) -> dict[str, Any]:
         found = {} if report is None else {"cache_report": report}
-        return found | {"diagnostics": for_messages(report)} if "diagnostics" in self.request.extra else found
+        return found | {"diagnostics": messages_diagnostics(report)} if "diagnostics" in self.request.extra else found
 
     def _message(self, answer: ChoiceOutput, usage: Usage) -> dict[str, Any]:
         return {

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from foreword.api import logprobs
-from foreword.api.dialects.diagnostics import for_responses
-from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, to_json
+from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, responses_diagnostics, to_json
 from foreword.api.output import ChoiceDelta, Piece, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
 from foreword.errors import ForewordError, ReplicaFailed
@@ -132,7 +131,7 @@ class ResponsesWriter(BaseWriter):
             "output": [self._item(block, "completed") for block in self._answer.blocks],
             "usage": usage_of(usage),
             **({} if report is None else {"cache_report": report}),
-            **({"prompt_cache_diagnostics": for_responses(report)} if diagnosed else {}),
+            **({"prompt_cache_diagnostics": responses_diagnostics(report)} if diagnosed else {}),
         }
 
     # JSON
