@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
-from foreword.api.bodies import NewOpenPrefixBody, NewPrefixBody, OpenPrefixBody, PrefixBody
+from foreword.api.dialects.decode import Body, Limits, check_length, refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
@@ -34,22 +34,36 @@ def describe(prefix: NamedPrefix) -> dict[str, Any]:
     }
 
 
-AnyPrefixBody = PrefixBody | OpenPrefixBody
+class AnyPrefixBody(Protocol):
+    """The content of a prefix: text for completions, or messages for chat, in whatever form an engine reads them."""
+
+    content: str | None
+
+    def plain_messages(self, limits: Limits) -> list[dict[str, Any]] | None:
+        """As chat templates expect them. Raises BadRequest."""
+
+
+def check_content(content: str | None, messages: list[Any] | None, limits: Limits) -> None:
+    """Raises BadRequest unless exactly one of the two is given."""
+    if (content is None) == (messages is None):
+        raise refuse("content", "give either content (text, for completions) or messages (for chat)")
+    if messages is not None:
+        check_length(messages, limits.messages, "messages", least=1)
 
 
 def add_routes(
     routes: Routes[Handler],
     prefixes: Callable[[], AsyncPrefixes],
     admit: Callable[[AnyPrefixBody], AbstractContextManager[object]],
-    new: type[NewPrefixBody] | type[NewOpenPrefixBody],
-    version: type[PrefixBody] | type[OpenPrefixBody],
+    new: type[Body],
+    version: type[Body],
 ) -> None:
     """Add the routes of named prefixes. Each tenant sees its own.
 
     Args:
         prefixes: those of the engine. Raises NotReady and such.
         admit: the engine computes the prefix of this body in the block. Raises PromptTooLong, QueueFull.
-        new, version: the bodies of POST and PUT.
+        new, version: the bodies of POST and PUT, each an `AnyPrefixBody`; that of POST has `name` and `replace`.
     """
 
     @routes.add("POST", PATH, right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(new), tag="prefixes", status=201)

@@ -19,8 +19,7 @@ from urllib.parse import unquote
 import msgspec
 
 from foreword import __version__
-from foreword.api.bodies import Body, parse_body
-from foreword.api.dialects.decode import Limits
+from foreword.api.dialects.decode import Body, Limits, parse_body
 from foreword.api.errors import ErrorResponder, openai_error
 from foreword.api.rights import Right
 

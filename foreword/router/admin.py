@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Final
 
-from foreword.api.bodies import Body
-from foreword.api.dialects.decode import refuse
+from foreword.api.dialects.decode import Body, refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api import prefixes, probes
 from foreword.api.asgi import AsgiFront
-from foreword.api.bodies import NewPrefixBody, PrefixBody
+from foreword.api.chat_template import template_messages
+from foreword.api.dialects.conversation_body import MessageBody, messages_of
+from foreword.api.dialects.decode import Body, Limits
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.prefixes import AnyPrefixBody
 from foreword.api.quotas import Quotas
@@ -35,6 +37,26 @@ from foreword.store.data_keys import data_keys_of
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.server.kv_events import EventSource
+
+
+class PrefixBody(Body, kw_only=True):
+    """`PUT /v1/prefixes/{name}`: text for completions, or messages for chat."""
+
+    content: str | None = None
+    messages: list[MessageBody] | None = None
+
+    def check(self, limits: Limits) -> None:
+        prefixes.check_content(self.content, self.messages, limits)
+
+    def plain_messages(self, limits: Limits) -> list[dict[str, Any]] | None:
+        return None if self.messages is None else template_messages(messages_of(self.messages, limits))
+
+
+class NewPrefixBody(PrefixBody, kw_only=True):
+    """`POST /v1/prefixes`."""
+
+    name: str
+    replace: bool = False
 
 
 class ServerApp(AsgiFront):

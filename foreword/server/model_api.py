@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from foreword.api.bodies import DetokenizeBody, TokenizeBody
-from foreword.api.dialects.conversation_body import MessageBody
-from foreword.api.dialects.decode import Limits
+from msgspec import Raw
+
+from foreword.api.chat_template import template_messages, template_tools
+from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
+from foreword.api.dialects.decode import UNSET_RAW, Body, Limits, bounded_object, refuse
+from foreword.api.dialects.decode import check_length as check_entries
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
@@ -15,6 +18,45 @@ from foreword.server.endpoint import ServerContext, check_length, check_model, c
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
+
+
+class TokenizeBody(Body, kw_only=True):
+    """`POST /v1/tokenize`: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[MessageBody] | None = None
+    tools: list[ToolBody] | None = None
+    chat_template_kwargs: Raw = UNSET_RAW
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_token_strs: bool | None = None
+
+    def check(self, limits: Limits) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise refuse("prompt", "give either prompt or messages")
+
+    def template(self, limits: Limits) -> dict[str, Any]:
+        """Arguments of `Tokenizer.render_chat`. Raises BadRequest."""
+        continues = bool(self.continue_final_message)
+        return {
+            "messages": template_messages(messages_of(self.messages or (), limits)),
+            "tools": template_tools(tools_of(self.tools, limits)),
+            "options": bounded_object(self.chat_template_kwargs, "chat_template_kwargs", limits) or {},
+            "add_generation_prompt": self.add_generation_prompt is not False and not continues,
+            "continue_final_message": continues,
+        }
+
+
+class DetokenizeBody(Body, kw_only=True):
+    """`POST /v1/detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+    def check(self, limits: Limits) -> None:
+        check_entries(self.tokens, limits.token_ids, "tokens")
 
 
 def add_routes(routes: Routes[Handler], context: ServerContext) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any
 
-from foreword.api.bodies import DrainBody, MigrateBody
+from msgspec import Meta, field
+
+from foreword.api.dialects.decode import Body
 from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
@@ -18,6 +20,20 @@ from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
 from foreword.server.relay import delta_event, moved_event
+
+
+class MigrateBody(Body, kw_only=True):
+    """`POST /v1/requests/{id}/migrate`."""
+
+    to: Annotated[str, Meta(description="URL of the server that continues the request.")]
+
+
+class DrainBody(Body, kw_only=True):
+    """`POST /v1/drain`."""
+
+    to: Annotated[list[str], Meta(description="URLs of servers to migrate to; --drain-to by default.")] = field(
+        default_factory=list
+    )
 
 
 def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerConfig) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from foreword.api.bodies import DetokenizeBody
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right, Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
+from foreword.server.model_api import DetokenizeBody
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from small_front import Client, front, route

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shared_server import SharedServer, SharedServers, shared_servers, until
 
-from foreword.api.bodies import NewPrefixBody, TokenizeBody
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.messages import MessagesBody
 from foreword.api.dialects.responses import ResponsesBody
+from foreword.server.app import NewPrefixBody
+from foreword.server.model_api import TokenizeBody
 
 FUZZ = settings(max_examples=examples(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -344,3 +344,20 @@ def one_of(value: str, allowed: Mapping[str, Any] | tuple[str, ...], path: str) 
         listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
         raise refuse(path, f"must be {listed}, not {json.dumps(value[:_SHOWN_BYTES], ensure_ascii=False)}")
     return value
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """A body with checks of its own."""
+
+    def check(self, limits: Limits) -> None:
+        """Raises BadRequest for what types cannot express."""
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+def parse_body(kind: type[AnyBody], raw: bytes, limits: Limits) -> AnyBody:
+    """Parse a JSON body. Raises BadRequest, which names the parameter, and BodyTooLarge."""
+    body = decode(kind, raw, limits)
+    body.check(limits)
+    return body

@@ -29,8 +29,7 @@ from msgspec import Meta
 
 from foreword.api import prefixes as prefix_routes
 from foreword.api.asgi import App, AsgiExchange, AsgiFront, Message, Receive, Scope, Send
-from foreword.api.bodies import Body, NewOpenPrefixBody, OpenPrefixBody
-from foreword.api.dialects.decode import Limits
+from foreword.api.dialects.decode import Body, Limits, check_depth
 from foreword.api.errors import error_response
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.outcomes import ClientGone, Outcome
@@ -45,6 +44,27 @@ from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, No
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
+
+
+class OpenPrefixBody(Body, kw_only=True):
+    """`PUT /v1/prefixes/{name}` of another engine, with messages in any form that it reads."""
+
+    content: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+    def check(self, limits: Limits) -> None:
+        prefix_routes.check_content(self.content, self.messages, limits)
+        check_depth(self.messages, "messages", limits)
+
+    def plain_messages(self, limits: Limits) -> list[dict[str, Any]] | None:
+        return self.messages
+
+
+class NewOpenPrefixBody(OpenPrefixBody, kw_only=True):
+    """`POST /v1/prefixes`, likewise."""
+
+    name: str
+    replace: bool = False
 
 
 class PrefetchBody(Body, kw_only=True):
