@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# Files, with a few that run beside a request now and then. Lower them when modules that read as one subject become one.
+BUDGETS = {"computed": 94, "loaded": 90, "routed": 104}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_paths_name_every_file() -> None:
-    """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of docs/paths.md."""
+    """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of docs/paths.md, and
+    no more files than its budget."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.server.request_path", "--files"], cwd=ROOT, capture_output=True, text=True
     )
@@ -24,5 +27,5 @@ def test_paths_name_every_file() -> None:
     page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
     for situation, files in json.loads(done.stdout.splitlines()[-1]).items():
-        assert len(files) > 50
+        assert 50 < len(files) <= BUDGETS[situation]
         assert not set(files) - named, f"{situation}: add them to docs/paths.md, then run docs/generate.py"
