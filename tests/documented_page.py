@@ -149,7 +149,8 @@ class Session:
         """Ctrl-C for the server on this port."""
         if port in self.running:
             process, _ = self.running.pop(port)
-            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
             process.wait(120)
 
     def close(self) -> None:

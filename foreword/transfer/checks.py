@@ -31,7 +31,8 @@ def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> No
         raise ConfigError("transfer.tls (--transfer-tls) needs a certificate: --transfer-tls-certificate-file")
     if transfer.advertise is None and transfer.bind.startswith(("0.0.0.0:", "[::]:", ":")):
         raise ConfigError(
-            f"other instances cannot reach {transfer.bind}; set --transfer-advertise, this instance's address as they see it"
+            f"other instances cannot reach {transfer.bind}: set transfer.advertise (--transfer-advertise), this instance's "
+            "address as they see it"
         )
     if transfer.secret is None and not where.is_local:
         raise ConfigError(

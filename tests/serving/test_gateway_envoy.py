@@ -370,7 +370,7 @@ def test_a_killed_replica_hangs_nothing(start: Callable[..., ServerProcess], tmp
             streams = [pool.submit(stream, number) for number in range(6)]
             long = {"max_tokens": 400, "ignore_eos": True}
             whole = [pool.submit(complete, envoy.url, words(f"whole{number}", 30), **long) for number in range(16)]
-            until(lambda: len(begun) == 6 and picker.metric("foreword:router_in_flight") == 22)
+            until(lambda: len(begun) == 6 and picker.metric("foreword:router_in_flight") >= 12)
             servers[0].popen.kill()
             new = [complete(envoy.url, words(f"new{number}", 20)) for number in range(6)]
             found = [one.result() for one in streams]
