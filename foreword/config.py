@@ -301,11 +301,11 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    """Named prefixes, and prefixes that requests keep (cache control).
+    """Kept prefixes: named ones, and those that requests keep (cache control).
 
     Attributes:
-        budget: KV memory that named prefixes may pin: a size (`1GiB`) or a share of the pool (`25%`).
-        retain_budget: KV memory that all tenants together may keep with cache control: a size or a share of the pool.
+        budget: KV memory that may be kept: a size (`1GiB`) or a share of the pool (`25%`).
+        retain_budget: what cache control may keep of it, where named prefixes leave as much: a size or a share of the pool.
         retain_tenant_share: share of retain_budget that one tenant may keep.
         retain_entries: maximum number of prefixes that a tenant keeps with cache control.
         retain_seconds: longest time to live of a kept prefix, counted from its last use.
@@ -323,11 +323,11 @@ class PrefixConfig:
         self.retain_bytes(0)
 
     def budget_bytes(self, pool_bytes: int) -> int:
-        """The budget of named prefixes for a pool of `pool_bytes`."""
+        """The budget of all that is kept in a pool of `pool_bytes`."""
         return _share_of(self.budget, pool_bytes, "budget")
 
     def retain_bytes(self, pool_bytes: int) -> int:
-        """The budget of cache control for a pool of `pool_bytes`."""
+        """What cache control may keep of it."""
         return _share_of(self.retain_budget, pool_bytes, "retain_budget")
 
 

@@ -1,50 +1,50 @@
-"""The book of named prefixes: names, versions, budget, use, tenants. No engine."""
+"""The book of named prefixes: names, versions, use, tenants. No engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from example_counts import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest, UnknownPrefix
 from foreword.prefixes.book import NamedPrefix, PrefixBook
 
-BLOCK_BYTES, BLOCK = 100, 4
+
+class Kept:
+    """The KV of one version."""
+
+    def __init__(self, size: int, kept: set[Kept]) -> None:
+        self.bytes = size
+        self._all = kept
+        kept.add(self)
+
+    def end(self) -> None:
+        self._all.remove(self)
 
 
 class Shelf:
-    """A book, and the blocks that are pinned at this moment."""
+    """A book, and the KV that is kept at this moment."""
 
-    def __init__(self, budget: int = 1000) -> None:
-        self.pinned: set[int] = set()
-        self.book = PrefixBook(budget, lambda tokens: len(tokens) // BLOCK * BLOCK_BYTES, self._unpin)
-        self._next = 0
+    def __init__(self) -> None:
+        self.kept: set[Kept] = set()
+        self.book = PrefixBook()
 
-    def _unpin(self, blocks: Sequence[int]) -> None:
-        assert self.pinned.issuperset(blocks), "unpinned twice"
-        self.pinned.difference_update(blocks)
-
-    def reserve(self, name: str, length: int, *, salt: bytes = b"", replace: bool = False) -> int:
-        return self.book.reserve(name, [7] * length, salt=salt, replace=replace)
-
-    def add(self, name: str, length: int, *, salt: bytes = b"", replace: bool = False, **more: Any) -> NamedPrefix:
-        """Reserve, compute, commit."""
-        self.reserve(name, length, salt=salt, replace=replace)
-        return self.commit(name, length, salt=salt, **more)
-
-    def commit(
-        self, name: str, length: int, *, salt: bytes = b"", kind: Any = "text", content: Any = "text"
+    def add(
+        self,
+        name: str,
+        length: int,
+        *,
+        salt: bytes = b"",
+        replace: bool = False,
+        kind: Any = "text",
+        content: Any = "text",
     ) -> NamedPrefix:
-        blocks = list(range(self._next, self._next + length // BLOCK))
-        self._next += len(blocks)
-        self.pinned.update(blocks)
-        size, version = len(blocks) * BLOCK_BYTES, self.book.version(name, salt=salt) + 1
-        prefix = NamedPrefix(name, version, kind, content, (7,) * length, 1.0, size, ready=True)
-        return self.book.commit(prefix, blocks, reserved=size, salt=salt)
+        """Check, compute, commit."""
+        tokens = (7,) * length
+        self.book.check(name, tokens, salt=salt, replace=replace)
+        prefix = NamedPrefix(name, self.book.version(name, salt=salt) + 1, kind, content, tokens, 1.0)
+        return self.book.commit(prefix, Kept(10 * length, self.kept), salt=salt)
 
 
 def test_registers() -> None:
@@ -52,24 +52,16 @@ def test_registers() -> None:
     shelf = Shelf()
     made = shelf.add("rules", 10)
     assert made == shelf.book.get("rules")
-    assert (made.version, made.bytes, made.uses, made.hit_tokens, made.last_used, made.ready) == (
-        1,
-        200,
-        0,
-        0,
-        None,
-        True,
-    )
+    facts = (made.version, made.bytes, made.uses, made.hit_tokens, made.last_used, made.ready)
+    assert facts == (1, 100, 0, 0, None, True)
     assert made.tokens == (7,) * 10
-    assert shelf.book.pinned_bytes == 200
-    assert shelf.book.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["", "-a", ".a", "a b", "a/b", "ä", "a" * 129, "a\n", "../etc"])
 def test_bad_names(name: str) -> None:
     """A name is letters, digits and a few marks, so that it can stand in an address."""
     with pytest.raises(BadRequest) as refusal:
-        Shelf().reserve(name, 4)
+        Shelf().add(name, 4)
     assert refusal.value.param == "name"
 
 
@@ -82,7 +74,7 @@ def test_good_names(name: str) -> None:
 def test_empty() -> None:
     """A prefix without tokens is refused."""
     with pytest.raises(BadRequest, match="empty"):
-        Shelf().reserve("rules", 0)
+        Shelf().add("rules", 0)
 
 
 def test_unknown_names() -> None:
@@ -100,49 +92,31 @@ def test_unknown_names() -> None:
 
 
 def test_replacing() -> None:
-    """A name is replaced only on purpose; the new version counts up, starts unused, and the old blocks go back."""
+    """A name is replaced only on purpose; the new version counts up, starts unused, and the old KV goes back."""
     shelf = Shelf()
     shelf.add("rules", 8)
     shelf.book.use("rules", "text")
     with pytest.raises(BadRequest, match="exists; replace it"):
-        shelf.reserve("rules", 4)
+        shelf.add("rules", 4)
     assert shelf.book.get("rules").version == 1
     made = shelf.add("rules", 4, replace=True)
-    assert (made.version, made.uses, made.bytes) == (2, 0, 100)
-    assert len(shelf.pinned) == 1
+    assert (made.version, made.uses, made.bytes) == (2, 0, 40)
+    assert len(shelf.kept) == 1
     assert shelf.add("new", 4, replace=True).version == 1
     # A name that was removed begins again.
     shelf.book.remove("rules")
     assert shelf.add("rules", 4).version == 1
 
 
-def test_old_version_serves_until_the_new_one_is_ready() -> None:
-    """While a new version is computed, the old one is still there and still counts."""
-    shelf = Shelf(budget=300)
-    shelf.add("rules", 8)
-    shelf.reserve("rules", 4, replace=True)
-    assert shelf.book.get("rules").version == 1
-    assert shelf.book.pinned_bytes == 200
-    with pytest.raises(PrefixBudgetExceeded):
-        shelf.reserve("other", 4)
-    shelf.commit("rules", 4)
-    shelf.reserve("other", 8)
-
-
-def test_budget() -> None:
-    """What is promised counts as if it were pinned; what is broken or removed is free again."""
-    shelf = Shelf(budget=1000)
-    shelf.add("a", 20)
-    size = shelf.reserve("b", 20)
-    with pytest.raises(PrefixBudgetExceeded, match=r"needs 100 bytes, but of the 1,000 bytes .* 0 are left") as refusal:
-        shelf.reserve("c", 4)
-    assert (refusal.value.status, refusal.value.retry) == (409, False)
-    assert shelf.reserve("tiny", 3) == 0
-    shelf.book.release(size)
-    shelf.add("c", 20)
-    shelf.book.remove("a")
-    shelf.add("d", 20)
-    assert shelf.book.pinned_bytes == 1000
+def test_adopted() -> None:
+    """A version of another instance takes the place of the one here. The same version, computed, keeps its counts."""
+    shelf = Shelf()
+    made = shelf.add("rules", 8)
+    shelf.book.adopt(replace(made, version=2), salt=b"")
+    assert (shelf.book.get("rules").version, shelf.book.get("rules").ready, shelf.kept) == (2, False, set())
+    shelf.book.use("rules", "text")
+    again = shelf.book.commit(replace(made, version=2), Kept(80, shelf.kept), salt=b"")
+    assert (again.uses, again.bytes, again.ready) == (1, 80, True)
 
 
 def test_use_is_counted() -> None:
@@ -174,8 +148,8 @@ def test_kinds() -> None:
 
 
 def test_tenants() -> None:
-    """Names of tenants do not meet; the budget is one for all."""
-    shelf = Shelf(budget=300)
+    """Names of tenants do not meet."""
+    shelf = Shelf()
     shelf.add("b", 4, salt=b"one")
     shelf.add("a", 4, salt=b"one")
     shelf.add("b", 4, salt=b"two")
@@ -183,53 +157,6 @@ def test_tenants() -> None:
     assert shelf.book.list() == []
     with pytest.raises(UnknownPrefix):
         shelf.book.get("b")
-    with pytest.raises(PrefixBudgetExceeded):
-        shelf.reserve("c", 4)
     shelf.book.remove("b", salt=b"one")
     assert [prefix.name for prefix in shelf.book.list(salt=b"two")] == ["b"]
-    assert len(shelf.pinned) == 2
-
-
-actions = st.tuples(
-    st.sampled_from(["begin", "keep", "break", "remove"]),
-    st.sampled_from(["a", "b", "c"]),
-    st.integers(1, 20),
-    st.sampled_from([b"", b"x"]),
-    st.booleans(),
-)
-
-
-@settings(max_examples=examples(300), deadline=None)
-@given(plan=st.lists(actions, max_size=40), budget=st.integers(0, 1500))
-def test_never_over_budget(plan: list[tuple[str, str, int, bytes, bool]], budget: int) -> None:
-    """Whatever is promised, kept, broken and removed in whatever order: the budget holds, and blocks are pinned once each."""
-    shelf = Shelf(budget)
-    coming: list[tuple[str, int, bytes, int]] = []
-    for action, name, length, salt, replacing in plan:
-        if action == "begin":
-            try:
-                size = shelf.reserve(name, length, salt=salt, replace=replacing)
-            except (BadRequest, PrefixBudgetExceeded):
-                continue
-            coming.append((name, length, salt, size))
-        elif action == "keep" and coming:
-            name, length, salt, _ = coming.pop(0)
-            shelf.commit(name, length, salt=salt)
-        elif action == "break" and coming:
-            shelf.book.release(coming.pop()[3])
-        elif action == "remove":
-            try:
-                shelf.book.remove(name, salt=salt)
-            except UnknownPrefix:
-                continue
-        promised = sum(size for *_, size in coming)
-        assert shelf.book.pinned_bytes + promised <= budget
-        assert shelf.book.pinned_bytes == len(shelf.pinned) * BLOCK_BYTES
-    for name, length, salt, _ in coming:
-        shelf.commit(name, length, salt=salt)
-    for salt in (b"", b"x"):
-        for prefix in shelf.book.list(salt=salt):
-            shelf.book.remove(prefix.name, salt=salt)
-    assert shelf.pinned == set()
-    assert shelf.book.pinned_bytes == 0
-    assert shelf.reserve("all", max(budget // BLOCK_BYTES * BLOCK, 1)) <= budget
+    assert len(shelf.kept) == 2

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from foreword.blocks.retention import Reservation, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
-from foreword.prefixes.book import Content, NamedPrefix, PrefixBook
-from foreword.prefixes.prefix_service import PinnedKV, PrefixService
+from foreword.prefixes.book import Content, NamedPrefix
+from foreword.prefixes.prefix_service import PrefixService, Registration
 from foreword.prefixes.stored import PREFIXES, PrefixRecord, PrefixStorage, common_length
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore
@@ -57,17 +58,42 @@ def tokenize(content: Content) -> list[int]:
     return [ord(char) for char in content]
 
 
-class Instance:
-    """One engine's service, and the device blocks that it has unpinned."""
+class Kept:
+    """The KV of one version, a byte per block."""
 
-    def __init__(self, storage: Storage | None = None, budget: int | None = 1000) -> None:
+    def __init__(self, book: RetentionBook, reservation: Reservation) -> None:
+        self.reservation = reservation
+        self._book = book
+
+    @property
+    def bytes(self) -> int:
+        return len(self.reservation.blocks)
+
+    def end(self) -> None:
+        self._book.end(self.reservation)
+
+
+class Instance:
+    """One engine's service, and the budget of its device in blocks."""
+
+    def __init__(self, storage: Storage | None = None, budget: int = 1000) -> None:
         self.unpinned: list[int] = []
-        self.book = PrefixBook(budget, lambda tokens: len(tokens) // BLOCK, self.unpinned.extend)
-        self.service = PrefixService(self.book, tokenize, storage)
+        self.kept = RetentionBook(budget, budget, release=self.unpinned.extend)
+        self.service = PrefixService(tokenize, self._reserve, storage)
+        self.book = self.service.book
+
+    def _reserve(self, name: str, tokens: Sequence[int]) -> Kept:
+        reservation = self.kept.reserve(len(tokens) // BLOCK)
+        assert reservation is not None
+        return Kept(self.kept, reservation)
+
+    def compute(self, registration: Registration, blocks: Sequence[int]) -> None:
+        assert isinstance(registration.kept, Kept)
+        self.kept.fill(registration.kept.reservation, blocks)
 
     def add(self, name: str, content: str, blocks: Sequence[int] = (), *, replace: bool = False) -> NamedPrefix:
         with self.service.register(name, content, replace=replace) as registration:
-            registration.pinned = PinnedKV(len(registration.tokens) // BLOCK, blocks)
+            self.compute(registration, blocks)
             made = registration.finish()
         assert made is not None
         return made
@@ -88,21 +114,21 @@ def test_versions_and_pins() -> None:
     assert instance.unpinned == [1, 2]
     assert instance.service.remove("rules") == made
     assert instance.unpinned == [1, 2, 3]
-    assert instance.book.reserved_bytes == 0
+    assert instance.kept.free == 1000
 
 
 def test_given_up() -> None:
     """What is not finished leaves neither a name nor a reservation nor pinned blocks."""
     instance = Instance()
     with instance.service.register("rules", "a" * 8) as registration:
-        assert instance.book.reserved_bytes == 2
-        registration.pinned = PinnedKV(2, [1, 2])
-    assert (instance.book.reserved_bytes, instance.unpinned, instance.book.list()) == (0, [1, 2], [])
+        assert instance.kept.free == 998
+        instance.compute(registration, [1, 2])
+    assert (instance.kept.free, instance.unpinned, instance.book.list()) == (1000, [1, 2], [])
     assert registration.finish() is None
     for wrong in ({}, {"content": "x", "messages": []}, {"content": ""}, {"messages": [{"role": "user"}]}):
         with pytest.raises(BadRequest):
             instance.service.register("rules", **wrong)
-    assert instance.book.reserved_bytes == 0
+    assert instance.kept.free == 1000
 
 
 def test_two_registrations_of_one_name() -> None:
@@ -111,13 +137,13 @@ def test_two_registrations_of_one_name() -> None:
     first, second = (instance.service.register("rules", text) for text in ("a" * 4, "b" * 4))
     third = instance.service.register("rules", "c" * 4, replace=True)
     for one, block in ((first, 1), (second, 2), (third, 3)):
-        one.pinned = PinnedKV(1, [block])
+        instance.compute(one, [block])
     assert first.finish() is not None
     with pytest.raises(BadRequest, match="exists"):
         second.finish()
     made = third.finish()
     assert made is not None and made.version == 2
-    assert sorted(instance.unpinned) == [1, 2] and instance.book.reserved_bytes == 0
+    assert sorted(instance.unpinned) == [1, 2] and instance.kept.free == 999
 
 
 def test_a_store_that_fails_keeps_the_old_version() -> None:
@@ -128,11 +154,11 @@ def test_a_store_that_fails_keeps_the_old_version() -> None:
     storage.flaky.fail_next()
     with pytest.raises(StoreError):
         instance.add("rules", "b" * 8, [3, 4], replace=True)
-    assert instance.book.get("rules").version == 1 and instance.book.reserved_bytes == 0
+    assert instance.book.get("rules").version == 1 and instance.kept.free == 998
     assert instance.unpinned == [3, 4]
     with pytest.raises(PrefixBudgetExceeded):
         instance.service.register("long", "x" * 101)
-    assert instance.book.reserved_bytes == 0
+    assert instance.kept.free == 998
 
 
 def test_other_instances_see_it() -> None:
@@ -146,14 +172,14 @@ def test_other_instances_see_it() -> None:
     assert (adopted.version, adopted.ready, adopted.content) == (1, False, "a" * 8)
     there.book.use("rules", "text")
     with there.service.repin(adopted) as registration:
-        registration.pinned = PinnedKV(2, [7, 8])
+        there.compute(registration, [7, 8])
         registration.finish()
     ready = there.book.get("rules")
     assert (ready.version, ready.ready, ready.uses, ready.created) == (1, True, 1, adopted.created)
     here.add("rules", "b" * 8, replace=True)
     assert there.look() == ["rules"] and there.unpinned == [7, 8]
     with there.service.repin(adopted) as registration:  # an older version: nothing comes of it
-        registration.pinned = PinnedKV(2, [9])
+        there.compute(registration, [9])
         assert registration.finish() is None
     assert there.unpinned == [7, 8, 9]
     here.service.remove("rules")

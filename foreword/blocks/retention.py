@@ -1,11 +1,12 @@
-"""Retentions: which prefixes are kept on the device, for how long, for whom, and within which budget. Pure: no I/O.
+"""Kept prefixes: which ones, for how long, for whom, and within which budget. Pure: no I/O.
 
-A retention keeps the blocks of a prefix out of the eviction order for a time after its last use. It is known by the key of
-its last block, so the same prefix is retained once. Tenants have equal rights to the budget; of one tenant's retentions,
-those with the lowest priority, then those unused for longest, make room for others.
+What is kept is out of the eviction order. One budget bounds all of it. A named prefix does not yield: its blocks are reserved
+before they are computed, and stay until it is removed. Retentions share what names leave. Each is known by the key of its last
+block, so the same prefix is retained once, for a time after its last use. Tenants have equal rights; of one tenant's
+retentions, those with the lowest priority, then those unused for longest, make room for others.
 
-A retention never stands in the way of a request: under memory pressure the engine takes its blocks back (`yield_blocks`). It
-is known until it expires, and keeps blocks again when it is used again.
+A retention never stands in the way of a request or of a name: its blocks are taken back (`yield_blocks`). It is known until
+it expires, and keeps blocks again when it is used again.
 """
 
 from __future__ import annotations
@@ -98,6 +99,19 @@ class RetentionListener(Protocol):
     def dropped(self, one: Retained) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """What a named prefix takes of the budget.
+
+    Attributes:
+        count: device blocks that are still to be computed; 0 from `RetentionBook.fill` on.
+        blocks: device blocks that are kept.
+    """
+
+    count: int
+    blocks: Sequence[int] = ()
+
+
 @dataclass(slots=True)
 class _Tenant:
     entries: dict[bytes, Retained] = field(default_factory=dict)
@@ -105,11 +119,12 @@ class _Tenant:
 
 
 class RetentionBook:
-    """The retentions of one engine. All methods may be called from any thread.
+    """The kept prefixes of one engine. All methods may be called from any thread.
 
     Args:
-        budget: device blocks that all tenants together may keep.
-        tenant_budget: device blocks that one tenant may keep.
+        budget: device blocks that may be kept.
+        tenant_budget: device blocks that one tenant's retentions may keep.
+        retain_budget: device blocks that all retentions may keep of the budget; None: all that names leave.
         most: retentions of one tenant.
         longest: seconds; a longer ttl is clipped.
         release: takes references to device blocks back. It must not block.
@@ -120,13 +135,15 @@ class RetentionBook:
         budget: int,
         tenant_budget: int,
         *,
+        retain_budget: int | None = None,
         most: int = 128,
         longest: float = 86_400.0,
         release: Callable[[Sequence[int]], None] = lambda blocks: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.budget = budget
-        self.tenant_budget = min(tenant_budget, budget)
+        self.tenant_budget = tenant_budget
+        self.retain_budget = budget if retain_budget is None else retain_budget
         self.longest = longest
         self.listener: RetentionListener | None = None
         self._most = most
@@ -135,6 +152,8 @@ class RetentionBook:
         self._lock = threading.RLock()
         self._tenants: dict[str, _Tenant] = {}
         self._keys: dict[bytes, Retained] = {}
+        self._named: list[Reservation] = []
+        self._named_blocks: Counter[int] = Counter()
         self._uses = 0
         self._next_expiry = math.inf  # nothing expires earlier
 
@@ -146,9 +165,20 @@ class RetentionBook:
 
     @property
     def kept_blocks(self) -> int:
-        """Device blocks that are kept for all tenants."""
+        """Device blocks that the retentions of all tenants keep."""
         with self._lock:
-            return sum(len(one.blocks) for one in self._tenants.values())
+            return self._retained()
+
+    @property
+    def named_blocks(self) -> int:
+        """Device blocks that named prefixes keep."""
+        return len(self._named_blocks)
+
+    @property
+    def free(self) -> int:
+        """Device blocks that further named prefixes may keep."""
+        with self._lock:
+            return self.budget - len(self._named_blocks) - sum(one.count for one in self._named)
 
     def of(self, tenant: str) -> list[Retained]:
         """A tenant's retentions, the one that yields last at the end."""
@@ -159,6 +189,36 @@ class RetentionBook:
     def all(self) -> list[Retained]:
         with self._lock:
             return list(self._keys.values())
+
+    # Named prefixes
+
+    def reserve(self, count: int) -> Reservation | None:
+        """Room for a named prefix that is to be computed; retentions yield to it. None if other names leave too little."""
+        with self._lock:
+            if count > self.free:
+                return None
+            one = Reservation(count)
+            self._named.append(one)
+            while self._retained() > self._retainable():
+                most = max(self._tenants.values(), key=lambda one: len(one.blocks))
+                self._let_go(most.blocks, min((one for one in most.entries.values() if one.blocks), key=_rank))
+            return one
+
+    def fill(self, one: Reservation, blocks: Sequence[int]) -> None:
+        """The blocks are computed, at most as many as were reserved. The book takes over one reference to each of them."""
+        with self._lock:
+            if one not in self._named:
+                self._release(blocks)
+                return
+            one.count, one.blocks = 0, blocks
+            self._named_blocks.update(blocks)
+
+    def end(self, one: Reservation) -> None:
+        """Give back what a named prefix keeps, or was to keep. Once is enough."""
+        with self._lock:
+            if one in self._named:
+                self._named.remove(one)
+                self._let_go(self._named_blocks, one)
 
     # Keeping
 
@@ -239,10 +299,17 @@ class RetentionBook:
         reason = f"the budget of {limit} blocks is spent" if fixed else f"longer than the budget of {limit} blocks"
         return count, "" if count == len(blocks) else reason
 
+    def _retained(self) -> int:
+        return sum(len(one.blocks) for one in self._tenants.values())
+
+    def _retainable(self) -> int:
+        return min(self.retain_budget, self.free)
+
     def _limit(self, owner: _Tenant) -> int:
         """Blocks that a tenant may keep: what others leave, and at least an equal share."""
         using = [len(one.blocks) for one in self._tenants.values() if one is not owner and one.blocks]
-        return min(self.tenant_budget, max(self.budget - sum(using), self.budget // (len(using) + 1)))
+        budget = self._retainable()
+        return min(self.tenant_budget, max(budget - sum(using), budget // (len(using) + 1)))
 
     def _count_refusal(self, owner: _Tenant, key: bytes, rank: tuple[bool, int, int]) -> str:
         """Make room for one more retention of a tenant. Why that is impossible, if it is."""
@@ -273,7 +340,7 @@ class RetentionBook:
             known = Retained(tenant, root, keys, tokens, wish.ttl, wish.priority, expires, self._uses, wish.stored)
             owner.entries[known.key] = self._keys[known.key] = known
         else:
-            self._let_go(owner, known)
+            self._let_go(owner.blocks, known)
             if expires >= known.expires:
                 known.ttl, known.expires = wish.ttl, expires
             known.priority, known.stored = max(known.priority, wish.priority), known.stored or wish.stored
@@ -289,7 +356,7 @@ class RetentionBook:
         limit = self._limit(owner)
         while len(owner.blocks) > limit:
             self._drop(min((one for one in owner.entries.values() if one is not new and one.blocks), key=_rank))
-        while sum(len(one.blocks) for one in self._tenants.values()) > self.budget:
+        while self._retained() > self._retainable():
             most = max((one for one in self._tenants.values() if one is not owner), key=lambda one: len(one.blocks))
             self._drop(min((one for one in most.entries.values() if one.blocks), key=_rank))
 
@@ -332,7 +399,7 @@ class RetentionBook:
             holding = [one for one in self._keys.values() if one.blocks]
             if holding:
                 one = min(holding, key=_rank)
-                self._let_go(self._tenants[one.tenant], one)
+                self._let_go(self._tenants[one.tenant].blocks, one)
             return bool(holding)
 
     def release(self, tenant: str, keys: Iterable[bytes]) -> list[Retained]:
@@ -355,18 +422,18 @@ class RetentionBook:
 
     def _drop(self, one: Retained) -> None:
         owner = self._tenants[one.tenant]
-        self._let_go(owner, one)
+        self._let_go(owner.blocks, one)
         del owner.entries[one.key], self._keys[one.key]
         self._forget_empty(one.tenant)
         if self.listener is not None and one.stored:
             self.listener.dropped(one)
 
-    def _let_go(self, owner: _Tenant, one: Retained) -> None:
+    def _let_go(self, held: Counter[int], one: Retained | Reservation) -> None:
         blocks, one.blocks = one.blocks, ()
         for block in blocks:
-            owner.blocks[block] -= 1
-            if not owner.blocks[block]:
-                del owner.blocks[block]
+            held[block] -= 1
+            if not held[block]:
+                del held[block]
         if blocks:
             self._release(blocks)
 

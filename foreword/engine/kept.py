@@ -1,4 +1,5 @@
-"""Keeps prefixes of prompts while they are computed, and gives them up when memory is short. On the engine's thread."""
+"""Keeps prefixes of prompts while they are computed: those of cache control, and named ones. On the engine's thread, except for
+what says otherwise."""
 
 from __future__ import annotations
 
@@ -7,9 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.retention import Reservation, Retention, RetentionAnswer, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
+from foreword.errors import PrefixBudgetExceeded
+
+
+class NamedKV:
+    """The KV of one version of a named prefix on the device. From any thread."""
+
+    def __init__(self, kept: KeptPrefixes, reservation: Reservation) -> None:
+        self.reservation = reservation
+        self._kept = kept
+
+    @property
+    def bytes(self) -> int:
+        """Of its full blocks, which are kept; 0 until it is computed, by a request that has the reservation."""
+        return len(self.reservation.blocks) * self._kept.block_bytes
+
+    def end(self) -> None:
+        """Keep it no longer, or not compute it."""
+        self._kept.book.end(self.reservation)
 
 
 @dataclass(slots=True)
@@ -18,38 +37,64 @@ class PromptRetentions:
 
     Attributes:
         wishes: those that the request asked for and whose KV is not computed yet, in order of their ends.
+        named: room for the whole prompt, if it is a named prefix and not computed yet.
         again: those known before, whose blocks are not kept on the device.
         answers: to the request's wishes so far.
     """
 
     wishes: deque[Retention]
+    named: Reservation | None = None
     again: deque[Retention] = field(default_factory=deque)
     answers: list[RetentionAnswer] = field(default_factory=list)
 
 
 class KeptPrefixes:
-    """Pins the blocks of retentions in the pool.
+    """Pins the blocks of kept prefixes in the pool.
 
     Args:
-        budget, tenant_budget, most, longest: see `RetentionBook`.
+        budget, tenant_budget, retain_budget, most, longest: see `RetentionBook`.
+        block_bytes: bytes of a device block.
 
     Attributes:
         on_release: is called, on any thread, when there are blocks for `settle` to release: an idle engine takes no step.
     """
 
     def __init__(
-        self, cache: PrefixCache, budget: int, tenant_budget: int, *, most: int = 128, longest: float = 86_400.0
+        self,
+        cache: PrefixCache,
+        budget: int,
+        tenant_budget: int,
+        *,
+        retain_budget: int | None = None,
+        most: int = 128,
+        longest: float = 86_400.0,
+        block_bytes: int = 0,
     ) -> None:
         self._released: deque[Sequence[int]] = deque()
         self._cache = cache
+        self.block_bytes = block_bytes
         self.on_release: Callable[[], object] = lambda: None
-        self.book = RetentionBook(budget, tenant_budget, most=most, longest=longest, release=self._release)
+        self.book = RetentionBook(
+            budget, tenant_budget, retain_budget=retain_budget, most=most, longest=longest, release=self._release
+        )
+
+    def reserve(self, name: str, tokens: Sequence[int]) -> NamedKV:
+        """Room for a named prefix. From any thread. Raises PrefixBudgetExceeded."""
+        count, size = self._cache.pinned_blocks(len(tokens)), self.block_bytes
+        reservation = self.book.reserve(count)
+        if reservation is None:
+            raise PrefixBudgetExceeded(
+                f"prefix {name!r} needs {count * size:,} bytes, but of the {self.book.budget * size:,} bytes that named "
+                f"prefixes may pin {self.book.free * size:,} are left; remove one, or raise prefixes.budget",
+                param="content",
+            )
+        return NamedKV(self, reservation)
 
     def open(self, request: Request) -> PromptRetentions | None:
         """The retentions of a prompt that is queued; None if it asks for none and there are none."""
-        if request.index or not (request.retain or len(self.book)):
+        if request.index or not (request.retain or request.named or len(self.book)):
             return None
-        return PromptRetentions(deque(sorted(request.retain, key=lambda wish: wish.end)))
+        return PromptRetentions(deque(sorted(request.retain, key=lambda wish: wish.end)), request.named)
 
     def admitted(self, kept: PromptRetentions, table: BlockTable, num_prompt: int) -> None:
         """Renew the retentions that a prompt passes."""
@@ -67,6 +112,10 @@ class KeptPrefixes:
             self.keep(table, kept.again.popleft())
         while kept.wishes and kept.wishes[0].end // size * size <= tokens:
             kept.answers.append(self.keep(table, kept.wishes.popleft()))
+        full = len(table.chain.tokens) // size
+        if kept.named is not None and full * size <= tokens:
+            self.book.fill(kept.named, self._cache.pin(table, full))
+            kept.named = None
 
     def ended(self, kept: PromptRetentions) -> tuple[RetentionAnswer, ...]:
         """The answers to all wishes of a request that has ended."""

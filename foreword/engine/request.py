@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from foreword.blocks.miss_history import MissReason
-from foreword.blocks.retention import Retention, RetentionAnswer
+from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
 
@@ -151,6 +151,7 @@ class Request:
         prefill: transfer address of the instance that computes the prompt; "" computes it here.
         retain: which of its prefixes are kept, and how long; in order of their ends.
         output: tokens that another engine has generated after the prompt. Generation continues after them.
+        named: room in which the prompt is kept as a named prefix.
     """
 
     id: str
@@ -162,6 +163,7 @@ class Request:
     prefill: str = ""
     retain: tuple[Retention, ...] = ()
     output: tuple[int, ...] = ()
+    named: Reservation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from foreword.disaggregation.kv_view import KVView
 from foreword.disaggregation.live_migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.sequence import SequenceState
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.tokenizer import Tokenizer
@@ -39,8 +38,7 @@ from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import described, erase_prefixes
-from foreword.prefixes.pin import PrefixPin
-from foreword.prefixes.prefix_service import PinnedKV, Registration
+from foreword.prefixes.prefix_service import Registration
 
 Result = TypeVar("Result")
 
@@ -87,7 +85,8 @@ class AsyncEngine:
         self.info: ModelInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
         self.offload: OffloadManager | None = parts.offload
-        self.prefixes = AsyncPrefixes(parts.prefix_service(self._unpin), self._compute_and_pin)
+        budget = parts.core.kept.book.budget * self.info.kv_bytes_per_block
+        self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, budget)
         self.unclaimed = UnclaimedRequests(self._expired)
         self.served: BlockServer | None = None
         self.instance: Instance | None = None
@@ -156,16 +155,11 @@ class AsyncEngine:
 
         Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
         """
-        return self._generate(request, None)
-
-    def _generate(
-        self, request: Request, on_finish: Callable[[SequenceState], None] | None
-    ) -> AsyncGenerator[Delta, None]:
         compiled: CompiledOutput | None = None
         constraint: Constraint | None = None
 
         def begin(listener: _Listener) -> None:
-            self._core.add(request, on_finish, compiled, constraint)
+            self._core.add(request, None, compiled, constraint)
             self._listeners[request.id] = listener
 
         async def prepare() -> None:
@@ -234,22 +228,11 @@ class AsyncEngine:
             del self._listeners[request_id]
             self._core.abort(request_id)
 
-    async def _compute_and_pin(self, one: Registration) -> PinnedKV:
-        """Compute the KV of a named prefix, or load it, and pin its full blocks."""
-        name = f"prefix-{next(self._prefix_ids)}-{one.prefix.name}"
-        pin = PrefixPin(self._parts.core.cache, self.info.kv_bytes_per_block, name, one.tokens, one.salt)
-        try:
-            async for _ in self._generate(pin.request, pin.pin):
-                pass
-        except BaseException:
-            self.post(pin.undo)  # behind the request in the inbox: by then it is pinned, or never will be
-            raise
-        if pin.pinned is None:
-            raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
-        return pin.pinned
-
-    def _unpin(self, blocks: Sequence[int]) -> None:
-        self.post(lambda: self._core.cache.unpin(blocks))
+    async def _compute_prefix(self, one: Registration) -> None:
+        """Compute the KV of a named prefix, or load it; its full blocks are kept."""
+        async for delta in self.generate(cache_requests.computing(f"prefix-{next(self._prefix_ids)}", one)):
+            if delta.finish_reason == "abort":
+                raise ShuttingDown(f"the engine ended before the prefix {one.prefix.name!r} was computed")
 
     # Cache control
 
@@ -341,14 +324,13 @@ class AsyncEngine:
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
         core, pool = self._core, self._core.cache.pool
-        pinned = self.prefixes.pinned_bytes // self.info.kv_bytes_per_block
         return EngineStatus(
             running=len(core.scheduler.running),
             waiting=len(core.scheduler.waiting),
             kv_usage=1.0 - pool.num_free / pool.num_blocks,
             free_blocks=pool.num_free,
             cached_blocks=pool.num_cached,
-            pinned_blocks=pinned,
+            pinned_blocks=core.kept.book.named_blocks,
             retained_blocks=core.kept.book.kept_blocks,
             preemptions=core.scheduler.num_preemptions,
             steps=core.steps,

@@ -48,7 +48,6 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
-from foreword.prefixes.book import PrefixBook
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
@@ -110,7 +109,6 @@ class EngineParts:
     """An engine that is ready to run, for `LLM` and `AsyncEngine`.
 
     Attributes:
-        prefix_budget: bytes of KV that named prefixes may pin.
         offload, stores: the stores behind the device, if any, and their configuration.
         pins, retentions, erasures: of blocks in the stores, if there are any.
         keys: data keys of tenants, if blocks in the stores are encrypted.
@@ -122,7 +120,6 @@ class EngineParts:
     runner: TorchRunner
     info: ModelInfo
     tokenizer: Tokenizer
-    prefix_budget: int
     stores: StoreConfig
     offload: OffloadManager | None
     chains: ChainIndex | None
@@ -148,20 +145,16 @@ class EngineParts:
         if self.offload is not None:
             self.offload.close(self.stores.flush_seconds)
 
-    def prefix_service(self, unpin: Callable[[Sequence[int]], None]) -> PrefixService:
-        """The engine's named prefixes. `unpin` releases device blocks, on the engine's thread."""
-        info, offload, cache = self.info, self.offload, self.core.cache
-
-        def size_of(tokens: Sequence[int]) -> int:
-            return cache.pinned_blocks(len(tokens)) * info.kv_bytes_per_block
-
-        book = PrefixBook(self.prefix_budget, size_of, unpin)
-        storage = None
+    def prefix_service(self) -> PrefixService:
+        """The engine's named prefixes."""
+        info, offload, storage = self.info, self.offload, None
         if offload is not None and self.pins is not None:
             storage = StoredPrefixes(offload.store, self.pins, info.fingerprint, info.name, info.block_size)
-            keys = storage.keys
+        service = PrefixService(functools.partial(content_tokens, self.tokenizer), self.core.kept.reserve, storage)
+        if storage is not None and self.pins is not None:
+            keys, book = storage.keys, service.book
             self.pins.needed.append(lambda: [keys(tokens, salt) for salt, tokens in book.tokens_of_all()])
-        return PrefixService(book, functools.partial(content_tokens, self.tokenizer), storage)
+        return service
 
     def block_server(self, post: Post) -> BlockServer:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
@@ -229,7 +222,6 @@ def build_engine(
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
     if offload is not None:
         offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
-    budget = prefixes.budget_bytes(info.num_blocks * info.kv_bytes_per_block)
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
@@ -238,7 +230,7 @@ def build_engine(
             retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
     kept_there = pins, retentions, erasures, data_keys
-    return EngineParts(core, runner, info, tokenizer, budget, stores, offload, chains, quarantine, *kept_there)
+    return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
 
 
 def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
@@ -307,11 +299,17 @@ def _engine_core(
 
 
 def _kept_prefixes(config: PrefixConfig, info: ModelInfo, cache: PrefixCache) -> KeptPrefixes:
-    blocks = min(
-        config.retain_bytes(info.num_blocks * info.kv_bytes_per_block) // info.kv_bytes_per_block, info.num_blocks
+    size, pool = info.kv_bytes_per_block, info.num_blocks * info.kv_bytes_per_block
+    budget, retained = (min(given, pool) // size for given in (config.budget_bytes(pool), config.retain_bytes(pool)))
+    return KeptPrefixes(
+        cache,
+        budget,
+        int(retained * config.retain_tenant_share),
+        retain_budget=retained,
+        most=config.retain_entries,
+        longest=config.retain_seconds,
+        block_bytes=size,
     )
-    share = int(blocks * config.retain_tenant_share)
-    return KeptPrefixes(cache, blocks, share, most=config.retain_entries, longest=config.retain_seconds)
 
 
 def _prefix_cache(

@@ -10,7 +10,9 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
+from foreword.engine.kept import NamedKV
 from foreword.engine.request import Request, SamplingParams
+from foreword.prefixes.prefix_service import Registration
 
 if TYPE_CHECKING:
     from foreword.engine.loop import EngineCore
@@ -43,6 +45,13 @@ def retaining(
     """A request without output that keeps the whole of `tokens`."""
     wish = Retention(len(tokens), ttl, priority)
     return Request(request_id, tuple(tokens), SamplingParams(max_tokens=0), salt=salt, retain=(wish,))
+
+
+def computing(request_id: str, prefix: Registration) -> Request:
+    """A request without output that computes a named prefix and keeps it."""
+    assert isinstance(prefix.kept, NamedKV)
+    params, salt = SamplingParams(max_tokens=0), Salt(prefix.salt)
+    return Request(request_id, prefix.tokens, params, salt=salt, named=prefix.kept.reservation)
 
 
 def prefetch(

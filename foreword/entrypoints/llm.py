@@ -21,8 +21,6 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
-from foreword.prefixes.pin import PrefixPin
-from foreword.prefixes.prefix_service import PinnedKV
 from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 
 Prompt = str | Sequence[int]
@@ -64,7 +62,7 @@ class LLM:
         self.offload = self._parts.offload
         self._core = self._parts.core
         self._ids = itertools.count()
-        self._prefixes = self._parts.prefix_service(self._core.cache.unpin)
+        self._prefixes = self._parts.prefix_service()
         self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
 
     def generate(
@@ -127,23 +125,11 @@ class LLM:
         """Register a named prefix, compute its KV and pin it. Raises BadRequest, PromptTooLong, PrefixBudgetExceeded, or
         StoreError if no store takes its record."""
         with self._prefixes.register(name, content, messages, replace=replace) as registration:
-            registration.pinned = self._compute_and_pin(registration.tokens)
+            self._run_requests([cache_requests.computing(f"prefix-{next(self._ids)}", registration)])
             made = registration.finish()
+        self._core.kept.settle()
         assert made is not None
         return made
-
-    def _compute_and_pin(self, tokens: Sequence[int]) -> PinnedKV:
-        pin = PrefixPin(
-            self._parts.core.cache, self._parts.info.kv_bytes_per_block, f"prefix-{next(self._ids)}", tokens
-        )
-        try:
-            self._core.add(pin.request, pin.pin)
-            self._drain([])
-        finally:
-            if pin.pinned is None:
-                self._core.abort(pin.request.id)
-        assert pin.pinned is not None
-        return pin.pinned
 
     def retain(self, tokens: Sequence[int], ttl: float | None, priority: int = 0) -> RetentionAnswer:
         """Keep the KV of `tokens` for `ttl` seconds after its last use; it is computed or loaded if necessary."""
@@ -172,7 +158,9 @@ class LLM:
 
     def remove_prefix(self, name: str) -> NamedPrefix:
         """Remove a named prefix, here and in the stores. Raises UnknownPrefix, StoreError."""
-        return self._prefixes.remove(name)
+        removed = self._prefixes.remove(name)
+        self._core.kept.settle()
+        return removed
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until the stores have everything; False if `timeout` seconds were not enough. True without a store."""

@@ -179,7 +179,7 @@ def _info(name: str, text: str, info: ModelInfo, labels: dict[str, Callable[[Mod
 
 def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
     info, status, prefixes = engine.info, engine.status(), engine.prefixes
-    retained = status.retained_blocks * info.kv_bytes_per_block
+    retained, pinned = (n * info.kv_bytes_per_block for n in (status.retained_blocks, status.pinned_blocks))
     for name, text, value in (
         ("vllm:num_requests_running", "Sequences in the running batch.", status.running),
         ("vllm:num_requests_waiting", "Sequences that wait for admission.", status.waiting),
@@ -188,9 +188,13 @@ def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
         ("foreword:blocks_free", "Blocks that no request uses, cached blocks included.", status.free_blocks),
         ("foreword:blocks_cached", "Blocks that a prefix lookup can find.", status.cached_blocks),
         ("foreword:blocks_pinned", "Blocks that named prefixes pin.", status.pinned_blocks),
-        ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", prefixes.pinned_bytes),
+        ("foreword:prefix_pinned_bytes", "Bytes of KV that named prefixes pin.", pinned),
         ("foreword:prefix_retained_bytes", "Bytes of KV on the device that cache control keeps.", retained),
-        ("foreword:prefix_budget_bytes", "Limit of the KV that named prefixes pin.", prefixes.budget_bytes or 0),
+        (
+            "foreword:prefix_budget_bytes",
+            "Limit of all KV that is kept.",
+            prefixes.budget_bytes or 0,
+        ),
     ):
         yield _gauge(name, text, ("model_name",), [((info.name,), value)])
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from foreword.errors import ForewordError, ShuttingDown
 from foreword.prefixes.book import Kind, Message, NamedPrefix
-from foreword.prefixes.prefix_service import PinnedKV, PrefixService, Registration
+from foreword.prefixes.prefix_service import PrefixService, Registration
 
 logger = logging.getLogger(__name__)
 
@@ -20,31 +20,27 @@ logger = logging.getLogger(__name__)
 _KNOWN_NAME_WAIT = 0.25
 
 Result = TypeVar("Result")
-ComputeAndPin = Callable[[Registration], Awaitable[PinnedKV]]
+Compute = Callable[[Registration], Awaitable[None]]
 
 
 class AsyncPrefixes:
     """The `PrefixService` of an engine on an event loop. What blocks runs on the loop's threads.
 
-    A prefix that another instance has registered is computed (or loaded) and pinned here in the background.
+    A prefix that another instance has registered is computed (or loaded) and kept here in the background.
 
     Args:
-        compute_and_pin: computes and pins the KV of a registration's tokens. Raises ForewordError.
+        compute: computes the KV of a registration's tokens, which is kept from then on. Raises ForewordError.
 
     Attributes:
         budget_bytes: how much KV all prefixes may pin; None without a bound.
     """
 
-    def __init__(self, service: PrefixService, compute_and_pin: ComputeAndPin, budget_bytes: int | None = None) -> None:
+    def __init__(self, service: PrefixService, compute: Compute, budget_bytes: int | None) -> None:
         self.service = service
-        self.budget_bytes = service.book.budget_bytes if budget_bytes is None else budget_bytes
-        self._compute_and_pin = compute_and_pin
+        self.budget_bytes = budget_bytes
+        self._compute = compute
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self.service.book.pinned_bytes
 
     async def add(
         self,
@@ -65,16 +61,16 @@ class AsyncPrefixes:
         with contextlib.ExitStack() as stack:
             registration = await _to_the_end(lambda: stack.enter_context(register()))
             charge(len(registration.tokens))
-            registration.pinned = await self._compute_and_pin(registration)
+            await self._compute(registration)
             made = await _to_the_end(registration.finish)
         if made is None:
             raise ShuttingDown(f"the prefix {name!r} was not registered")
         return made
 
-    async def repin(self, prefix: NamedPrefix, salt: bytes = b"", pin: ComputeAndPin | None = None) -> None:
-        """Pin the KV of a registered prefix, if the budget lasts; without a pin it is cached like any other text."""
+    async def repin(self, prefix: NamedPrefix, salt: bytes = b"", compute: Compute | None = None) -> None:
+        """Keep the KV of a registered prefix, if the budget lasts; otherwise it is cached like any other text."""
         with self.service.repin(prefix, salt=salt) as registration:
-            registration.pinned = await (pin or self._compute_and_pin)(registration)
+            await (compute or self._compute)(registration)
             await _to_the_end(registration.finish)
 
     async def refresh(self, salt: bytes = b"", name: str | None = None) -> None:

@@ -1,15 +1,16 @@
-"""The book of named prefixes: names, versions, pinned blocks, budget and use. In memory only; safe from any thread."""
+"""The book of named prefixes: names, versions and use. In memory only; safe from any thread. The KV behind a name is kept as
+other KV is, within the same budget (`blocks/retention.py`)."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
+from foreword.errors import BadRequest, UnknownPrefix
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Message = Mapping[str, Any]
@@ -23,7 +24,7 @@ class NamedPrefix:
 
     Attributes:
         kind: `text` stands before the prompt of a completion; `messages` stand before those of a chat.
-        bytes: KV that is pinned for it. `ready`: its KV has been computed.
+        bytes: KV that is kept for it. `ready`: its KV has been computed.
         created, last_used: seconds since the epoch.
         uses, hit_tokens: requests that named it, and the prompt tokens that they found cached.
     """
@@ -41,64 +42,42 @@ class NamedPrefix:
     ready: bool = False
 
 
+class KeptKV(Protocol):
+    """The KV of one version of a prefix, as an engine keeps it."""
+
+    @property
+    def bytes(self) -> int:
+        """How much is kept; 0 until it is computed."""
+        ...
+
+    def end(self) -> None:
+        """Keep it no longer. From any thread; may be called again."""
+        ...
+
+
 @dataclass(slots=True)
 class _Entry:
     prefix: NamedPrefix
-    blocks: Sequence[int]
+    kept: KeptKV | None
 
 
 class PrefixBook:
-    """The named prefixes of one engine, per tenant, within a byte budget. Each tenant has its own names.
+    """The named prefixes of one engine, per tenant. Each tenant has its own names."""
 
-    Args:
-        budget_bytes: how much all prefixes together may pin; None: no bound. Prefixes that are being computed count.
-        size_of: bytes that pinning some tokens takes.
-        unpin: releases device blocks.
-    """
-
-    def __init__(
-        self,
-        budget_bytes: int | None,
-        size_of: Callable[[Sequence[int]], int],
-        unpin: Callable[[Sequence[int]], None] = lambda blocks: None,
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.size_of = size_of
-        self.unpin = unpin
-        self.reserved_bytes = 0
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self._entries: dict[tuple[bytes, str], _Entry] = {}
 
-    @property
-    def pinned_bytes(self) -> int:
-        with self._lock:
-            return sum(entry.prefix.bytes for entry in self._entries.values())
-
-    def reserve(self, name: str, tokens: Sequence[int], *, salt: bytes, replace: bool) -> int:
-        """Check the name and reserve budget for a prefix that is to be computed. Returns the reserved bytes, which `commit` or
-        `release` takes back.
-
-        The version that is being replaced counts until the new one is committed. Raises BadRequest, PrefixBudgetExceeded.
-        """
+    def check(self, name: str, tokens: Sequence[int], *, salt: bytes, replace: bool) -> None:
+        """Raises BadRequest for a name or prefix that cannot be registered."""
         if not _NAME.fullmatch(name):
             raise BadRequest(
                 f"{name!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128", param="name"
             )
         if not tokens:
             raise BadRequest("the prefix is empty", param="content")
-        size = self.size_of(tokens)
-        with self._lock:
-            if not replace:
-                self.check_free(name, salt=salt)
-            free = size if self.budget_bytes is None else self.budget_bytes - self.pinned_bytes - self.reserved_bytes
-            if size > free:
-                raise PrefixBudgetExceeded(
-                    f"prefix {name!r} needs {size:,} bytes, but of the {self.budget_bytes:,} bytes that named prefixes may "
-                    f"pin {max(free, 0):,} are left; remove one, or raise prefixes.budget",
-                    param="content",
-                )
-            self.reserved_bytes += size
-        return size
+        if not replace:
+            self.check_free(name, salt=salt)
 
     def check_free(self, name: str, *, salt: bytes) -> None:
         """Raises BadRequest if the name is taken."""
@@ -109,33 +88,28 @@ class PrefixBook:
                 param="name",
             )
 
-    def release(self, size: int) -> None:
-        """Give back a reservation."""
+    def commit(self, prefix: NamedPrefix, kept: KeptKV, *, salt: bytes) -> NamedPrefix:
+        """Enter a computed prefix, whose KV is kept, instead of the version before it. Counts of use carry over if the version
+        is the same."""
         with self._lock:
-            self.reserved_bytes -= size
-
-    def commit(self, prefix: NamedPrefix, blocks: Sequence[int], *, reserved: int, salt: bytes) -> NamedPrefix:
-        """Enter a computed prefix whose `blocks` are pinned, and unpin the version before it. Counts of use carry over if
-        the version is the same."""
-        with self._lock:
-            self.reserved_bytes -= reserved
+            prefix = replace(prefix, bytes=kept.bytes, ready=True)
             known = self._entries.get((salt, prefix.name))
             if known is not None and known.prefix.version == prefix.version:
                 was = known.prefix
                 prefix = replace(prefix, uses=was.uses, hit_tokens=was.hit_tokens, last_used=was.last_used)
-            self._enter(prefix, blocks, salt)
+            self._enter(prefix, kept, salt)
         return prefix
 
     def adopt(self, prefix: NamedPrefix, *, salt: bytes) -> None:
-        """Enter a version that another instance, or an earlier process, has registered. Its KV is not pinned yet."""
+        """Enter a version that another instance, or an earlier process, has registered. Its KV is not kept yet."""
         with self._lock:
-            self._enter(replace(prefix, bytes=0, ready=False), (), salt)
+            self._enter(replace(prefix, bytes=0, ready=False), None, salt)
 
-    def _enter(self, prefix: NamedPrefix, blocks: Sequence[int], salt: bytes) -> None:
+    def _enter(self, prefix: NamedPrefix, kept: KeptKV | None, salt: bytes) -> None:
         known = self._entries.get((salt, prefix.name))
-        self._entries[salt, prefix.name] = _Entry(prefix, blocks)
-        if known is not None:
-            self.unpin(known.blocks)
+        self._entries[salt, prefix.name] = _Entry(prefix, kept)
+        if known is not None and known.kept is not None:
+            known.kept.end()
 
     def version(self, name: str, *, salt: bytes) -> int:
         """0 for a name that is not known here."""
@@ -175,10 +149,12 @@ class PrefixBook:
                 entry.prefix = replace(entry.prefix, hit_tokens=entry.prefix.hit_tokens + cached)
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
-        """Remove and unpin a prefix; its blocks stay cached until they are evicted. Raises UnknownPrefix."""
+        """Remove a prefix; its blocks stay cached until they are evicted. Raises UnknownPrefix."""
         with self._lock:
             prefix = self.get(name, salt=salt)
-            self.unpin(self._entries.pop((salt, name)).blocks)
+            kept = self._entries.pop((salt, name)).kept
+            if kept is not None:
+                kept.end()
         return prefix
 
     def tokens_of_all(self) -> list[tuple[bytes, tuple[int, ...]]]:

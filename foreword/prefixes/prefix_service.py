@@ -1,7 +1,7 @@
 """The service behind named prefixes, for every engine: registers them, shares them through a store, looks them up.
 
 `LLM` calls it directly, event loops through `foreword.prefixes.async_service.AsyncPrefixes`. The service computes nothing: the
-caller computes and pins the KV of a `Registration`.
+caller computes the KV of a `Registration`, which the engine keeps as it keeps retentions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Self
 
 from foreword.errors import BadRequest, ForewordError, StoreError, UnknownPrefix
-from foreword.prefixes.book import Content, Kind, Message, NamedPrefix, PrefixBook
+from foreword.prefixes.book import Content, KeptKV, Kind, Message, NamedPrefix, PrefixBook
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage
 
 logger = logging.getLogger(__name__)
@@ -27,28 +27,20 @@ _UNKNOWN_SECONDS = 0.1
 _MAX_TENANTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedKV:
-    """KV that was computed and pinned: its size, and the device blocks that `PrefixBook.unpin` takes back."""
-
-    bytes: int
-    blocks: Sequence[int] = ()
-
-
 class Registration:
     """A prefix whose KV is being computed. Use it as a context manager, which gives up what was not finished.
 
     Attributes:
-        tokens: whose KV to compute and pin.
-        pinned: the result; set it before `finish`.
-        adopted: the version that another instance has registered, whose KV is to be pinned here; None for a new version.
+        tokens: whose KV to compute.
+        kept: room for that KV; it is there when it has been computed, before `finish`.
+        adopted: another instance has registered this version, whose KV is to be kept here.
     """
 
     def __init__(
         self,
         service: PrefixService,
         prefix: NamedPrefix,
-        reserved: int,
+        kept: KeptKV,
         *,
         salt: bytes,
         replace: bool,
@@ -57,10 +49,9 @@ class Registration:
         self.prefix = prefix
         self.tokens = prefix.tokens
         self.salt = salt
-        self.reserved = reserved
+        self.kept = kept
         self.replace = replace
         self.adopted = adopted
-        self.pinned: PinnedKV | None = None
         self._service = service
         self._lock = threading.Lock()
         self._open = True
@@ -97,13 +88,18 @@ class PrefixService:
 
     Args:
         tokenize: tokens of a text, or of messages. Raises BadRequest. May block.
+        reserve: room for the KV of a name and its tokens. Raises PrefixBudgetExceeded.
         storage: where prefixes outlive the process and are shared with other instances; None: nowhere.
     """
 
     def __init__(
-        self, book: PrefixBook, tokenize: Callable[[Content], Sequence[int]], storage: PrefixStorage | None = None
+        self,
+        tokenize: Callable[[Content], Sequence[int]],
+        reserve: Callable[[str, Sequence[int]], KeptKV],
+        storage: PrefixStorage | None = None,
     ) -> None:
-        self.book = book
+        self.book = PrefixBook()
+        self._reserve = reserve
         self._tokenize = tokenize
         self._storage = storage
         self._changing = threading.Lock()
@@ -127,26 +123,21 @@ class PrefixService:
         held: Content = content if content is not None else tuple(messages or ())
         tokens = tuple(self._tokenize(held)) if held else ()
         version = self.book.version(name, salt=salt)
-        reserved = self.book.reserve(name, tokens, salt=salt, replace=replace)
-        try:
-            if self._storage is not None:
-                pinned = [prefix.tokens for prefix in self.book.list(salt=salt) if prefix.bytes]
-                self._storage.check_room(name, tokens, pinned)
-        except BaseException:
-            self.book.release(reserved)
-            raise
+        self.book.check(name, tokens, salt=salt, replace=replace)
+        if self._storage is not None:
+            pinned = [prefix.tokens for prefix in self.book.list(salt=salt) if prefix.bytes]
+            self._storage.check_room(name, tokens, pinned)
         prefix = NamedPrefix(name, version, kind_of(held), held, tokens, time.time())
-        return Registration(self, prefix, reserved, salt=salt, replace=replace)
+        return Registration(self, prefix, self._reserve(name, tokens), salt=salt, replace=replace)
 
     def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
-        """Reserve budget for a version that is registered already and whose KV is not pinned (any more). Raises
+        """Reserve budget for a version that is registered already and whose KV is not kept (any more). Raises
         PrefixBudgetExceeded."""
-        reserved = self.book.reserve(prefix.name, prefix.tokens, salt=salt, replace=True)
-        return Registration(self, prefix, reserved, salt=salt, replace=True, adopted=True)
+        kept = self._reserve(prefix.name, prefix.tokens)
+        return Registration(self, prefix, kept, salt=salt, replace=True, adopted=True)
 
     def commit(self, one: Registration) -> NamedPrefix | None:
         """Called by `Registration.finish`. Blocks."""
-        assert one.pinned is not None, "computed and pinned first"
         name, salt, made = one.prefix.name, one.salt, one.prefix
         with self._changing:
             known = [prefix for prefix in self.book.list(salt=salt) if prefix.name == name]
@@ -158,22 +149,19 @@ class PrefixService:
                 if not one.replace:
                     self.book.check_free(name, salt=salt)
                 version = max(version, made.version) + 1
-            prefix = NamedPrefix(
-                name, version, made.kind, made.content, made.tokens, made.created, one.pinned.bytes, ready=True
-            )
+            prefix = replace(made, version=version)
             if self._storage is not None and not one.adopted:
                 self._storage.put(prefix, salt)
-            prefix = self.book.commit(prefix, one.pinned.blocks, reserved=one.reserved, salt=salt)
+            prefix = self.book.commit(prefix, one.kept, salt=salt)
             if not one.adopted:
                 self._unpin_stored([old.tokens for old in known], salt)
         return prefix
 
     def give_up(self, one: Registration) -> None:
         """Called by `Registration` when nothing came of it."""
-        self.book.release(one.reserved)
-        if one.pinned is not None:
-            self.book.unpin(one.pinned.blocks)
+        if one.kept.bytes:
             self._unpin_stored([one.tokens], one.salt)
+        one.kept.end()
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix here and in the store, and unpin it. Blocks. Raises UnknownPrefix, StoreError."""

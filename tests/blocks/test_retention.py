@@ -1,14 +1,15 @@
-"""The book of retentions: budgets, priorities, expiry, tenants."""
+"""The book of kept prefixes: one budget, names and retentions, priorities, expiry, tenants."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from foreword.blocks.retention import Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.retention import Reservation, Retention, RetentionAnswer, RetentionBook
 
 SIZE = 4
 
@@ -56,6 +57,13 @@ class Case:
         keys, blocks = keys_of(tenant, name, count), self.device.take(blocks_of(tenant, name, count))
         wish = Retention(count * SIZE, ttl, priority)
         return self.book.retain(tenant, bytes(32), keys, blocks, wish, block_size=SIZE, whole=whole)
+
+    def reserve(self, count: int) -> Reservation | None:
+        return self.book.reserve(count)
+
+    def fill(self, one: Reservation, name: str, count: int) -> None:
+        """The first `count` blocks of the chain `name` are computed."""
+        self.book.fill(one, self.device.take(blocks_of("t", name, count)))
 
     def kept(self, tenant: str = "t") -> dict[bytes, int]:
         return {one.key: len(one.blocks) for one in self.book.of(tenant)}
@@ -165,18 +173,67 @@ def test_yielding_takes_the_lowest_rank_first_and_forgets_nothing() -> None:
     assert case.book.kept_blocks == 4
 
 
+def test_a_name_does_not_yield() -> None:
+    """A name's blocks are reserved before they are computed. Retentions give up theirs for it, whatever their priority, stay
+    known, and share what names leave; another name that does not fit is refused."""
+    case = Case(10)
+    assert case.retain("a", 4).status == "accepted"
+    assert case.retain("b", 4, ttl=None, priority=100).status == "accepted"
+    name = case.reserve(6)
+    assert name is not None
+    assert (case.book.kept_blocks, case.book.free) == (4, 4)
+    assert case.kept() == {keys_of("t", "a", 4)[-1]: 0, keys_of("t", "b", 4)[-1]: 4}
+    assert case.reserve(5) is None
+    case.fill(name, "n", 5)
+    assert (case.book.named_blocks, case.book.free) == (5, 5), "no more than was computed"
+    assert not [case.book.yield_blocks() for _ in range(2)][1], "only what is retained yields"
+    assert case.retain("c", 9).tokens == 5 * SIZE
+    case.book.end(name)
+    case.book.end(name)
+    assert (case.book.named_blocks, case.book.free) == (0, 10)
+    assert case.retain("c", 9).status == "accepted"
+
+
+def test_names_share_blocks() -> None:
+    """Blocks that two names share count once, and stay until both have ended. What is computed for a name that has ended is
+    given back."""
+    case = Case(10)
+    one, two, late = (case.reserve(count) for count in (4, 3, 2))
+    assert one is not None and two is not None and late is not None
+    case.fill(one, "n", 4)
+    case.fill(two, "n", 3)
+    assert (case.book.named_blocks, case.book.free) == (4, 4)
+    case.book.end(one)
+    assert set(case.device.references) == set(blocks_of("t", "n", 3))
+    case.book.end(late)
+    case.fill(late, "m", 2)
+    assert set(case.device.references) == set(blocks_of("t", "n", 3))
+
+
+def test_retentions_have_a_part_of_the_budget() -> None:
+    """Retentions keep their part of the budget at most; names may take all of it."""
+    case = Case(10, retain_budget=4)
+    assert case.retain("a", 9).tokens == 4 * SIZE
+    assert case.reserve(6) is not None
+    assert case.book.kept_blocks == 4
+    assert case.reserve(4) is not None
+    assert case.book.kept_blocks == 0
+    assert case.retain("b", 1).status == "refused"
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_random_histories(seed: int) -> None:
     """Whatever happens, the book holds exactly the references of what it keeps, no budget is exceeded, no retention lives past
-    its ttl, and one is only refused or clipped if what ranks above it leaves no room."""
+    its ttl, no name yields, and a retention is only refused or clipped if what ranks above it leaves no room."""
     chance = random.Random(seed)
     budget = chance.randrange(1, 40)
-    tenant_budget = chance.randrange(1, budget + 1)
-    case = Case(budget, tenant_budget, most=6)
+    tenant_budget, part = chance.randrange(1, budget + 1), chance.randrange(1, budget + 1)
+    case = Case(budget, tenant_budget, most=6, retain_budget=part)
+    names: list[tuple[Reservation, int]] = []
     for _ in range(300):
         action = chance.random()
         tenant, name, count = chance.choice("xyz"), chance.choice("abcdef"), chance.randrange(1, 15)
-        if action < 0.6:
+        if action < 0.5:
             ttl = chance.choice([5.0, 50.0, None])
             before = {one.key: (one.rank, set(one.blocks)) for one in case.book.of(tenant)}
             others = [one for one in "xyz" if one != tenant and sum(case.kept(one).values())]
@@ -185,10 +242,18 @@ def test_random_histories(seed: int) -> None:
             if answer.status != "accepted":
                 above = [blocks for rank, blocks in before.values() if rank[:2] > (ttl is None, priority)]
                 alone = len(set().union(*above, blocks_of(tenant, name, count)))
-                share = min(tenant_budget, budget // (len(others) + 1))
+                share = min(tenant_budget, min(part, case.book.free) // (len(others) + 1))
                 assert alone > share or len(above) >= 6
             if answer.status != "refused":
                 assert keys_of(tenant, name, answer.tokens // SIZE)[-1] in case.kept(tenant)
+        elif action < 0.55 and (named := case.reserve(count)) is not None:
+            names.append((named, count))
+        elif action < 0.6 and names:
+            number = chance.randrange(len(names))
+            if not names[number][0].blocks and chance.random() < 0.5:
+                case.fill(names[number][0], name, names[number][1])
+            else:
+                case.book.end(names.pop(number)[0])
         elif action < 0.7:
             case.book.on_path(keys_of(tenant, name, count))
         elif action < 0.8:
@@ -199,11 +264,15 @@ def test_random_histories(seed: int) -> None:
         else:
             case.clock.now += chance.uniform(0, 20)
             case.book.expire()
-        _check(case, budget, tenant_budget)
+        _check(case, budget, tenant_budget, part, names)
 
 
-def _check(case: Case, budget: int, tenant_budget: int) -> None:
-    held: Counter[int] = Counter()
+def _check(case: Case, budget: int, tenant_budget: int, part: int, names: Sequence[tuple[Reservation, int]]) -> None:
+    held = Counter(block for one, _ in names for block in one.blocks)
+    assert all(len(one.blocks) + one.count == count for one, count in names)
+    named = len(held)
+    assert (case.book.named_blocks, case.book.free) == (named, budget - named - sum(one.count for one, _ in names))
+    retained: set[int] = set()
     for tenant in "xyz":
         mine: set[int] = set()
         entries = case.book.of(tenant)
@@ -211,7 +280,8 @@ def _check(case: Case, budget: int, tenant_budget: int) -> None:
         for one in entries:
             held.update(one.blocks)
             mine.update(one.blocks)
+            retained.update(one.blocks)
             assert one.ttl is None or case.clock.now <= one.expires <= case.clock.now + one.ttl
         assert len(mine) <= tenant_budget
     assert held == case.device.references
-    assert len(held) == case.book.kept_blocks <= budget
+    assert len(retained) == case.book.kept_blocks <= min(part, case.book.free)

@@ -216,7 +216,7 @@ def test_budget(engine: Make) -> None:
         llm.add_prefix("more", "x" * (4 * room // 2 + 4))
     assert llm._core.steps == steps
     llm.add_prefix("rest", "x" * (4 * (room - room // 2)))
-    assert llm._prefixes.book.pinned_bytes == room * per_block <= llm._prefixes.book.budget_bytes
+    assert llm._core.kept.book.named_blocks == room == llm._core.kept.book.budget
     llm.remove_prefix("half")
     llm.add_prefix("again", "y" * (4 * room // 2))
     assert [prefix.name for prefix in llm.list_prefixes()] == ["again", "rest"]
@@ -268,9 +268,7 @@ def test_prefix_that_is_not_computed(engine: Make) -> None:
     assert not llm._core.has_work()
     assert llm.add_prefix("rules", "x" * 64).version == 1
     llm.remove_prefix("rules")
-    assert llm._prefixes.book.reserve(
-        "all", [1] * (llm._prefixes.book.budget_bytes // llm.info.kv_bytes_per_block * 4), salt=b"", replace=False
-    )
+    assert llm._core.kept.book.free == llm._core.kept.book.budget
     llm.check()
 
 

@@ -173,7 +173,7 @@ def test_cancelled_prefix_leaves_no_reservation(llama: Path) -> None:
             for prefix in engine.prefixes.list():
                 await engine.prefixes.remove(prefix.name)
             assert engine._core.scheduler.running == []
-            assert engine.prefixes.service.book.reserved_bytes == 0
+            assert engine._core.kept.book.free == engine._core.kept.book.budget
             await idle(engine)
 
     with started(llama) as engine:

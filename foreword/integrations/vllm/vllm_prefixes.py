@@ -6,16 +6,17 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 
 from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.errors import BadRequest, EngineFailed, NotReady
-from foreword.integrations.vllm.prefix_storage import ConnectorStorage, PinnedBlocks
+from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.book import Content, Message, NamedPrefix, PrefixBook
-from foreword.prefixes.prefix_service import PinnedKV, PrefixService, Registration
+from foreword.prefixes.book import Content, Message, NamedPrefix
+from foreword.prefixes.prefix_service import PrefixService, Registration
 
 # How often the pins of a prefix in use are checked.
 _CHECK_SECONDS: Final = 30.0
@@ -69,12 +70,22 @@ class InnerServer:
         return found
 
 
+@dataclass(slots=True)
+class StoredKV:
+    """The KV of a prefix, which only the stores keep: the service unpins it there."""
+
+    bytes: int = 0
+
+    def end(self) -> None: ...
+
+
 class VllmPrefixes(AsyncPrefixes):
     """Named prefixes of the whole server: vLLM's API keys are not tenants. Make it on the server's event loop."""
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
-        book = PrefixBook(None, lambda tokens: storage.size_of(len(tokens)))  # the stores' own limits bound it
-        super().__init__(PrefixService(book, self._tokenize, storage), self._pin_computed, storage.budget_bytes)
+        # The stores' own limits are the budget.
+        service = PrefixService(self._tokenize, lambda name, tokens: StoredKV(), storage)
+        super().__init__(service, self._pin_computed, storage.budget_bytes)
         self._storage = storage
         self._server = server
         self._loop = asyncio.get_running_loop()
@@ -99,7 +110,7 @@ class VllmPrefixes(AsyncPrefixes):
         now = time.monotonic()
         if now - self._checked.get(prefix.name, -math.inf) > _CHECK_SECONDS:
             self._checked[prefix.name] = now
-            self.later(self.repin(prefix, pin=lambda one: self._pin_written(one.tokens)))
+            self.later(self.repin(prefix, compute=self._pin_written))
 
     # What the service asks of vLLM
 
@@ -126,33 +137,39 @@ class VllmPrefixes(AsyncPrefixes):
     async def _render(self, messages: Sequence[Message]) -> list[int]:
         return await self._server.tokens({"messages": list(messages), "add_generation_prompt": False})
 
-    async def _pin_computed(self, one: Registration) -> PinnedKV:
+    async def _pin_computed(self, one: Registration) -> None:
         """Have vLLM compute (or load) a prefix, and pin what the connector writes. An adopted prefix is computed only if the
         stores have lost blocks of it."""
         self._checked[one.prefix.name] = time.monotonic()
         if not one.adopted:
-            return await self._compute_and_pin_written(one.tokens)
+            await self._compute_and_pin_written(one)
+            return
         async with self._pinning:
-            pinned = await asyncio.to_thread(self._storage.pin, one.tokens)
-            return PinnedKV(pinned.bytes) if pinned.whole else await self._compute_and_pin_written(one.tokens)
+            if not await self._pin(one):
+                await self._compute_and_pin_written(one)
 
-    async def _compute_and_pin_written(self, tokens: Sequence[int]) -> PinnedKV:
-        body = {"prompt": list(tokens), "max_tokens": 1, "temperature": 0.0, "stream": False}
+    async def _compute_and_pin_written(self, one: Registration) -> None:
+        body = {"prompt": list(one.tokens), "max_tokens": 1, "temperature": 0.0, "stream": False}
         await self._server.post("/v1/completions", body)
-        return await self._pin_written(tokens)
+        await self._pin_written(one)
 
-    async def _pin_written(self, tokens: Sequence[int]) -> PinnedKV:
+    async def _pin_written(self, one: Registration) -> None:
         """Pin blocks as another process writes them, until all are there or no more come."""
         started = last_change = time.monotonic()
-        most = PinnedBlocks(-1, False)
         while True:
-            pinned = await asyncio.to_thread(self._storage.pin, tokens)
-            now = time.monotonic()
-            if pinned.bytes > most.bytes:
-                most, last_change = pinned, now
-            if pinned.whole or now - last_change > _NEXT_WITHIN or now - started > _WRITTEN_WITHIN:
-                return PinnedKV(pinned.bytes)
+            before, whole, now = one.kept.bytes, await self._pin(one), time.monotonic()
+            if one.kept.bytes > before:
+                last_change = now
+            if whole or now - last_change > _NEXT_WITHIN or now - started > _WRITTEN_WITHIN:
+                return
             await asyncio.sleep(_POLL_SECONDS)
+
+    async def _pin(self, one: Registration) -> bool:
+        """Pin what the stores have of a prefix. Whether that is all of it."""
+        pinned = await asyncio.to_thread(self._storage.pin, one.tokens)
+        assert isinstance(one.kept, StoredKV)
+        one.kept.bytes = pinned.bytes
+        return pinned.whole
 
 
 def _is_text(content: object) -> bool:
