@@ -3,52 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.retention import Reservation, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
+from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
-from foreword.prefixes.stored import PREFIXES, PrefixRecord, PrefixStorage, common_length
+from foreword.prefixes.stored import PREFIXES, Chain, PrefixPins, PrefixRecord, StoredPrefixes
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore
 
-BLOCK = 4
+BLOCK, MODEL = 4, "0" * 64
 
 
-class Storage(PrefixStorage):
-    """One instance's view of a memory store, and which blocks (leading tokens) are pinned in it."""
+class Pins(PrefixPins):
+    """The keys that are pinned in a memory store."""
 
-    model, block_size = bytes(32), BLOCK
+    def __init__(self, store: TieredStore) -> None:
+        super().__init__(store, MODEL, [StoredGroup(KVGroup(GroupKind.FULL, BLOCK), ())])
+        self.pinned: set[bytes] = set()
+
+    def pin(self, root: bytes, keys: Chain) -> None:
+        self.pinned.update(keys)
+
+    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
+        self.pinned.difference_update(keys)
+
+
+class Storage(StoredPrefixes):
+    """One instance's view of a memory store."""
 
     def __init__(self, shared: MemoryStore | None = None) -> None:
         self.shared = shared or MemoryStore(1 << 16)
         self.flaky = FlakyStore(self.shared)
-        super().__init__(TieredStore([self.flaky]), "m")
-        self.pinned: set[tuple[int, ...]] = set()
+        store = TieredStore([self.flaky])
+        self.kept = Pins(store)
+        super().__init__(store, self.kept, "m", BLOCK)
 
-    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        return []
-
-    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
+    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:
         if len(tokens) > 100:
             raise PrefixBudgetExceeded("the store is too small")
 
-    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        super().put(prefix, salt)
-        self.pinned.update(_blocks(prefix.tokens))
-
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        self.pinned.difference_update(_blocks(tokens)[common_length(tokens, needed) // BLOCK :])
-
-
-def _blocks(tokens: Sequence[int]) -> list[tuple[int, ...]]:
-    return [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+    @property
+    def pinned(self) -> set[bytes]:
+        return self.kept.pinned
 
 
 def tokenize(content: Content) -> list[int]:
@@ -225,8 +231,9 @@ def test_a_prefix_that_does_not_suit(caplog: pytest.LogCaptureFixture) -> None:
     """A prefix that this model's template refuses is skipped, with one warning; the others are adopted."""
     storage = Storage()
     chat = ({"role": "system", "content": "x"},)
-    record = PrefixRecord("chat", 1, "messages", chat, 0.0, 1, BLOCK, "m", "")
-    key = PREFIXES.key("0" * 32, tenant_digest(b""), "chat")
+    facts: dict[str, Any] = {"name": "chat", "version": 1, "kind": "messages", "content": chat, "model": "m"}
+    record = PrefixRecord(1, BLOCK, **facts, created=0.0, last_key="")
+    key = PREFIXES.key(MODEL[:32], tenant_digest(b""), "chat")
     SharedRecords(TieredStore([storage.shared]), PREFIXES).put(key, record)
     Instance(storage).add("rules", "a" * 8)
     instance = Instance(storage)
@@ -247,4 +254,4 @@ def test_shared_blocks_stay_pinned() -> None:
     instance.service.remove("long")
     assert len(storage.pinned) == 2
     instance.add("short", "c" * 4, replace=True)
-    assert storage.pinned == {(ord("c"),) * 4}
+    assert storage.pinned == set(storage.chain([ord("c")] * 4, b"")[1])

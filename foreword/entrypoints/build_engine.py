@@ -51,8 +51,7 @@ from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.store_pins import StorePins
-from foreword.prefixes.stored import StoredPrefixes
+from foreword.prefixes.stored import StoredPrefixes, StorePins
 from foreword.prefixes.stored_retentions import StoredRetentions
 from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
@@ -149,12 +148,8 @@ class EngineParts:
         """The engine's named prefixes."""
         info, offload, storage = self.info, self.offload, None
         if offload is not None and self.pins is not None:
-            storage = StoredPrefixes(offload.store, self.pins, info.fingerprint, info.name, info.block_size)
-        service = PrefixService(functools.partial(content_tokens, self.tokenizer), self.core.kept.reserve, storage)
-        if storage is not None and self.pins is not None:
-            keys, book = storage.keys, service.book
-            self.pins.needed.append(lambda: [keys(tokens, salt) for salt, tokens in book.tokens_of_all()])
-        return service
+            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size)
+        return PrefixService(functools.partial(content_tokens, self.tokenizer), self.core.kept.reserve, storage)
 
     def block_server(self, post: Post) -> BlockServer:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
@@ -225,9 +220,9 @@ def build_engine(
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
-        pins = StorePins(offload, cache.groups)
+        pins = StorePins(offload, info.fingerprint, cache.groups)
         if offload.store.writable:
-            retentions = StoredRetentions(kept.book, offload.store, pins, info.fingerprint, info.block_size)
+            retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
     kept_there = pins, retentions, erasures, data_keys
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)

@@ -102,6 +102,8 @@ class PrefixService:
         self._reserve = reserve
         self._tokenize = tokenize
         self._storage = storage
+        if storage is not None:
+            storage.pins.needed.append(lambda tenant: self._chains(storage, tenant))
         self._changing = threading.Lock()
         self._looked: dict[bytes, float] = {}
         self._unsuited: dict[tuple[bytes, str], int] = {}
@@ -125,8 +127,7 @@ class PrefixService:
         version = self.book.version(name, salt=salt)
         self.book.check(name, tokens, salt=salt, replace=replace)
         if self._storage is not None:
-            pinned = [prefix.tokens for prefix in self.book.list(salt=salt) if prefix.bytes]
-            self._storage.check_room(name, tokens, pinned)
+            self._storage.check_room(name, tokens, salt)
         prefix = NamedPrefix(name, version, kind_of(held), held, tokens, time.time())
         return Registration(self, prefix, self._reserve(name, tokens), salt=salt, replace=replace)
 
@@ -181,10 +182,14 @@ class PrefixService:
 
     def _unpin_stored(self, removed: Sequence[Sequence[int]], salt: bytes) -> None:
         if self._storage is not None:
-            needed = [prefix.tokens for prefix in self.book.list(salt=salt)]
             for tokens in removed:
                 with contextlib.suppress(ForewordError):  # counted by the tier
-                    self._storage.unpin(tokens, salt, needed)
+                    self._storage.unpin(tokens, salt)
+
+    def _chains(self, storage: PrefixStorage, tenant: str) -> list[Sequence[bytes]]:
+        """The blocks of a tenant's prefixes, given its digest."""
+        known = self.book.tokens_of_all()
+        return [storage.chain(tokens, salt)[1] for salt, tokens in known if storage.tenant(salt) == tenant]
 
     # Sharing
 

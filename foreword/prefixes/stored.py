@@ -1,33 +1,92 @@
-"""Named prefixes in an engine's stores, where they outlive the server and are shared by all instances: their records, and pins
-that keep their blocks from eviction.
+"""What the stores know of kept prefixes, so that they outlive the process and all instances share them: records, and pins that
+keep their blocks from eviction. The KV itself is stored as ordinary blocks.
 
-A record `prefixes/<model>/<tenant>/<name>` has content, version and times; the KV is stored as ordinary blocks. `<tenant>` is a
-digest of the tenant's salt, which is secret.
+    retained/<model>/<tenant>/<last block key>      a retention, and until when it is kept
+    prefixes/<model>/<tenant>/<name>                a named prefix with its content, which is kept until it is removed
+
+`<tenant>` is a digest of the tenant's salt, which is secret.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
-from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys
+from foreword.blocks.resume import KVGroup
+from foreword.blocks.retention import MAX_PRIORITY, Retained
 from foreword.blocks.salt import Salt, tenant_digest
+from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import NamedPrefix
-from foreword.prefixes.store_pins import StorePins
-from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecords
+from foreword.store.base import Name
+from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
+if TYPE_CHECKING:
+    from foreword.offload.manager import OffloadManager
+
 _READ_SECONDS: Final = 2.0
+_PIN_SECONDS: Final = 5.0
 # Versions, tokens and seconds of real records are less.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
+Chain = Sequence[bytes]
 
 
-class PrefixRecord(msgspec.Struct, frozen=True):
-    """A named prefix in a store. `num_tokens` and `block_size` inform tools; tokens are computed from the content.
+class KeptRecord(msgspec.Struct, frozen=True):
+    """What the records of all kept prefixes say.
+
+    Attributes:
+        num_tokens, block_size: of a named prefix for tools only.
+        root: hexadecimal. keys: of its blocks, joined. Empty in records of named prefixes before 0.2.
+    """
+
+    num_tokens: Number
+    block_size: Number
+    root: str = ""
+    keys: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.keys) % KEY_BYTES or len(bytes.fromhex(self.root)) != (KEY_BYTES if self.keys else 0):
+            raise ValueError("not a chain")
+
+    @property
+    def chain(self) -> list[bytes]:
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+
+
+class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
+    """A retention in a store. `ttl`, `expires`: as in `Retained`; both None until it is released."""
+
+    ttl: float | None
+    expires: float | None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
+    format: Literal[2] = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        joined = self.keys and self.num_tokens * KEY_BYTES == self.block_size * len(self.keys)
+        ending = self.expires is None if self.ttl is None else self.expires is not None and 0 < self.ttl < math.inf
+        if not (joined and ending):
+            raise ValueError("not a retention")
+
+    @property
+    def ends(self) -> float:
+        return math.inf if self.expires is None else self.expires
+
+    def retained(self, tenant: str, latest: float) -> Retained:
+        """As it is kept here: until `latest` at most if it has an end."""
+        ends = self.ends if self.ttl is None else min(self.ends, latest)
+        root = bytes.fromhex(self.root)
+        return Retained(tenant, root, self.chain, self.num_tokens, self.ttl, self.priority, ends, 0, stored=True)
+
+
+class PrefixRecord(KeptRecord, frozen=True, kw_only=True):
+    """A named prefix in a store. Tokens are computed from the content.
 
     Attributes:
         last_key: key of its last full block in hexadecimal.
@@ -39,19 +98,101 @@ class PrefixRecord(msgspec.Struct, frozen=True):
     kind: Literal["text", "messages"]
     content: str | tuple[dict[str, Any], ...]
     created: Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]
-    num_tokens: Number
-    block_size: Number
     model: str
     last_key: str
     format: Literal[1, 2] = 2
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.kind != ("text" if isinstance(self.content, str) else "messages"):
             raise ValueError("kind")
         bytes.fromhex(self.last_key)
 
 
 PREFIXES: Final = RecordKind("prefixes", PrefixRecord, of_tenants=True, name=lambda record: record.name)
+RETENTIONS: Final = RecordKind(
+    "retained",
+    RetainedRecord,
+    of_tenants=True,
+    name=lambda record: record.keys[-KEY_BYTES:].hex(),
+    ends=lambda record: record.ends,
+)
+
+
+class PrefixPins:
+    """Pins what continuing behind a kept prefix needs, and unpins what no other one needs: those of this process, and those of
+    other processes, which have records in the stores. A prefix is given by its root key and its block keys.
+
+    Args:
+        model: fingerprint, hexadecimal.
+
+    Attributes:
+        groups: KV groups of the stored blocks.
+        needed: functions that return this process's kept prefixes of a tenant, given its digest.
+    """
+
+    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup]) -> None:
+        self.model = model
+        self.groups = groups
+        self.needed: list[Callable[[str], Iterable[Chain]]] = []
+        self._store = store
+        self._records: list[SharedRecords[Any]] = [SharedRecords(store, kind) for kind in (PREFIXES, RETENTIONS)]
+
+    def pin(self, root: bytes, keys: Chain) -> None:
+        """Pin a prefix whose record is written."""
+        self.pin_now(root, keys)
+
+    def pin_now(self, root: bytes, keys: Chain) -> bool:
+        """Pin the blocks that are stored already. Whether these are all."""
+        names = [name for group in self.groups for name in group.names(root, group.behind(keys))]
+        return self._set(names, pinned=True) == len(names)
+
+    def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
+        """Unpin the blocks of a prefix whose record is deleted."""
+        for number, alone in enumerate(self.alone(tenant, keys)):
+            self.unpin_keys(root, number, alone)
+
+    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
+        """Unpin blocks of the KV group with this number."""
+        self._set(self.groups[number].names(root, keys), pinned=False)
+
+    def alone(self, tenant: str, keys: Chain) -> list[list[bytes]]:
+        """By KV group, the keys of the blocks that continuing behind a prefix needs, and behind no other kept one."""
+        others = [chain for source in self.needed for chain in source(tenant)]
+        others += self._recorded(tenant, others)
+        found = []
+        for group in self.groups:
+            shared = {key for other in others for key in group.behind(other)}
+            found.append([key for key in group.behind(keys) if key not in shared])
+        return found
+
+    def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
+        """What the stores say that is kept, as far as they can be read."""
+        read = {RETENTIONS.key(self.model[:32], tenant, chain[-1].hex()) for chain in known if chain}
+        for records in self._records:
+            prefix = records.kind.key(self.model[:32], tenant, "")
+            yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
+
+    def _set(self, names: Sequence[Name], *, pinned: bool) -> int:
+        return self._store.pin(names, pinned=pinned, deadline=time.monotonic() + _PIN_SECONDS) if names else 0
+
+    def tick(self) -> None:
+        """Is called about once a second."""
+
+
+class StorePins(PrefixPins):
+    """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
+
+    def __init__(self, offload: OffloadManager, model: str, groups: Sequence[KVGroup]) -> None:
+        super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups])
+        self._offload = offload
+
+    def pin(self, root: bytes, keys: Chain) -> None:
+        for number, group in enumerate(self.groups):
+            self._offload.pin(root, group.behind(keys), group=number)
+
+    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
+        self._offload.pin(root, keys, pinned=False, group=number)
 
 
 class PrefixStorage(ABC):
@@ -59,28 +200,29 @@ class PrefixStorage(ABC):
 
     Args:
         model_name: for tools.
-
-    Attributes:
-        model: fingerprint of the model. Prefixes belong to one model.
+        pins: of the model's kept prefixes. Prefixes belong to one model.
         block_size: tokens per block key; 0 if it is not known.
     """
 
-    model: bytes
-    block_size: int
-
-    def __init__(self, store: TieredStore, model_name: str) -> None:
+    def __init__(self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int) -> None:
+        self.pins = pins
+        self.block_size = block_size
         self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
         self._model_name = model_name
 
     def _key(self, name: str, salt: bytes) -> str:
-        return PREFIXES.key(self.model.hex()[:32], tenant_digest(self.current(salt)), name)
+        return PREFIXES.key(self.pins.model[:32], self.tenant(salt), name)
+
+    def tenant(self, salt: bytes) -> str:
+        """Digest of a tenant."""
+        return tenant_digest(self.current(salt))
 
     @abstractmethod
-    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Keys of the full blocks of a prefix; none if the block size is not known."""
+    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
+        """Root key of a prefix, and keys of its blocks behind which requests continue; none if they are not known."""
 
-    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """Raises PrefixBudgetExceeded if a store cannot pin what `tokens` do not share with `pinned` prefixes."""
+    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:  # noqa: B027
+        """Raises PrefixBudgetExceeded if a store cannot pin what the prefix does not share with other kept ones."""
 
     def current(self, salt: bytes) -> bytes:
         """The salt of a tenant in its generation now, where callers do not know it."""
@@ -97,52 +239,38 @@ class PrefixStorage(ABC):
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         """Write the record of a prefix. Raises StoreError."""
         content = prefix.content if isinstance(prefix.content, str) else tuple(map(dict, prefix.content))
-        keys = self.keys(prefix.tokens, salt)
-        facts = prefix.created, len(prefix.tokens), self.block_size, self._model_name, (keys[-1].hex() if keys else "")
-        record = PrefixRecord(prefix.name, prefix.version, prefix.kind, content, *facts)
+        root, keys = self.chain(prefix.tokens, salt)
+        record = PrefixRecord(
+            len(prefix.tokens),
+            self.block_size,
+            root.hex() if keys else "",
+            b"".join(keys),
+            name=prefix.name,
+            version=prefix.version,
+            kind=prefix.kind,
+            content=content,
+            created=prefix.created,
+            model=self._model_name,
+            last_key=keys[-1].hex() if keys else "",
+        )
         self._records.put(self._key(prefix.name, salt), record)
 
     def remove(self, name: str, salt: bytes) -> None:
         """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
         self._records.remove(self._key(name, salt))
 
-    @abstractmethod
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        """Unpin the blocks of a prefix that none of the `needed` prefixes shares."""
+    def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Unpin the blocks of a prefix that no other kept one needs."""
+        self.pins.unpin(self.tenant(salt), *self.chain(tokens, salt))
 
 
 class StoredPrefixes(PrefixStorage):
-    """The stores of Foreword's own engine. Their only bound is the budget of the device.
+    """The stores of Foreword's own engine. Their only bound is the budget of the device."""
 
-    Args:
-        fingerprint: of the model, hexadecimal. `model`: its name, for tools.
-        pins: of the blocks of all prefixes.
-    """
-
-    def __init__(self, store: TieredStore, pins: StorePins, fingerprint: str, model: str, block_size: int) -> None:
-        super().__init__(store, model)
-        self.model = bytes.fromhex(fingerprint)
-        self.block_size = block_size
-        self._pins = pins
-
-    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        return chain_keys(self._root(salt), tokens, self.block_size)
-
-    def _root(self, salt: bytes) -> bytes:
-        return Scope(self.model, self.block_size, Salt(salt)).root()
+    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
+        root = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt)).root()
+        return root, chain_keys(root, tokens, self.block_size)
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
         super().put(prefix, salt)
-        self._pins.pin(self._root(salt), self.keys(prefix.tokens, salt))
-
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        self._pins.unpin(self._root(salt), self.keys(tokens, salt), [self.keys(other, salt) for other in needed])
-
-
-def common_length(tokens: Sequence[int], others: Sequence[Sequence[int]]) -> int:
-    """How many leading tokens a prefix shares with any of the others, at most."""
-    lengths = (
-        sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, other, strict=False)))
-        for other in others
-    )
-    return max(lengths, default=0)
+        self.pins.pin(*self.chain(prefix.tokens, salt))

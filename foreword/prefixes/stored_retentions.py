@@ -1,8 +1,7 @@
 """Retentions in an engine's stores, where they outlive the process and other instances find them.
 
-A record `retained/<model>/<tenant>/<last block key>` says until when the blocks are kept, which are pinned in the stores. Each
-instance renews the records of what its requests use. When a retention's time is over, the instances that know it look at the
-record; the one that finds it expired deletes it and unpins the blocks.
+Each instance renews the records of what its requests use. When a retention's time is over, the instances that know it look at
+the record; the one that finds it expired deletes it and unpins the blocks.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ import logging
 import math
 import threading
 import time
-from typing import Annotated, Final, Literal
+from typing import Final
 
-import msgspec
-
-from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.retention import MAX_PRIORITY, Retained, RetentionBook
+from foreword.blocks.retention import Retained, RetentionBook
 from foreword.errors import StoreError
-from foreword.prefixes.store_pins import PrefixPins
+from foreword.prefixes.stored import RETENTIONS, PrefixPins, RetainedRecord
 from foreword.store.background import Follower
-from foreword.store.shared_records import RecordKind, SharedRecords
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -30,73 +26,22 @@ _SCAN_SECONDS: Final = 15.0
 _RENEWAL: Final = 0.25
 
 
-class RetainedRecord(msgspec.Struct, frozen=True):
-    """A retention in a store.
-
-    Attributes:
-        ttl, expires: as in `Retained`; both None until it is released.
-        root: hexadecimal.
-        keys: of its blocks, joined.
-    """
-
-    num_tokens: int
-    block_size: int
-    ttl: float | None
-    expires: float | None
-    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
-    root: str
-    keys: bytes
-    format: Literal[2] = 2
-
-    def __post_init__(self) -> None:
-        whole = len(self.keys) > 0 and len(self.keys) % KEY_BYTES == 0
-        joined = whole and self.num_tokens * KEY_BYTES == self.block_size * len(self.keys)
-        ending = self.expires is None if self.ttl is None else self.expires is not None and 0 < self.ttl < math.inf
-        if not (joined and ending and len(bytes.fromhex(self.root)) == KEY_BYTES):
-            raise ValueError("not a retention")
-
-    @property
-    def ends(self) -> float:
-        return math.inf if self.expires is None else self.expires
-
-    def retained(self, tenant: str, latest: float) -> Retained:
-        """As it is kept here: until `latest` at most if it has an end."""
-        keys = [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
-        ends = self.ends if self.ttl is None else min(self.ends, latest)
-        root = bytes.fromhex(self.root)
-        return Retained(tenant, root, keys, self.num_tokens, self.ttl, self.priority, ends, 0, stored=True)
-
-
-RETENTIONS: Final = RecordKind(
-    "retained",
-    RetainedRecord,
-    of_tenants=True,
-    name=lambda record: record.keys[-KEY_BYTES:].hex(),
-    ends=lambda record: record.ends,
-)
-
-
 class StoredRetentions:
     """Writes, renews and removes the records of a book's retentions, and adopts those of other instances.
 
     It follows the book on one thread of its own, which also ends what has expired.
-
-    Args:
-        fingerprint: of the model, hexadecimal.
     """
 
-    def __init__(
-        self, book: RetentionBook, store: TieredStore, pins: PrefixPins, fingerprint: str, block_size: int
-    ) -> None:
+    def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
         self._book = book
         self._records = SharedRecords(store, RETENTIONS)
         self._pins = pins
-        self._model = fingerprint[:32]
+        self._model = pins.model[:32]
         self._block_size = block_size
         self._written: dict[bytes, float] = {}  # until when the record says that it is kept
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}
-        pins.needed.append(lambda: [one.keys for one in book.all() if one.stored])
+        pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
         book.listener = self
         self._scanned = time.monotonic()
         self._follower = Follower("foreword-retention", self._tick, 1.0)
@@ -146,8 +91,8 @@ class StoredRetentions:
 
     def _write(self, one: Retained) -> None:
         expires = None if one.ttl is None else one.expires
-        facts = one.tokens, self._block_size, one.ttl, expires, one.priority, one.root.hex()
-        self._records.put(self._key(one), RetainedRecord(*facts, b"".join(one.keys)))
+        chain = one.tokens, self._block_size, one.root.hex(), b"".join(one.keys)
+        self._records.put(self._key(one), RetainedRecord(*chain, ttl=one.ttl, expires=expires, priority=one.priority))
         self._written[one.key] = math.inf if expires is None else expires
         self._pins.pin(one.root, one.keys)
 
@@ -160,7 +105,7 @@ class StoredRetentions:
             if renewed is not None:
                 self._adopt(self._key(one), renewed)
                 return
-        self._pins.unpin(one.root, one.keys)
+        self._pins.unpin(one.tenant, one.root, one.keys)
 
     def scan(self) -> None:
         """Adopt what other instances or earlier processes keep; end here what they have ended; remove what has expired."""

@@ -166,9 +166,7 @@ class MemoryStorage:
     def __init__(self, module: Any) -> None:
         self._pinned_blocks = module.PinnedBlocks
         self.pinned: list[Sequence[int]] = []
-
-    def size_of(self, num_tokens: int) -> int:
-        return num_tokens
+        self.pins = SimpleNamespace(needed=[])
 
     def check_room(self, *_: Any) -> None:
         pass
@@ -189,7 +187,7 @@ class MemoryStorage:
         self.pinned.append(tokens)
         return self._pinned_blocks(len(tokens), True)
 
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
+    def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
         self.pinned.remove(tuple(tokens))
 
     def position(self, num_tokens: int) -> int:

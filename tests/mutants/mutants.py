@@ -331,10 +331,31 @@ MUTANTS = (
     ),
     Mutant(
         "pins: what another prefix needs is unpinned",
-        "foreword/prefixes/store_pins.py",
-        "[key for key in group.behind(keys) if key not in kept]",
+        "foreword/prefixes/stored.py",
+        "[key for key in group.behind(keys) if key not in shared]",
         "group.behind(keys)",
         ("tests/engine/test_stored_retentions.py",),
+    ),
+    Mutant(
+        "pins: what another process keeps is unpinned",
+        "foreword/prefixes/stored.py",
+        "        others += self._recorded(tenant, others)\n",
+        "",
+        ("tests/engine/test_kept_prefixes.py",),
+    ),
+    Mutant(
+        "kept prefixes: retentions ignore what names have",
+        "foreword/blocks/retention.py",
+        "min(self.retain_budget, self.free)",
+        "self.retain_budget",
+        ("tests/blocks/test_retention.py",),
+    ),
+    Mutant(
+        "kept prefixes: a name that has ended keeps its blocks",
+        "foreword/blocks/retention.py",
+        "            if one not in self._named:\n",
+        "            if False:\n",
+        ("tests/blocks/test_retention.py",),
     ),
     Mutant(
         "tier: circuit breaker never opens",

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import http_client
 import httpx
@@ -154,7 +155,8 @@ def test_hostile_text(site: DashboardServer, page: Page) -> None:
     word = f"prefixes/{site.engine.info.fingerprint[:32]}/{tenant_digest(b'')}/evil"
     info = site.engine.info
     records = SharedRecords(off.store, PREFIXES)
-    records.put(word, PrefixRecord("evil", 1, "text", "x = 1\n" * 20, 1.0, 0, info.block_size, info.name, ""))
+    facts: dict[str, Any] = {"name": "evil", "version": 1, "kind": "text", "content": "x = 1\n" * 20, "last_key": ""}
+    records.put(word, PrefixRecord(0, info.block_size, **facts, created=1.0, model=info.name))
     record = off.store.get_record(word, deadline=monotonic() + 60)
     assert record is not None
     changed = record.replace(b'"name": "evil"', b'"name": "' + HOSTILE.encode() + b'"')

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import in_child
@@ -155,7 +156,8 @@ def test_a_model_without_a_description_is_unknown(tmp_path: Path) -> None:
 
 
 def named(store: TieredStore, last: Frame, salt: bytes) -> None:
-    record = PrefixRecord("p", 1, "text", "some text", time.time(), 0, 16, "x", last.header.key.hex())
+    facts: dict[str, Any] = {"name": "p", "version": 1, "kind": "text", "content": "some text", "model": "x"}
+    record = PrefixRecord(0, 16, **facts, created=time.time(), last_key=last.header.key.hex())
     SharedRecords(store, PREFIXES).put(PREFIXES.key(MODEL.hex()[:32], tenant_digest(salt), "p"), record)
 
 

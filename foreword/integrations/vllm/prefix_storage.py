@@ -21,7 +21,7 @@ from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.stored import PrefixRecord, PrefixStorage, common_length
+from foreword.prefixes.stored import PrefixPins, PrefixRecord, PrefixStorage
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords
@@ -79,7 +79,7 @@ class ConnectorStorage(PrefixStorage):
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
         self._base, self._settings = base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config)
-        self.model = unmeasured(self._base, self._settings)
+        model = unmeasured(self._base, self._settings)
         self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
         self._current = settings.current
@@ -88,11 +88,11 @@ class ConnectorStorage(PrefixStorage):
         urls = [url for url in settings.store.urls if parse(url).persistent]
         self._visible = bool(urls)
         self._store = open_store(urls or ["memory://?size=1MiB"], keys=settings.keys())
-        super().__init__(self._store, str(vllm_config.model_config.model))
+        pins = PrefixPins(self._store, model.hex(), ())
+        super().__init__(self._store, pins, str(vllm_config.model_config.model), 0)
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_StoredLayout] = []
-        self.block_size = 0
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
             logger.warning(
@@ -108,8 +108,9 @@ class ConnectorStorage(PrefixStorage):
         while not self._layouts and self._visible:
             try:
                 # The engine's process has found out the namespace.
-                self.model = recorded(self._store, self._base, self._settings) or self.model
-                self._layouts = self._own(layouts(self._store))
+                model = recorded(self._store, self._base, self._settings)
+                self.pins.model = self.pins.model if model is None else model.hex()
+                self.pins.groups = self._layouts = self._own(layouts(self._store))
             except StoreError as error:
                 logger.warning("Foreword: %s does not answer: %s", self._store.label, error.message)
             if self._layouts or time.monotonic() >= deadline:
@@ -143,16 +144,11 @@ class ConnectorStorage(PrefixStorage):
         step = alignment([layout.group for layout in self._layouts]) if self._layouts else 1
         return num_tokens - num_tokens % step
 
-    def size_of(self, num_tokens: int) -> int:
-        """Bytes of the blocks with which a request continues after `num_tokens` tokens, all ranks together."""
-        position = self.position(num_tokens)
-        return sum(len(list(one.group.needed(position))) * one.block_bytes for one in self._layouts)
-
     def stored(self, tokens: Sequence[int], salt: Salt) -> int:
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
         if not self._find_layouts():
             return 0
-        root = Scope(self.model, self.block_size, self._current(salt)).root()
+        root = self._root(salt)
         keys = chain_keys(root, tokens[: self._longest], self.block_size, self._extras)
         deadline = time.monotonic() + _CALL_WITHIN
 
@@ -173,16 +169,20 @@ class ConnectorStorage(PrefixStorage):
 
         return longest_resumable([layout.group for layout in self._layouts], len(keys) * self.block_size, present)
 
-    def keys(self, tokens: Sequence[int], salt: bytes) -> list[bytes]:
-        """Named prefixes of vLLM have no salt."""
-        return self._chain_keys(tokens) if self._layouts else []
-
-    def _chain_keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain_keys(self._root, tokens, self.block_size, self._extras)
-
     @property
-    def _root(self) -> bytes:
-        return Scope(self.model, self.block_size, self._current(NO_SALT)).root()
+    def model(self) -> bytes:
+        """Fingerprint of the model."""
+        return bytes.fromhex(self.pins.model)
+
+    def chain(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[bytes, list[bytes]]:
+        """Named prefixes of vLLM have no salt."""
+        if not self._layouts:
+            return b"", []
+        root, end = self._root(NO_SALT), self.position(len(tokens))
+        return root, chain_keys(root, tokens[:end], self.block_size, self._extras)
+
+    def _root(self, salt: Salt) -> bytes:
+        return Scope(self.model, self.block_size, self._current(salt)).root()
 
     # Records
 
@@ -200,8 +200,9 @@ class ConnectorStorage(PrefixStorage):
 
     # Pins
 
-    def check_room(self, name: str, tokens: Sequence[int], pinned: Sequence[Sequence[int]]) -> None:
-        needed = self.size_of(len(tokens)) - self.size_of(common_length(tokens, pinned))
+    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:
+        alone = self.pins.alone(self.tenant(salt), self.chain(tokens)[1])
+        needed = sum(one.block_bytes * len(keys) for one, keys in zip(self._layouts, alone, strict=True))
         for tier, limit in zip(self._store.tiers, self._limits, strict=False):
             free = needed if limit is None else max(limit - tier.store.status().pinned_bytes, 0)
             if needed > free:
@@ -215,29 +216,15 @@ class ConnectorStorage(PrefixStorage):
         """Pin the blocks of a prefix that are there, in every tier."""
         if not self._find_layouts():
             return PinnedBlocks(0, not self._visible)
-        sizes = [
-            sum(layout.block_bytes * self._pin_in(tier, self._names(tokens, layout)) for layout in self._layouts)
-            for tier in self._store.tiers
-        ]
-        return PinnedBlocks(max(sizes), min(sizes) >= self.size_of(len(tokens)))
+        root, keys = self.chain(tokens)
+        names = [(layout.block_bytes, layout.names(root, layout.behind(keys))) for layout in self._layouts]
+        sizes = [sum(size * self._pin_in(tier, blocks) for size, blocks in names) for tier in self._store.tiers]
+        return PinnedBlocks(max(sizes), min(sizes) >= sum(size * len(blocks) for size, blocks in names))
 
-    def unpin(self, tokens: Sequence[int], salt: bytes, needed: Sequence[Sequence[int]]) -> None:
-        for layout in self._layouts:
-            others = {name for other in needed for name in self._names(other, layout)}
-            names = [name for name in self._names(tokens, layout) if name not in others]
-            for tier in self._store.tiers:
-                self._pin_in(tier, names, pinned=False)
-
-    def _pin_in(self, tier: StoreTier, names: list[Name], *, pinned: bool = True) -> int:
-        if not names:
-            return 0
+    def _pin_in(self, tier: StoreTier, names: list[Name]) -> int:
         deadline = time.monotonic() + _CALL_WITHIN
-        count: int = tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0)
+        count: int = tier.attempt(lambda: tier.store.pin(names, deadline=deadline), 0) if names else 0
         return count
-
-    def _names(self, tokens: Sequence[int], layout: _StoredLayout) -> list[Name]:
-        keys = self._chain_keys(tokens[: self.position(len(tokens))])
-        return layout.names(self._root, layout.behind(keys))
 
     def close(self) -> None:
         self._store.close()

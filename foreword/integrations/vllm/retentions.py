@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.store_pins import PrefixPins
+from foreword.prefixes.stored import PrefixPins
 from foreword.prefixes.stored_retentions import StoredRetentions
-from foreword.store.base import Store
 from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
@@ -79,33 +77,24 @@ def _action(verb: object, fields: Any) -> CacheAction | None:
 class ConnectorPins(PrefixPins):
     """Pins blocks of the connector's KV groups in its stores, as soon as they have been written."""
 
-    def __init__(self, store: Store, groups: Sequence[StoredGroup]) -> None:
-        super().__init__(groups)
-        self._store = store
+    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup]) -> None:
+        super().__init__(store, model, groups)
         self._pending: dict[bytes, tuple[bytes, Sequence[bytes], int]] = {}
 
     def pin(self, root: bytes, keys: Sequence[bytes]) -> None:
-        if not self._pinned(root, keys) and len(self._pending) < _MAX_PENDING:
+        if not self.pin_now(root, keys) and len(self._pending) < _MAX_PENDING:
             self._pending[keys[-1]] = root, keys, _TRIES
 
     def tick(self) -> None:
         """Try again to pin what was not written yet."""
         pending, self._pending = self._pending, {}
         for key, (root, keys, tries) in pending.items():
-            if not self._pinned(root, keys) and tries > 1:
+            if not self.pin_now(root, keys) and tries > 1:
                 self._pending[key] = root, keys, tries - 1
 
-    def unpin(self, root: bytes, keys: Sequence[bytes], also_needed: Iterable[Sequence[bytes]] = ()) -> None:
+    def unpin(self, tenant: str, root: bytes, keys: Sequence[bytes]) -> None:
         self._pending.pop(keys[-1], None)
-        super().unpin(root, keys, also_needed)
-
-    def unpin_keys(self, root: bytes, number: int, keys: Sequence[bytes]) -> None:
-        names = self.groups[number].names(root, keys)
-        self._store.pin(names, pinned=False, deadline=time.monotonic() + _PIN_TIMEOUT)
-
-    def _pinned(self, root: bytes, keys: Sequence[bytes]) -> bool:
-        names = [name for group in self.groups for name in group.names(root, group.behind(keys))]
-        return self._store.pin(names, deadline=time.monotonic() + _PIN_TIMEOUT) == len(names)
+        super().unpin(tenant, root, keys)
 
 
 class ConnectorRetentions:
@@ -125,8 +114,7 @@ class ConnectorRetentions:
         self._step = step
         self._key_size = key_size
         self._whole = any(not group.group.whole for group in groups)
-        pins = ConnectorPins(store, groups)
-        self._stored = StoredRetentions(self.book, store, pins, model.hex(), key_size)
+        self._stored = StoredRetentions(self.book, store, ConnectorPins(store, model.hex(), groups), key_size)
 
     def positions(self, actions: Sequence[CacheAction], num_prompt: int) -> list[int]:
         """Where the KV that actions keep ends."""
