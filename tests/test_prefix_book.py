@@ -37,13 +37,12 @@ class Shelf:
         *,
         salt: bytes = b"",
         replace: bool = False,
-        kind: Any = "text",
         content: Any = "text",
     ) -> NamedPrefix:
         """Check, compute, commit."""
         tokens = (7,) * length
         self.book.check(name, tokens, salt=salt, replace=replace)
-        prefix = NamedPrefix(name, self.book.version(name, salt=salt) + 1, kind, content, tokens, 1.0)
+        prefix = NamedPrefix(name, self.book.version(name, salt=salt) + 1, content, tokens, 1.0)
         return self.book.commit(prefix, Kept(10 * length, self.kept), salt=salt)
 
 
@@ -138,7 +137,7 @@ def test_kinds() -> None:
     """A prefix of text does not serve a chat, nor the other way round; the error says where it does serve."""
     shelf = Shelf()
     shelf.add("plain", 4)
-    shelf.add("chat", 4, kind="messages", content=({"role": "system", "content": "x"},))
+    shelf.add("chat", 4, content=({"role": "system", "content": "x"},))
     assert shelf.book.use("chat", "messages").kind == "messages"
     with pytest.raises(BadRequest, match="'content' and serves /v1/completions"):
         shelf.book.use("plain", "messages")

@@ -11,27 +11,8 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.book import NamedPrefix
 
 PATH = "/v1/prefixes"
-
-
-def describe(prefix: NamedPrefix) -> dict[str, Any]:
-    """A prefix as JSON, without its content. `bytes` is the KV it pins; times are seconds since 1970."""
-    return {
-        "id": prefix.name,
-        "object": "prefix",
-        "name": prefix.name,
-        "version": prefix.version,
-        "kind": prefix.kind,
-        "num_tokens": len(prefix.tokens),
-        "bytes": prefix.bytes,
-        "ready": prefix.ready,
-        "created": int(prefix.created),
-        "uses": prefix.uses,
-        "hit_tokens": prefix.hit_tokens,
-        "last_used": prefix.last_used,
-    }
 
 
 class AnyPrefixBody(Protocol):
@@ -79,7 +60,7 @@ def add_routes(
         found = service.list(salt=salt)
         return {
             "object": "list",
-            "data": [describe(prefix) for prefix in found],
+            "data": [prefix.describe() for prefix in found],
             "pinned_bytes": sum(prefix.bytes for prefix in found),
             "budget_bytes": service.budget_bytes,
         }
@@ -90,7 +71,7 @@ def add_routes(
         salt, name, service = call.tenant.salt, call.names["name"], prefixes()
         await service.refresh(salt, name)
         prefix = service.get(name, salt=salt)
-        return {**describe(prefix), "content" if prefix.kind == "text" else "messages": prefix.content}
+        return {**prefix.describe(), **prefix.body}
 
     @routes.add(
         "PUT", PATH + "/{name}", right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(version), tag="prefixes"
@@ -117,4 +98,4 @@ def add_routes(
                 replace=replace,
                 charge=call.charge,
             )
-        return Answer.json(describe(prefix), 201 if prefix.version == 1 else 200)
+        return Answer.json(prefix.describe(), 201 if prefix.version == 1 else 200)

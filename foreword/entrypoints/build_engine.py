@@ -48,12 +48,12 @@ from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
+from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored import StoredPrefixes, StorePins
 from foreword.prefixes.stored_retentions import StoredRetentions
-from foreword.prefixes.tokens import content_tokens
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
@@ -149,7 +149,13 @@ class EngineParts:
         info, offload, storage = self.info, self.offload, None
         if offload is not None and self.pins is not None:
             storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size)
-        return PrefixService(functools.partial(content_tokens, self.tokenizer), self.core.kept.reserve, storage)
+
+        def tokenize(content: Content) -> list[int]:
+            if isinstance(content, str):
+                return self.tokenizer.encode(content)
+            return self.tokenizer.render_chat(content, add_generation_prompt=False)
+
+        return PrefixService(tokenize, self.core.kept.reserve, storage)
 
     def block_server(self, post: Post) -> BlockServer:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""

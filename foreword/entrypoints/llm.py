@@ -21,7 +21,6 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
-from foreword.prefixes.tokens import prefixed_chat, prefixed_prompt
 
 Prompt = str | Sequence[int]
 
@@ -108,10 +107,8 @@ class LLM:
         options["continue_final_message"] = continue_final_message
         tokens = []
         for messages in listed:
-            if prefix is not None:
-                tokens.append(prefixed_chat(self._prefixes, self.tokenizer, prefix, messages, b"", **options))
-            else:
-                tokens.append(self.tokenizer.render_chat(messages, **options))
+            before = () if prefix is None else self._prefixes.book.use(prefix, "messages").content
+            tokens.append(self.tokenizer.render_chat([*cast("Sequence[Message]", before), *messages], **options))
         return self._run(tokens, params, prefix, cache_report, progress)
 
     def add_prefix(
@@ -185,9 +182,10 @@ class LLM:
         self._core.cache.check()
 
     def _tokens(self, prompt: Prompt, prefix: str | None) -> list[int]:
-        if prefix is not None:
-            return prefixed_prompt(self._prefixes, self.tokenizer, prefix, prompt, b"")
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        before = () if prefix is None else self._prefixes.book.use(prefix, "text").tokens
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special_tokens=prefix is None)
+        return [*before, *prompt]
 
     def _run(
         self,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from foreword.errors import ForewordError, ShuttingDown
-from foreword.prefixes.book import Kind, Message, NamedPrefix
+from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
 
 logger = logging.getLogger(__name__)
@@ -122,14 +122,6 @@ class AsyncPrefixes:
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """The prefixes of a tenant, by name."""
         return self.service.book.list(salt=salt)
-
-    def use(self, name: str, kind: Kind, *, salt: bytes = b"") -> NamedPrefix:
-        """Count a use. Raises UnknownPrefix, or BadRequest for a prefix of another kind."""
-        return self.service.book.use(name, kind, salt=salt)
-
-    def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
-        """A request that named the prefix found `tokens` of its prompt cached."""
-        self.service.book.note_hit(name, tokens, salt=salt)
 
     async def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix here and in the store. Raises UnknownPrefix, StoreError."""

@@ -23,15 +23,14 @@ class NamedPrefix:
     """One version of a named prefix.
 
     Attributes:
-        kind: `text` stands before the prompt of a completion; `messages` stand before those of a chat.
-        bytes: KV that is kept for it. `ready`: its KV has been computed.
+        tokens: none where nothing is computed, at a router.
+        bytes: KV that is kept for it; at a router, its content. `ready`: its KV has been computed.
         created, last_used: seconds since the epoch.
         uses, hit_tokens: requests that named it, and the prompt tokens that they found cached.
     """
 
     name: str
     version: int
-    kind: Kind
     content: Content
     tokens: tuple[int, ...]
     created: float
@@ -40,6 +39,40 @@ class NamedPrefix:
     hit_tokens: int = 0
     last_used: float | None = None
     ready: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """`text` stands before the prompt of a completion; `messages` stand before those of a chat."""
+        return "text" if isinstance(self.content, str) else "messages"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The content as in a body of `/v1/prefixes`."""
+        return {"content": self.content} if isinstance(self.content, str) else {"messages": list(self.content)}
+
+    def describe(self) -> dict[str, Any]:
+        """The prefix as JSON, without its content. `bytes` is the KV that is kept for it; times are seconds since 1970."""
+        return {
+            "id": self.name,
+            "object": "prefix",
+            "name": self.name,
+            "version": self.version,
+            "kind": self.kind,
+            "num_tokens": len(self.tokens),
+            "bytes": self.bytes,
+            "ready": self.ready,
+            "created": int(self.created),
+            "uses": self.uses,
+            "hit_tokens": self.hit_tokens,
+            "last_used": self.last_used,
+        }
+
+
+def content_of(content: str | None, messages: Sequence[Message] | None) -> Content:
+    """What a body of `/v1/prefixes` registers. Raises BadRequest."""
+    if (content is None) == (messages is None):
+        raise BadRequest("give either 'content' (text) or 'messages' (for a chat)", param="content")
+    return content if content is not None else tuple(messages or ())
 
 
 class KeptKV(Protocol):
@@ -56,23 +89,33 @@ class KeptKV(Protocol):
 
 
 @dataclass(slots=True)
+class KeptBytes:
+    """What is kept elsewhere than on a device, where nothing has to be given back."""
+
+    bytes: int = 0
+
+    def end(self) -> None: ...
+
+
+@dataclass(slots=True)
 class _Entry:
     prefix: NamedPrefix
     kept: KeptKV | None
 
 
 class PrefixBook:
-    """The named prefixes of one engine, per tenant. Each tenant has its own names."""
+    """The named prefixes of one engine or router, per tenant (`salt`). Each tenant has its own names."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._entries: dict[tuple[bytes, str], _Entry] = {}
 
-    def check(self, name: str, tokens: Sequence[int], *, salt: bytes, replace: bool) -> None:
+    def check(self, name: str, tokens: Sequence[object], *, salt: bytes, replace: bool) -> None:
         """Raises BadRequest for a name or prefix that cannot be registered."""
         if not _NAME.fullmatch(name):
             raise BadRequest(
-                f"{name!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128", param="name"
+                f"{name[:200]!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128",
+                param="name",
             )
         if not tokens:
             raise BadRequest("the prefix is empty", param="content")
@@ -121,7 +164,7 @@ class PrefixBook:
         with self._lock:
             entry = self._entries.get((salt, name))
             if entry is None:
-                raise UnknownPrefix(name, [known for owner, known in self._entries if owner == salt])
+                raise UnknownPrefix(name[:200], [known for owner, known in self._entries if owner == salt])
             return entry.prefix
 
     def use(self, name: str, kind: Kind, *, salt: bytes = b"") -> NamedPrefix:
@@ -157,10 +200,10 @@ class PrefixBook:
                 kept.end()
         return prefix
 
-    def tokens_of_all(self) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Salt and tokens of the prefixes of all tenants."""
+    def all(self) -> list[tuple[bytes, NamedPrefix]]:
+        """The prefixes of all tenants."""
         with self._lock:
-            return [(salt, entry.prefix.tokens) for (salt, _), entry in self._entries.items()]
+            return [(salt, entry.prefix) for (salt, _), entry in self._entries.items()]
 
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """The prefixes of a tenant, by name."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
-from foreword.errors import BadRequest, ForewordError, StoreError, UnknownPrefix
-from foreword.prefixes.book import Content, KeptKV, Kind, Message, NamedPrefix, PrefixBook
+from foreword.errors import ForewordError, StoreError, UnknownPrefix
+from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage
 
 logger = logging.getLogger(__name__)
@@ -120,15 +120,13 @@ class PrefixService:
         replace: bool = False,
     ) -> Registration:
         """Reserve a name and budget; the caller computes the KV. Blocks. Raises BadRequest, PrefixBudgetExceeded."""
-        if (content is None) == (messages is None):
-            raise BadRequest("give either 'content' (text) or 'messages' (for a chat)", param="content")
-        held: Content = content if content is not None else tuple(messages or ())
+        held = content_of(content, messages)
         tokens = tuple(self._tokenize(held)) if held else ()
         version = self.book.version(name, salt=salt)
         self.book.check(name, tokens, salt=salt, replace=replace)
         if self._storage is not None:
             self._storage.check_room(name, tokens, salt)
-        prefix = NamedPrefix(name, version, kind_of(held), held, tokens, time.time())
+        prefix = NamedPrefix(name, version, held, tokens, time.time())
         return Registration(self, prefix, self._reserve(name, tokens), salt=salt, replace=replace)
 
     def repin(self, prefix: NamedPrefix, *, salt: bytes = b"") -> Registration:
@@ -188,8 +186,8 @@ class PrefixService:
 
     def _chains(self, storage: PrefixStorage, tenant: str) -> list[Sequence[bytes]]:
         """The blocks of a tenant's prefixes, given its digest."""
-        known = self.book.tokens_of_all()
-        return [storage.chain(tokens, salt)[1] for salt, tokens in known if storage.tenant(salt) == tenant]
+        known = self.book.all()
+        return [storage.chain(one.tokens, salt)[1] for salt, one in known if storage.tenant(salt) == tenant]
 
     # Sharing
 
@@ -239,12 +237,7 @@ class PrefixService:
                     logger.warning("prefix %r does not suit this server: %s", record.name, error.message)
                 self._unsuited[salt, record.name] = record.version
                 continue
-            prefix = NamedPrefix(record.name, record.version, record.kind, record.content, tokens, record.created)
+            prefix = NamedPrefix(record.name, record.version, record.content, tokens, record.created)
             self.book.adopt(prefix, salt=salt)
             adopted.append(prefix)
         return adopted
-
-
-def kind_of(content: Content) -> Kind:
-    """`text` for a string, `messages` for a chat's messages."""
-    return "text" if isinstance(content, str) else "messages"

@@ -237,7 +237,7 @@ class PrefixStorage(ABC):
         return self._records.get(self._key(name, salt))
 
     def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Write the record of a prefix. Raises StoreError."""
+        """Write the record of a prefix, and pin its blocks. Raises StoreError."""
         content = prefix.content if isinstance(prefix.content, str) else tuple(map(dict, prefix.content))
         root, keys = self.chain(prefix.tokens, salt)
         record = PrefixRecord(
@@ -254,6 +254,7 @@ class PrefixStorage(ABC):
             last_key=keys[-1].hex() if keys else "",
         )
         self._records.put(self._key(prefix.name, salt), record)
+        self.pins.pin(root, keys)
 
     def remove(self, name: str, salt: bytes) -> None:
         """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
@@ -270,7 +271,3 @@ class StoredPrefixes(PrefixStorage):
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
         root = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt)).root()
         return root, chain_keys(root, tokens, self.block_size)
-
-    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        super().put(prefix, salt)
-        self.pins.pin(*self.chain(prefix.tokens, salt))

@@ -13,6 +13,7 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest
+from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
 from foreword.router.prefix_registry import NewPrefix
 from foreword.router.service import Router
@@ -40,7 +41,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """All named prefixes of the tenant, as one of the replicas has them."""
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
-        found = [prefix.describe() for prefix in router.prefixes.registry.of(call.tenant.name)]
+        found = [_describe(prefix) for prefix in router.prefixes.registry.of(call.tenant.name)]
         return {"object": "list", "data": found}
 
     @routes.add("GET", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
@@ -49,7 +50,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
         prefix = router.prefixes.registry.get(call.tenant.name, call.names["name"])
-        return {**prefix.describe(), **prefix.body}
+        return {**_describe(prefix), **prefix.body}
 
     @routes.add("DELETE", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def remove(call: Call) -> Reply:
@@ -85,7 +86,13 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
     if answer is None or answer.status < 300:
         computed(0)
         await router.prefixes.add(call.tenant, prefix, computed)
-    return answer or Answer.json(prefix.describe(), 201 if prefix.version == 1 else 200)
+    return answer or Answer.json(_describe(prefix), 201 if prefix.version == 1 else 200)
+
+
+def _describe(prefix: NamedPrefix) -> dict[str, Any]:
+    """A prefix as JSON: the fields that are known without an engine."""
+    known = ("id", "object", "name", "version", "kind", "created")
+    return {field: value for field, value in prefix.describe().items() if field in known}
 
 
 def _tokens(answer: Answer) -> int:

@@ -22,8 +22,9 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.prefixes.book import NamedPrefix
 from foreword.router.auth import RouterAuth
-from foreword.router.prefix_registry import NewPrefix, PrefixRegistry, RegisteredPrefix
+from foreword.router.prefix_registry import NewPrefix, PrefixRegistry
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
 
@@ -64,21 +65,21 @@ class RouterPrefixes:
 
     # Registrations
 
-    def make(self, tenant: Tenant, new: NewPrefix) -> RegisteredPrefix:
+    def make(self, tenant: Tenant, new: NewPrefix) -> NamedPrefix:
         """Raises BadRequest and PrefixBudgetExceeded."""
         return self.registry.make(tenant.name, new)
 
-    async def add(self, tenant: Tenant, prefix: RegisteredPrefix, computed: Callable[[int], None]) -> None:
+    async def add(self, tenant: Tenant, prefix: NamedPrefix, computed: Callable[[int], None]) -> None:
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
-        self.registry.put(prefix)
+        self.registry.put(tenant.name, prefix)
         await self._save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword":
                 self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix, computed))
 
-    async def remove(self, tenant: Tenant, name: str) -> RegisteredPrefix:
-        """Raises NotFound."""
+    async def remove(self, tenant: Tenant, name: str) -> NamedPrefix:
+        """Raises UnknownPrefix."""
         removed = self.registry.remove(tenant.name, name)
         await self._save()
         return removed
@@ -86,7 +87,7 @@ class RouterPrefixes:
     async def _save(self) -> None:
         async with self._writing:
             try:
-                await asyncio.to_thread(self.registry.write, list(self.registry))
+                await asyncio.to_thread(self.registry.write, self.registry.all())
             except OSError as error:
                 logger.error("named prefixes could not be written: %s", error)
 
@@ -103,7 +104,7 @@ class RouterPrefixes:
         changes = _with_text(prefix, request) if request.dialect == "completions" else _with_messages(prefix, request)
         return parse_request(request.dialect, edited(request.body, ("prefix",), changes), Limits())
 
-    async def repair(self, upstream: Upstream, tenant: Tenant, name: object) -> bool:
+    async def repair(self, upstream: Upstream, tenant: Tenant, name: str) -> bool:
         """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
         prefix = self.registry.find(tenant.name, name)
         return prefix is not None and upstream.kind == "foreword" and await self._ensure(upstream.url, tenant, prefix)
@@ -112,16 +113,14 @@ class RouterPrefixes:
 
     async def prepare(self, url: str, info: ReplicaInfo) -> None:
         """Bring a replica that joins or has restarted up to date."""
-        if not len(self.registry):
-            return
         tenants = self._router.auth.tenants
-        wanted = [(tenant, prefix) for prefix in self.registry if (tenant := tenants.named(prefix.tenant)) is not None]
+        wanted = [(tenant, one) for name, one in self.registry.all() if (tenant := tenants.named(name)) is not None]
         if info.kind != "foreword":
             self._router.background(self._warm_all(url, info, wanted))
             return
         limit = asyncio.Semaphore(_AT_A_TIME)
 
-        async def ensure(tenant: Tenant, prefix: RegisteredPrefix) -> bool:
+        async def ensure(tenant: Tenant, prefix: NamedPrefix) -> bool:
             async with limit:
                 return await self._ensure(url, tenant, prefix)
 
@@ -133,7 +132,7 @@ class RouterPrefixes:
         if not all(known):
             logger.warning("replica %s does not have all named prefixes yet", url)
 
-    async def _ensure(self, url: str, tenant: Tenant, prefix: RegisteredPrefix) -> bool:
+    async def _ensure(self, url: str, tenant: Tenant, prefix: NamedPrefix) -> bool:
         path = f"/v1/prefixes/{quote(prefix.name, safe='')}"
         try:
             status, data = await self._send(url, "foreword", tenant, "GET", path)
@@ -147,7 +146,7 @@ class RouterPrefixes:
             logger.warning("prefix %r could not be registered at %s: status %d", prefix.name, url, status)
         return status < 300
 
-    async def _warm_all(self, url: str, info: ReplicaInfo, wanted: list[tuple[Tenant, RegisteredPrefix]]) -> None:
+    async def _warm_all(self, url: str, info: ReplicaInfo, wanted: list[tuple[Tenant, NamedPrefix]]) -> None:
         for tenant, prefix in wanted:
             if url in self._router.upstreams:
                 await self._warm(url, info, tenant, prefix)
@@ -157,7 +156,7 @@ class RouterPrefixes:
         url: str,
         info: ReplicaInfo,
         tenant: Tenant,
-        prefix: RegisteredPrefix,
+        prefix: NamedPrefix,
         computed: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         """Compute a prefix, so that the first request that names it hits."""
@@ -185,7 +184,7 @@ class RouterPrefixes:
             return response.status, await read_whole(response)
 
 
-def _has(prefix: RegisteredPrefix, data: bytes) -> bool:
+def _has(prefix: NamedPrefix, data: bytes) -> bool:
     """Whether a server's description of a prefix has the same content."""
     try:
         found = msgspec.json.decode(data)
@@ -194,14 +193,14 @@ def _has(prefix: RegisteredPrefix, data: bytes) -> bool:
     return isinstance(found, dict) and prefix.body.items() <= found.items()
 
 
-def _with_messages(prefix: RegisteredPrefix, request: GenerateRequest) -> dict[str, Any]:
+def _with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
     messages = request.body.only("messages").get("messages")
     if isinstance(prefix.content, str) or messages is None:
         raise BadRequest(f"prefix: {prefix.name!r} is text; a chat needs a prefix of messages", param="prefix")
     return {"messages": [*prefix.content, *msgspec.json.decode(messages, type=list[msgspec.Raw])]}
 
 
-def _with_text(prefix: RegisteredPrefix, request: GenerateRequest) -> dict[str, Any]:
+def _with_text(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
     content = prefix.content
     if not isinstance(content, str):
         raise BadRequest(f"prefix: {prefix.name!r} is messages; a prompt needs a prefix of text", param="prefix")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from foreword import __version__
 from foreword.api.front import Call, Handler
-from foreword.api.prefixes import describe
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.blocks.common_prefixes import CommonPrefix
@@ -66,7 +65,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, history: Metrics
             "block_size": info.block_size,
             "kv_bytes_per_block": info.kv_bytes_per_block,
         }
-        answer["prefixes"] = [describe(prefix) for prefix in prefixes]
+        answer["prefixes"] = [prefix.describe() for prefix in prefixes]
         answer["common_prefixes"] = [_describe(one, prefixes) for one in await common_prefixes.of(engine, salt)]
         return answer
 

@@ -167,7 +167,7 @@ async def _deltas(
 def _note_hits(engine: AsyncEngine, job: Job) -> None:
     assert job.request.prefix is not None
     for prompt in job.progress:
-        engine.prefixes.note_hit(job.request.prefix, prompt.cached_tokens, salt=job.owner)
+        engine.prefixes.service.book.note_hit(job.request.prefix, prompt.cached_tokens, salt=job.owner)
 
 
 async def answer(context: ServerContext, job: Job) -> dict[str, Any]:

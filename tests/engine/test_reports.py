@@ -20,7 +20,6 @@ from foreword.engine.model import load_model
 from foreword.engine.request import CacheReport, Delta, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
-from foreword.prefixes.tokens import prefixed_prompt
 
 Make = Callable[..., LLM]
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -145,7 +144,8 @@ def test_prefixes_of_tenants(llama: Path) -> None:
         assert engine.prefixes.list(salt=b"bob") == []
         await engine.prefixes.add("rules", content=text, salt=b"bob")
         assert [prefix.version for prefix in engine.prefixes.list(salt=b"bob")] == [1]
-        tokens = prefixed_prompt(engine.prefixes.service, engine.tokenizer, "rules", "Where?", b"alice")
+        rules = engine.prefixes.get("rules", salt=b"alice").tokens
+        tokens = [*rules, *engine.tokenizer.encode("Where?", add_special_tokens=False)]
         assert (await ask(engine, tokens, Salt(b"alice"))).cached_tokens >= 40
         assert (await ask(engine, tokens, Salt(b"carol"))).cached_tokens == 0
         assert engine.status().pinned_blocks == 2 * (len(text) // 4)

@@ -21,7 +21,6 @@ import transformers
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, make_byte_model
 
-from foreword.api.prefixes import describe
 from foreword.prefixes.book import NamedPrefix
 from foreword.store.urls import open_store
 
@@ -221,7 +220,7 @@ def test_servers_share_named_prefixes(pair: Pair) -> None:
     made = pair.first.ask("POST", "/v1/prefixes", {"name": "manual", "content": content})
     assert made.status_code == 201, made.text
     described = made.json()
-    assert set(described) == set(describe(NamedPrefix("x", 1, "text", "x", (1,), 0.0)))
+    assert set(described) == set(NamedPrefix("x", 1, "x", (1,), 0.0).describe())
     assert (described["version"], described["num_tokens"], described["ready"]) == (1, 300, True)
     assert described["bytes"] == 300 // BLOCK * BLOCK * 3 * 2 * 2 * 32 * 4
     assert pair.blocks(pinned=True) >= 300 // BLOCK

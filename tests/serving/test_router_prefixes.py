@@ -81,7 +81,7 @@ def test_prefixes_before_prompts_and_chats(loop: Loop) -> None:
             assert replica.bodies("/v1/chat/completions")[-1]["messages"] == [*MESSAGES, turn]
 
         listed = call(router, "GET", "/v1/prefixes").json()["data"]
-        assert [one["name"] for one in listed] == ["rules", "chat"]
+        assert [one["name"] for one in listed] == ["chat", "rules"]
         assert call(router, "GET", "/v1/prefixes/chat").json()["messages"] == MESSAGES
         assert call(router, "GET", "/v1/prefixes", "bob").json()["data"] == []
         body = {"prompt": "x", "prefix": "rules"}

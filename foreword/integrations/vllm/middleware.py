@@ -312,11 +312,11 @@ class PrefixRoutes:
             raise BadRequest("prefix must be the name of a prefix", param="prefix")
         await self._prefixes.refresh(name=name)
         if path == _CHAT:
-            prefix = self._prefixes.use(name, "messages")
+            prefix = self._prefixes.service.book.use(name, "messages")
             if isinstance(body.get("messages"), list):
                 body["messages"] = [*prefix.content, *body["messages"]]
             return prefix, body
-        prefix = self._prefixes.use(name, "text")
+        prefix = self._prefixes.service.book.use(name, "text")
         given = body.get("prompt")
         several = isinstance(given, list) and not all(type(item) is int for item in given)
         prompts: list[Any] = given if several and given else [given]

@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
@@ -15,7 +14,7 @@ from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.prefixes.async_service import AsyncPrefixes
-from foreword.prefixes.book import Content, Message, NamedPrefix
+from foreword.prefixes.book import Content, KeptBytes, Message, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
 
 # How often the pins of a prefix in use are checked.
@@ -70,21 +69,12 @@ class InnerServer:
         return found
 
 
-@dataclass(slots=True)
-class StoredKV:
-    """The KV of a prefix, which only the stores keep: the service unpins it there."""
-
-    bytes: int = 0
-
-    def end(self) -> None: ...
-
-
 class VllmPrefixes(AsyncPrefixes):
     """Named prefixes of the whole server: vLLM's API keys are not tenants. Make it on the server's event loop."""
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
         # The stores' own limits are the budget.
-        service = PrefixService(self._tokenize, lambda name, tokens: StoredKV(), storage)
+        service = PrefixService(self._tokenize, lambda name, tokens: KeptBytes(), storage)
         super().__init__(service, self._pin_computed, storage.budget_bytes)
         self._storage = storage
         self._server = server
@@ -106,7 +96,7 @@ class VllmPrefixes(AsyncPrefixes):
 
     def used(self, prefix: NamedPrefix, cached: int) -> None:
         """A request that named the prefix has ended, with `cached` tokens of its prompt found in the cache."""
-        self.note_hit(prefix.name, cached)
+        self.service.book.note_hit(prefix.name, cached)
         now = time.monotonic()
         if now - self._checked.get(prefix.name, -math.inf) > _CHECK_SECONDS:
             self._checked[prefix.name] = now
@@ -167,7 +157,7 @@ class VllmPrefixes(AsyncPrefixes):
     async def _pin(self, one: Registration) -> bool:
         """Pin what the stores have of a prefix. Whether that is all of it."""
         pinned = await asyncio.to_thread(self._storage.pin, one.tokens)
-        assert isinstance(one.kept, StoredKV)
+        assert isinstance(one.kept, KeptBytes)
         one.kept.bytes = pinned.bytes
         return pinned.whole
 
