@@ -76,7 +76,7 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
         tokens += count
         call.charge(tokens)
 
-    prefix = router.prefixes.make(call.tenant, new)
+    prefix = router.prefixes.registry.make(call.tenant.name, new)
     replicas, answer = foreword_replicas(router), None
     if replicas:
         answers = await send_to_all(router, call, replicas, call.raw)

@@ -24,7 +24,7 @@ from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.auth import RouterAuth
-from foreword.router.prefix_registry import NewPrefix, PrefixRegistry
+from foreword.router.prefix_registry import PrefixRegistry
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
 
@@ -64,10 +64,6 @@ class RouterPrefixes:
         self._writing = asyncio.Lock()
 
     # Registrations
-
-    def make(self, tenant: Tenant, new: NewPrefix) -> NamedPrefix:
-        """Raises BadRequest and PrefixBudgetExceeded."""
-        return self.registry.make(tenant.name, new)
 
     async def add(self, tenant: Tenant, prefix: NamedPrefix, computed: Callable[[int], None]) -> None:
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of

@@ -121,10 +121,6 @@ class ConnectorRetentions:
         ends = (min(one.tokens or num_prompt, num_prompt) for one in actions if one.verb != "release")
         return sorted({end - end % self._step for end in ends} - {0})
 
-    def used(self, keys: Sequence[bytes]) -> None:
-        """A request begins with these blocks."""
-        self.book.on_path(keys)
-
     def apply(
         self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: bytes
     ) -> list[RetentionAnswer]:

@@ -215,7 +215,7 @@ class ForewordConnectorScheduler:
         state.actions = actions_of(request)
         state.retained = self._retentions.positions(state.actions, prompt)
         if len(self._retentions.book):
-            self._retentions.used(state.chain.keys_to(prompt // self._info.key_size))
+            self._retentions.book.on_path(state.chain.keys_to(prompt // self._info.key_size))
         if state.retained and hasattr(request, "shared_prefix_boundary"):
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
