@@ -218,6 +218,8 @@ class ServerConfig:
         quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
             at a time; TENANT is `*` for all others. By default there are none.
         max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB.
+        unknown_fields: fields of a body that have no effect: `report` names them in the answer's header `x-foreword-ignored`,
+            `refuse` answers 400, `ignore` says nothing.
         max_connections: maximum number of connections; at the limit an idle one is closed for a new one.
         head_timeout: seconds that a client may take to send the head of a request.
         body_timeout: seconds that a client may take to send a body, or longer if it sends at least 16 KiB per second.
@@ -254,6 +256,7 @@ class ServerConfig:
     record_salt: str | None = field(default=None, repr=False)
     quotas: tuple[str, ...] = ()
     max_body: str = "auto"
+    unknown_fields: str = _one_of(("ignore", "report", "refuse"), "report")
     max_connections: int = _at_least(1, 4096)
     head_timeout: float = _positive(10.0)
     body_timeout: float = _positive(30.0)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 
 from foreword.api.dialects.decode import Limits
@@ -26,12 +27,19 @@ from foreword.api.rights import NO_TENANT, Right, Rights
 from foreword.api.routes import JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
-from foreword.errors import ForewordError, IntegrityError
+from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
 
 if TYPE_CHECKING:
     from foreword.observability.tracing import Span, Tracer
 
 logger = logging.getLogger(__name__)
+
+IGNORED: Final = "x-foreword-ignored"
+# Say nothing about the answer. Clients of OpenAI send them, so they are never refused.
+HARMLESS: Final = frozenset({"client_metadata", "metadata", "safety_identifier", "store", "user"})
+_FIELD: Final = re.compile(r"[\w.\-]{1,64}", re.ASCII)
+_MOST_NAMES: Final = 16
+_SHOWN_CHARACTERS: Final = 64
 
 
 @dataclass(slots=True)
@@ -102,6 +110,7 @@ class Call:
         body: what the route's `parse` made of `raw`; None without a body.
         admitted: as the tenant's quotas count it; None where they do not.
         failure: the error that ended a stream after its head.
+        ignored: fields of the body that had no effect.
         span: of its trace; None without traces.
         arrived: when it came, by `time.monotonic`.
     """
@@ -117,6 +126,7 @@ class Call:
         "failure",
         "held",
         "id",
+        "ignored",
         "names",
         "raw",
         "route",
@@ -135,6 +145,7 @@ class Call:
         self.admitted: Admitted | None = None
         self.body: Any = None
         self.raw = b""
+        self.ignored: list[str] = []
         self.held = front.bodies.hold()
         self.failure: BaseException | None = None
         self.span: Span | None = None
@@ -192,9 +203,17 @@ class Call:
 
     async def open(self, headers: Mapping[str, str], *, at_once: bool) -> ByteStream:
         """Begin to stream the answer, at once or with its first bytes. Raises ClientGone."""
-        stream = await self.exchange.open(200, {**headers, "x-request-id": self.id}, at_once)
+        stream = await self.exchange.open(200, {**headers, **self.own_headers()}, at_once)
         self._streams = True
         return stream
+
+    def own_headers(self) -> dict[str, str]:
+        """What every answer says of its request."""
+        if not self.ignored:
+            return {"x-request-id": self.id}
+        names = [name for name in self.ignored if _FIELD.fullmatch(name)][:_MOST_NAMES]
+        more = len(self.ignored) - len(names)
+        return {"x-request-id": self.id, IGNORED: ", ".join([*names, f"and {more} more"] if more else names)}
 
     @property
     def streams(self) -> bool:
@@ -212,6 +231,9 @@ class FrontMetrics(Protocol):
 
     def rejected(self, tenant: str, code: str) -> None: ...
 
+    def ignored(self, route: str) -> None:
+        """A request had fields without effect. Their names are the client's, so their number has no bound."""
+
 
 @dataclass(eq=False)
 class Front:
@@ -219,6 +241,7 @@ class Front:
 
     Attributes:
         limits: what a body may contain now.
+        unknown: `report` names fields without effect in the answer, `refuse` refuses the request, `ignore` says nothing.
         ready: raises if requests of a route are not taken now.
         retry_after: seconds, where an error does not say after which time to try again.
         before: called before each request.
@@ -233,6 +256,7 @@ class Front:
     work: WorkQueue
     metrics: FrontMetrics
     limits: Callable[[], Limits]
+    unknown: str = "report"
     ready: Callable[[Route[Handler]], object] = lambda route: None
     retry_after: Callable[[], float | None] = lambda: None
     before: Callable[[], None] = lambda: None
@@ -249,7 +273,7 @@ class Front:
             answer = await self._answer(call)
             if answer is not None:
                 status = answer.status
-                answer.headers = {**answer.headers, "x-request-id": call.id}
+                answer.headers = {**answer.headers, **call.own_headers()}
             elif call.streams:
                 status = 200
         except ClientGone:
@@ -261,6 +285,8 @@ class Front:
             self.active -= 1
             call.held.release()
             self.metrics.response(call.route.shown_path if call.route is not None else "unknown", status)
+            if call.ignored and call.route is not None:
+                self.metrics.ignored(call.route.shown_path)
             log_request(call.method, call.path, status, time.monotonic() - call.arrived, call.id)
             if call.span is not None:
                 call.span.note({"http.response.status_code": status})
@@ -300,7 +326,7 @@ class Front:
                     attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
                     call.span = self.tracer.request(self.span_name, call.headers, attributes)
             if isinstance(route.body, JsonBody):
-                await self._read(call, route.body)
+                await self._read(call, route, route.body)
             if route.ends_with_client:
                 call.exchange.watch()
                 reply = await route.handler(call)
@@ -315,7 +341,7 @@ class Front:
                 raise IntegrityError(f"{route.name} answered without a charge")
             return answer
 
-    async def _read(self, call: Call, body: JsonBody) -> None:
+    async def _read(self, call: Call, route: Route[Handler], body: JsonBody) -> None:
         exchange, limits = call.exchange, self.limits()
         if body.optional and not declared_length(call.headers) and "transfer-encoding" not in call.headers:
             return
@@ -326,9 +352,15 @@ class Front:
             raw = bytes(call.held.data)
         call.raw = raw
         if len(raw) <= self.work.inline:
-            call.body = body.parse(raw, limits)
+            call.body, unknown = body.read(raw, limits)
         else:
-            call.body = await self.work.run(len(raw), body.parse, raw, limits)
+            call.body, unknown = await self.work.run(len(raw), body.read, raw, limits)
+        if unknown and self.unknown != "ignore":
+            call.ignored = unknown
+            if self.unknown == "refuse" and (wrong := next((one for one in unknown if one not in HARMLESS), None)):
+                shown = wrong[:_SHOWN_CHARACTERS]
+                known = body.shown.__struct_encode_fields__ if body.shown is not None else ()
+                raise BadRequest(f"{shown}: there is no such field{did_you_mean(shown, known)}", param=shown)
 
     def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
         known = [route.shown_path for route in self.routes.shown]

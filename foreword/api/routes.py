@@ -19,7 +19,7 @@ from urllib.parse import unquote
 import msgspec
 
 from foreword import __version__
-from foreword.api.dialects.decode import Body, Limits, parse_body
+from foreword.api.dialects.decode import Body, Limits, parse_body, unknown_fields
 from foreword.api.errors import ErrorResponder, openai_error
 from foreword.api.rights import Right
 
@@ -45,7 +45,7 @@ class JsonBody:
 
     Attributes:
         parse: what becomes of its bytes. Raises BadRequest and BodyTooLarge. It runs on a thread for large bodies.
-        shown: its fields, for the reference.
+        shown: its fields, for the reference. Others have no effect; None if others decide which have.
         optional: a request without a body is parsed as None.
     """
 
@@ -57,6 +57,11 @@ class JsonBody:
     def of(cls, kind: type[Body]) -> JsonBody:
         """A body of these fields."""
         return cls(partial(parse_body, kind), kind)
+
+    def read(self, raw: bytes, limits: Limits) -> tuple[Any, list[str]]:
+        """What `parse` makes of a body, and the fields that had no effect."""
+        parsed = self.parse(raw, limits)
+        return parsed, [] if self.shown is None else unknown_fields(self.shown, raw)
 
 
 class Unread:

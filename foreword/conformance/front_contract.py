@@ -158,6 +158,20 @@ class FrontContract:
                 assert asked.status in statuses, (route.name, body[:3], asked)
                 _error(asked)
 
+    def test_fields_without_effect(self, front: RunningFront) -> None:
+        """A field of a body that does not exist has no effect, is named in the answer, and counted at most once; also through a
+        router."""
+        for route in front.routes:
+            known = front.bodies.get(route.path)
+            if not isinstance(route.body, JsonBody) or not isinstance(known, dict) or route.path in front.unserved:
+                continue
+            before = front.counts("ignored_fields")
+            asked = front.ask(route, front.tenant, {**known, "temprature": 0, "a\r\nb: c": 1})
+            assert asked.status in (200, 201, 404), (route.name, asked)
+            if asked.status < 400:
+                assert asked.headers.get("x-foreword-ignored") == "temprature, and 1 more", route.name
+            assert (front.counts("ignored_fields") - before).total() <= 1, route.name
+
     def test_unknown_paths_and_methods(self, front: RunningFront) -> None:
         """A path that is not in the table is a 404, a method that a path does not take a 405 that says which it takes."""
         path = next(route.path for route in front.routes if "{" not in route.path and route.path.startswith("/v1/"))

@@ -70,6 +70,9 @@ class PrometheusObserver(Collector):
         self._responses = Counter(
             "foreword:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
         )
+        self._ignored = Counter(
+            "foreword:ignored_fields", "Requests with fields that had no effect.", ("route",), registry=self._registry
+        )
         self._requests = Counter(
             "foreword:requests",
             "Requests for generated text, by dialect and outcome.",
@@ -108,6 +111,10 @@ class PrometheusObserver(Collector):
     def count_outcome(self, dialect: str, outcome: str) -> None:
         """Count a request for generated text that has ended."""
         self._requests.labels(dialect, outcome).inc()
+
+    def count_ignored(self, route: str) -> None:
+        """Count a request with fields that had no effect."""
+        self._ignored.labels(route).inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
         """All metrics, and their media type, in the format that an `Accept` header asks for."""

@@ -44,7 +44,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             dialect.path,
             right=right,
             meter=tokens,
-            body=JsonBody(partial(parse_request, dialect.name)),
+            body=JsonBody(partial(parse_request, dialect.name), dialect.body),
             tag="generate",
             errors=dialect.error_response,
             outcome=dialect.name,
@@ -79,6 +79,7 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
         if given.refusal is not None:
             if pool.kind == "foreword" or given.previous is not None:
                 raise given.refusal
+            call.ignored = []  # the replica decides
             return await _proxy(router, call, given)
         if given.previous is not None:
             given = continued(given, router.responses.get(salt, given.previous).messages)

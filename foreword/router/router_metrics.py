@@ -41,6 +41,7 @@ class RouterMetrics:
         )
         self._migrated = counter("moved", "Streams that migrated to another server and were followed.")
         self._rejected = counter("rejected", "Requests rejected by the router.", "tenant", "code")
+        self._ignored = counter("ignored_fields", "Requests with fields that had no effect at the router.", "route")
         self._tokens = counter("prompt_tokens", "Prompt tokens placed, by the source of their token ids.", "source")
         self._misses = counter("cache_misses", "Requests by the cause of their cache miss.", "cause")
         self._lost = counter("cache_miss_tokens", "Recomputed prompt tokens by the cause of the miss.", "cause")
@@ -85,6 +86,9 @@ class RouterMetrics:
 
     def rejected(self, tenant: str, code: str) -> None:
         self._child(self._rejected, tenant, code).inc()
+
+    def ignored(self, route: str) -> None:
+        self._child(self._ignored, route).inc()
 
     def miss(self, cause: str, tokens: int) -> None:
         self._child(self._misses, cause).inc()

@@ -101,6 +101,7 @@ class ServerApp(AsgiFront):
                 context.work,
                 _Counts(registry),
                 lambda: context.limits,
+                unknown=given.unknown_fields,
                 ready=partial(_check_ready, admission),
                 before=history.keep_sampling,
             )
@@ -111,6 +112,7 @@ class ServerApp(AsgiFront):
 class _Counts:
     def __init__(self, registry: PrometheusObserver) -> None:
         self.response, self.outcome = registry.count_response, registry.count_outcome
+        self.ignored = registry.count_ignored
 
     def rejected(self, tenant: str, code: str) -> None:
         """A server counts by outcome."""

@@ -8,12 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from msgspec import Struct
-
 from foreword.api import stored_responses
-from foreword.api.dialects import messages, responses
-from foreword.api.dialects.chat import ChatBody
-from foreword.api.dialects.completions import CompletionBody
+from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued, conversation
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.dialects.responses_writer import ResponsesWriter
@@ -36,12 +32,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 PromptDelta = tuple[int, Delta]
 # What `/openapi.json` shows.
-_BODIES: dict[str, type[Struct]] = {
-    "chat": ChatBody,
-    "completions": CompletionBody,
-    "responses": responses.ResponsesBody,
-    "messages": messages.MessagesBody,
-}
 _DESCRIPTIONS = {
     "chat": "Answer a conversation, as OpenAI's chat completions.",
     "completions": "Continue one or more prompts.",
@@ -57,7 +47,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
             dialect.path,
             right=Right.TENANT,
             meter=Meter.TOKENS,
-            body=JsonBody(dialect.parse, _BODIES.get(dialect.name)),
+            body=JsonBody(dialect.parse, dialect.body),
             tag="generate",
             errors=dialect.error_response,
             outcome=dialect.name,

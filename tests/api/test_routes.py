@@ -148,3 +148,20 @@ def test_rights(keys: bool, admin: bool, key: str, address: str, expected: str) 
     rights = Rights(tenants, "boss" if admin else None)
     asked = (Right.TENANT, Right.OWNER, Right.STATE, Right.OPERATOR)
     assert " ".join(_who(rights, right, key, address) for right in asked) == expected
+
+
+@pytest.mark.parametrize(("mode", "field", "status"), [
+    ("report", "temprature", 200), ("ignore", "temprature", 200), ("refuse", "temprature", 400), ("refuse", "user", 200),
+])  # fmt: skip
+def test_fields_without_effect(mode: str, field: str, status: int) -> None:
+    """They are named, refused or not mentioned, as the operator says; what clients of OpenAI send is never refused."""
+    served, counts = front(route(answer, "POST", body=JsonBody.of(DetokenizeBody)))
+    served.unknown = mode
+    client = Client()
+    asyncio.run(client.ask(served, "POST", body=b'{"tokens": [1], "%s": 1}' % field.encode()))
+    head = dict(client.messages[0]["headers"])
+    assert client.messages[0]["status"] == status
+    assert (head.get(b"x-foreword-ignored") == field.encode()) == (mode != "ignore")
+    assert counts.ignoring == ([] if mode == "ignore" else ["/v1/x"])
+    if status == 400:
+        assert b"temprature: there is no such field" in client.messages[1]["body"]

@@ -24,6 +24,7 @@ class Counts:
         self.responses: list[tuple[str, int]] = []
         self.outcomes: list[tuple[str, str]] = []
         self.rejections: list[tuple[str, str]] = []
+        self.ignoring: list[str] = []
 
     def response(self, route: str, status: int) -> None:
         self.responses.append((route, status))
@@ -33,6 +34,9 @@ class Counts:
 
     def rejected(self, tenant: str, code: str) -> None:
         self.rejections.append((tenant, code))
+
+    def ignored(self, route: str) -> None:
+        self.ignoring.append(route)
 
 
 def route(handler: Handler, method: str = "GET", path: str = "/v1/x", **given: Any) -> Route[Handler]:
@@ -52,19 +56,25 @@ def front(*routes: Route[Handler], tenants: Tenants | None = None, quotas: Seque
 
 
 class Client:
-    """An ASGI client that disconnects when `gone` is set."""
+    """An ASGI client that disconnects when `gone` is set. `body`: what it has not sent yet."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
+        self.body = b""
         self.messages: list[dict[str, Any]] = []
 
     async def receive(self) -> dict[str, Any]:
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body, "more_body": False}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
         self.messages.append(message)
 
-    async def ask(self, served: Front, method: str = "GET", path: str = "/v1/x") -> None:
-        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b""}
+    async def ask(self, served: Front, method: str = "GET", path: str = "/v1/x", body: bytes = b"") -> None:
+        self.body = body
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))] if body else []
+        scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
         await AsgiFront(served)(scope, self.receive, self.send)

@@ -49,6 +49,7 @@ class ChatBody(SamplingBody, kw_only=True):
     modalities: Raw = UNSET_RAW
     audio: Raw = UNSET_RAW
     web_search_options: Raw = UNSET_RAW
+    documents: Raw = UNSET_RAW
 
 
 def parse(raw: bytes, limits: Limits) -> GenerateRequest:

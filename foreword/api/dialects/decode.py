@@ -1,7 +1,7 @@
 """Decode a JSON body into a struct within limits, and explain what is wrong with it.
 
 Limits are checked on the bytes, before objects are built from them. Types are strict (`"16"` is not a number). Unknown fields
-are skipped without building them, as OpenAI and vLLM ignore them.
+are skipped without building them; `unknown_fields` names them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import functools
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ import msgspec
 from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
 from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
-
-logger = logging.getLogger(__name__)
 
 # A field that is kept as JSON and was not given.
 NO_JSON: Final = msgspec.Raw()
@@ -247,17 +244,14 @@ def decode(kind: type[AnyStruct], raw: bytes, limits: Limits) -> AnyStruct:
         raise BadRequest(f"The body is not valid JSON: {text}") from None
     except RecursionError:
         raise BadRequest("The body is not valid JSON for this server: it is nested too deeply") from None
-    if logger.isEnabledFor(logging.DEBUG):
-        _log_unknown(kind, raw)
     return found
 
 
-def _log_unknown(kind: type[msgspec.Struct], raw: bytes) -> None:
-    if len(raw) > _LOGGED_BYTES:
-        return
-    unknown = sorted(msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).keys() - set(kind.__struct_encode_fields__))
-    if unknown:
-        logger.debug("fields without effect in a request: %s", ", ".join(unknown)[:500])
+def unknown_fields(kind: type[msgspec.Struct], raw: bytes) -> list[str]:
+    """The fields of an object that have no effect, because a body of this kind does not have them. Fields of nested objects are
+    not looked at."""
+    known = frozenset(kind.__struct_encode_fields__)
+    return [name for name in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]) if name not in known]
 
 
 def _explain(message: str, raw: bytes) -> BadRequest:

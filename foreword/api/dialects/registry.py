@@ -6,13 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from foreword.api.dialects import chat, completions, messages, messages_writer, responses
+from foreword.api.dialects import chat, completions, messages, responses
+from foreword.api.dialects.chat import ChatBody
+from foreword.api.dialects.completions import CompletionBody
 from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.dialects.foreign import read_foreign
-from foreword.api.dialects.messages_writer import MessagesWriter
+from foreword.api.dialects.messages import MessagesBody
+from foreword.api.dialects.messages_writer import MessagesWriter, error_response
 from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
+from foreword.api.dialects.responses import ResponsesBody
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead, Writer
 from foreword.api.errors import ErrorResponder, openai_error
@@ -27,13 +32,14 @@ class Dialect:
     Attributes:
         path: where clients send it.
         id_prefix: begins the id of each response.
-        parse: a body to a request. Raises BadRequest and BodyTooLarge.
+        body: the fields of a request. parse: a body to a request; raises BadRequest and BodyTooLarge.
         writer: makes the writer of one response.
     """
 
     name: DialectName
     path: str
     id_prefix: str
+    body: type[Struct]
     parse: Callable[[bytes, Limits], GenerateRequest]
     writer: Callable[[GenerateRequest, ResponseHead], Writer]
     error_response: ErrorResponder
@@ -55,11 +61,13 @@ class Dialect:
 
 
 DIALECTS: Final[Mapping[DialectName, Dialect]] = {
-    dialect.name: dialect
-    for dialect in (
-        Dialect("chat", "/v1/chat/completions", "chatcmpl-", chat.parse, ChatWriter, openai_error),
-        Dialect("completions", "/v1/completions", "cmpl-", completions.parse, CompletionWriter, openai_error),
-        Dialect("responses", "/v1/responses", "resp_", responses.parse, ResponsesWriter, openai_error),
-        Dialect("messages", "/v1/messages", "msg_", messages.parse, MessagesWriter, messages_writer.error_response),
+    one.name: one
+    for one in (
+        Dialect("chat", "/v1/chat/completions", "chatcmpl-", ChatBody, chat.parse, ChatWriter, openai_error),
+        Dialect(
+            "completions", "/v1/completions", "cmpl-", CompletionBody, completions.parse, CompletionWriter, openai_error
+        ),
+        Dialect("responses", "/v1/responses", "resp_", ResponsesBody, responses.parse, ResponsesWriter, openai_error),
+        Dialect("messages", "/v1/messages", "msg_", MessagesBody, messages.parse, MessagesWriter, error_response),
     )
 }

@@ -23,11 +23,13 @@ from foreword.api.dialects.conversations import with_instructions
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, one_of, refuse
 from foreword.api.dialects.sampling import (
     Alternatives,
+    Bias,
     OwnFields,
     Whole,
     cache_control,
     refuse_unsupported,
     schema_format,
+    stop_strings,
 )
 from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
@@ -115,6 +117,17 @@ class ResponsesBody(OwnFields, kw_only=True):
     # Not OpenAI's.
     top_k: Whole | None = None
     min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, Bias] | None = None
+    max_tool_calls: Raw = UNSET_RAW
+    previous_input_messages: Raw = UNSET_RAW
+    structured_outputs: Raw = UNSET_RAW
+    vllm_xargs: Raw = UNSET_RAW
+    watermarking: Raw = UNSET_RAW
 
 
 def parse(raw: bytes, limits: Limits) -> GenerateRequest:
@@ -131,7 +144,7 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
         "responses",
         model=body.model,
         messages=messages,
-        sampling=_sampling(body),
+        sampling=_sampling(body, limits),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -152,7 +165,9 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
     )
 
 
-def _sampling(body: ResponsesBody) -> dict[str, Any]:
+def _sampling(body: ResponsesBody, limits: Limits) -> dict[str, Any]:
+    check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
+    check_length(body.logit_bias or (), limits.biases, "logit_bias")
     wanted = _LOGPROBS in (body.include or ()) or body.top_logprobs
     given: dict[str, Any] = {
         "max_tokens": body.max_output_tokens,
@@ -162,6 +177,12 @@ def _sampling(body: ResponsesBody) -> dict[str, Any]:
         "min_p": body.min_p,
         "seed": body.seed,
         "ignore_eos": body.ignore_eos,
+        "stop": stop_strings(body.stop, limits) or None,
+        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repetition_penalty,
+        "logit_bias": body.logit_bias,
         "logprobs": (body.top_logprobs or 0) if wanted else None,
     }
     return {name: value for name, value in given.items() if value is not None}

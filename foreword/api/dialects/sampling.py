@@ -35,6 +35,7 @@ _SMALL_BYTES: Final = 64
 UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "functions": (([],), "not supported by this server; use tools"),
     "function_call": (("none", "auto"), "not supported by this server; use tool_choice"),
+    "structured_outputs": ((), "not supported in this dialect; use text.format"),
     "suffix": (("",), "text after the completion is not supported by this server"),
     "prompt_embeds": ((), "only text and token ids are supported as a prompt"),
     "use_beam_search": ((False,), "beam search is not supported by this server"),
@@ -48,6 +49,15 @@ UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "conversation": ((), "not supported by this server; use previous_response_id"),
     "prompt": ((), "prompts are not stored on this server; send input"),
     "truncation": (("disabled",), "prompts are never shortened; send a shorter one"),
+    "documents": (([],), "not supported by this server; put them into a message"),
+    "logprob_token_ids": (([],), "not supported by this server; use logprobs"),
+    "max_tool_calls": ((), "this server calls no tools itself"),
+    "previous_input_messages": (([],), "not supported by this server; send input"),
+    "repetition_detection": ((), "not supported by this server; use frequency_penalty"),
+    "return_tokens_as_token_ids": ((False,), "not supported by this server; use return_token_ids"),
+    "thinking_token_budget": ((), "the length of the reasoning is not limited by this server; use max_tokens"),
+    "vllm_xargs": (({},), "belongs to plugins of vLLM"),
+    "watermarking": ((False,), "answers are not watermarked by this server"),
 }
 
 
@@ -154,6 +164,12 @@ class SamplingBody(Struct, kw_only=True):
     use_beam_search: Raw = UNSET_RAW
     truncate_prompt_tokens: Raw = UNSET_RAW
     logits_processors: Raw = UNSET_RAW
+    logprob_token_ids: Raw = UNSET_RAW
+    repetition_detection: Raw = UNSET_RAW
+    return_tokens_as_token_ids: Raw = UNSET_RAW
+    thinking_token_budget: Raw = UNSET_RAW
+    vllm_xargs: Raw = UNSET_RAW
+    watermarking: Raw = UNSET_RAW
 
 
 def refuse_unsupported(body: Struct) -> None:

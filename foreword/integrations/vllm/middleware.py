@@ -229,6 +229,8 @@ class _Counts:
 
     def rejected(self, tenant: str, code: str) -> None: ...
 
+    def ignored(self, route: str) -> None: ...
+
 
 def make_front(prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint) -> Front:
     """Named prefixes, prefetches and the weights' version. vLLM has checked its API key; all who have it are one tenant."""
