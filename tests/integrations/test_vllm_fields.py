@@ -32,7 +32,7 @@ _LISTED: Final = {
     "ec_transfer_params", "enable_response_messages", "include_reasoning", "include_stop_str_in_output",
     "length_penalty",  # of beams
     "media_io_kwargs", "mm_payload", "mm_processor_kwargs", "request_id", "return_mm_kwargs", "return_prompt_text",
-    "return_token_offsets", "routed_experts_prompt_start", "session_id", "skip_special_tokens",
+    "return_token_offsets", "return_weight_versions", "routed_experts_prompt_start", "session_id", "skip_special_tokens",
     "spaces_between_special_tokens", "stream_interval",
     "truncation_side",  # of truncate_prompt_tokens, which is refused
 }  # fmt: skip

@@ -17,7 +17,14 @@ from foreword.api.dialects.conversation_body import (
     with_last_breakpoint,
 )
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, is_set, one_of, refuse
-from foreword.api.dialects.sampling import OwnFields, Whole, cache_control, schema_format, stop_strings
+from foreword.api.dialects.sampling import (
+    OwnFields,
+    Whole,
+    cache_control,
+    refuse_unsupported,
+    schema_format,
+    stop_strings,
+)
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _ROLES: Final = ("user", "assistant", "system")
@@ -105,6 +112,8 @@ class MessagesBody(OwnFields, kw_only=True):
     output_config: OutputConfig | None = None
     diagnostics: Diagnostics | None = None
     mcp_servers: Raw = UNSET_RAW
+    vllm_xargs: Raw = UNSET_RAW
+    watermarking: Raw = UNSET_RAW
     # Not Anthropic's.
     prompt_cache_key: str | None = None
 
@@ -123,8 +132,7 @@ def parse_count(raw: bytes, limits: Limits) -> GenerateRequest:
 
 
 def _request(body: MessagesBody, limits: Limits) -> GenerateRequest:
-    if is_set(body.mcp_servers) and bytes(body.mcp_servers) != b"[]":
-        raise refuse("mcp_servers", "not supported by this server; call the tools in the client")
+    refuse_unsupported(body)
     messages = _messages(body, limits)
     tools = _tools(body.tools, limits)
     check_breakpoints(messages, tools)
