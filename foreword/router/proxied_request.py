@@ -166,7 +166,7 @@ class ProxiedRequest(RoutedRequest):
         overloaded: number of attempts that a replica refused as overloaded.
         silences: number of replicas that it silenced before their first byte.
         repaired: a named prefix that the request needs was registered again.
-        refused: a replica called the request wrong, and another one was asked.
+        refused: the replica that called the request wrong, after which another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
         used_tokens: prompt and output tokens that replicas handled, for the tenant's quota. counts: of a whole response.
         was_sent: a replica may have computed something.
@@ -179,7 +179,7 @@ class ProxiedRequest(RoutedRequest):
     overloaded: int = 0
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
     silences: int = 0
-    refused: bool = False
+    refused: Upstream | None = None
     repaired: bool = False
     used_tokens: int = 0
     counts: UsageCounts = field(default_factory=UsageCounts)
@@ -249,17 +249,23 @@ class ProxiedRequest(RoutedRequest):
         self.router.failed(upstream, reason, certain=is_certain(error))
 
     def _failed(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
+        self._ended(attempt, upstream, reason)
+        self.previous = f"after {upstream.url} failed ({reason})"
+        logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
+
+    def _ended(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
         self.attempts += 1
         self.avoid.append(upstream.url)
-        self.previous = f"after {upstream.url} failed ({reason})"
         attempt.problem = reason
-        logger.warning("request %s: %s failed: %s", self.request_id, upstream.url, reason)
         self.pool.failed(attempt)
 
     def finished(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A replica served the request to its end."""
         super().finished(attempt, counts)
         self.router.audit.finished(self.request, self.tenant, self.cache_salt, attempt.upstream, counts)
+        attempt.upstream.refusals.served()
+        if self.refused is not None:
+            self.refused.refusals.agreed(False)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)
@@ -300,7 +306,7 @@ class ProxiedRequest(RoutedRequest):
             raise ReplicaFailed(describe_response(status, data))
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
-        if status < 500 and not self._may_ask_another(attempt):
+        if status < 500 and not self._may_ask_another(attempt, data):
             return False
         self._suspect(attempt, response, data)
         self.router.metrics.retry()
@@ -315,22 +321,33 @@ class ProxiedRequest(RoutedRequest):
         self.router.paused(attempt.upstream, retry_after(response))
         return True
 
-    def _may_ask_another(self, attempt: Attempt) -> bool:
+    def _may_ask_another(self, attempt: Attempt, data: bytes) -> bool:
         """Whether a second replica is asked if the first one calls the request wrong. It is asked once."""
-        if self.refused:
+        upstream = attempt.upstream
+        if self.refused is not None:
+            self.refused.refusals.agreed(True)
             return False
-        now, avoid = clock(), (attempt.upstream.url, *self.avoid)
+        now, avoid = clock(), (upstream.url, *self.avoid)
         others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
-        return any(not one.excluded(now) for one in others)
+        if not any(not one.excluded(now) for one in others):
+            return False
+        return error_of(data).code in _DIFFERS or upstream.refusals.checked()
 
     def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
         """Note an error that is the replica's fault if another replica succeeds."""
-        upstream, reason = attempt.upstream, describe_response(response.status, data)
-        self.refused = self.refused or response.status < 500
-        self._failed(attempt, upstream, reason)
+        upstream, reason, code = attempt.upstream, describe_response(response.status, data), error_of(data).code
+        if response.status < 500:
+            self.refused = upstream
+            self._ended(attempt, upstream, reason)
+            self.previous = f"after {upstream.url} refused it ({reason})"
+            logger.info(
+                "request %s: %s refused it (%s); another replica is asked", self.request_id, upstream.url, reason
+            )
+        else:
+            self._failed(attempt, upstream, reason)
         if response.status == 503:
             self.router.paused(upstream, retry_after(response))
-        if self.request.refusal is None and error_of(data).code not in _DIFFERS:
+        if self.request.refusal is None and code not in _DIFFERS:
             self.suspects.append((upstream, reason))
 
     def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> Answer:

@@ -309,17 +309,34 @@ def test_plain_openai_servers(loop: Loop) -> None:
         assert error["code"] == "replica_failed" and "tokens are not known" in error["message"]
 
 
-def test_client_errors_are_retried_once(loop: Loop) -> None:
-    """A client error of a replica is returned unchanged if another replica says the same. A third one is not asked."""
+def test_client_errors_are_checked_until_they_are_believed(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    """A client error of a replica that has not answered yet is checked with another one, and returned unchanged if that says
+    the same. Then it is believed at once, but for a small share; no replica is called a failing one."""
+    caplog.set_level("INFO")
     picky = [Scripted(loop) for _ in range(3)]
     for one in picky:
         one.behaviour = "picky"
     with routed(*named(*picky), "--failures", "1", replicas=3) as router:
-        for number in range(1, 4):
+        for number in range(400):
             answer = post(router)
             assert answer.status_code == 422 and answer.json()["error"]["message"] == "no"
-            assert sum(len(one.seen) for one in picky) == 2 * number
+            if number == 0:
+                assert sum(len(one.seen) for one in picky) == 2
+        assert 400 < sum(len(one.seen) for one in picky) <= 400 + 3 + 3 * 6 + 2
         assert router.metric("foreword:router_breaker_opened_total") == 0
+    said = {record.message.partition(" ")[0] for record in caplog.records}
+    assert "request" in said and not [record for record in caplog.records if "failed" in record.message]
+
+
+def test_a_replica_that_begins_to_refuse_everything(loop: Loop) -> None:
+    """A replica that has served requests, and then refuses what others serve, gets none after a few of them."""
+    odd, good = Scripted(loop), Scripted(loop)
+    with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
+        assert [post(router).status_code for _ in range(4)] == [200] * 4
+        odd.behaviour = "picky"
+        answers = [post(router).status_code for _ in range(60)]
+        assert set(answers) == {200, 422} and answers.count(422) <= 8 and answers[-20:] == [200] * 20
+        assert router.metric("foreword:router_breaker_opened_total", replica=odd.url) == 1
 
 
 def test_an_error_of_all_replicas(loop: Loop) -> None:
