@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
