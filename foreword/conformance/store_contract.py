@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -387,6 +389,26 @@ class StoreContract(ReadContract, BudgetContract):
         assert second.get_record("key", deadline=soon()) == b"data"
         store.close()
         assert read(second, frames[:2]) == whole(frames[:2])
+
+    def test_a_record_is_added_once(self, store: Store, second: Store) -> None:
+        """Of several that add a record at once all get the same one, which stays; one that is there already is returned."""
+        started = threading.Barrier(4)
+
+        def add(number: int) -> set[bytes]:
+            found = set()
+            for one in range(20):
+                started.wait(60)
+                some = (store, second)[number % 2].add_record(f"added/{one}", b"%d" % number, deadline=soon())
+                found.add(b"%d %b" % (one, some))
+            return found
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(add, range(4)))
+        assert found.count(found[0]) == 4 and len(found[0]) == 20
+        for one in range(20):
+            there = store.get_record(f"added/{one}", deadline=soon())
+            assert b"%d %b" % (one, there or b"") in found[0]
+            assert second.add_record(f"added/{one}", b"late", deadline=soon()) == there
 
 
 def _damaged(one: Frame, kind: str) -> bytes:

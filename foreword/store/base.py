@@ -247,6 +247,16 @@ class Store(Protocol):
 
     def get_record(self, key: str, *, deadline: float) -> bytes | None: ...
 
+    def add_record(self, key: str, data: bytes, *, deadline: float) -> bytes:
+        """Store a record unless there is one. Returns the one that is there.
+
+        A store that several processes write to returns the same to all of them, also at once.
+        """
+        found = self.get_record(key, deadline=deadline)
+        if found is None:
+            self.put_record(key, data, deadline=deadline)
+        return data if found is None else found
+
     def delete_record(self, key: str, *, deadline: float) -> bool: ...
 
     def records(self, prefix: str, *, deadline: float) -> list[str]:

@@ -150,10 +150,10 @@ def _location(url: StoreUrl, store: Store) -> str:
         return url.shown
     deadline = time.monotonic() + _LOCATION_SECONDS
     try:
-        found = store.get_record(_LOCATION, deadline=deadline)
-        if found is None and url.writable:
-            store.put_record(_LOCATION, os.urandom(16).hex().encode(), deadline=deadline)
-            found = store.get_record(_LOCATION, deadline=deadline)  # another process may have been first
+        if url.writable:
+            found: bytes | None = store.add_record(_LOCATION, os.urandom(16).hex().encode(), deadline=deadline)
+        else:
+            found = store.get_record(_LOCATION, deadline=deadline)
     except StoreError:
         found = None
     return f"folder {bytes(found).decode('ascii', 'replace')}" if found else f"{socket.gethostname()} {url.shown}"

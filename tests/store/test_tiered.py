@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from foreword.conformance import Fault, FlakyStore, StoreContract, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
 from foreword.store.base import Name, Store
+from foreword.store.disk.files import RecordFiles
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier import Outcome
 from foreword.store.tier_counters import Rate
@@ -375,3 +379,25 @@ def test_a_memory_tier_has_no_codec() -> None:
     """A codec saves nothing in slots of one length, so its combination with memory is refused."""
     with pytest.raises(StoreConfigError, match="codec=lossless"):
         open_store(["memory://?size=1MiB&codec=lossless"])
+
+
+def test_a_new_folder_has_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that open a new folder at once call it the same, and so does one that opens it later: never do both find no name and
+    write their own."""
+    both, put = threading.Barrier(2), RecordFiles.put
+
+    def together(self: RecordFiles, key: str, data: bytes, token: str) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # the other one cannot come if it waits for this one
+        put(self, key, data, token)
+
+    url = f"disk://{tmp_path}/new?size=1GiB"
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFiles, "put", together)
+        with ThreadPoolExecutor(2) as pool:
+            opened = list(pool.map(lambda _: open_store([url]), range(2)))
+    opened.append(open_store([url]))
+    names = {one.tiers[0].location for one in opened}
+    for one in opened:
+        one.close()
+    assert len(names) == 1 and names.pop().startswith("folder ")

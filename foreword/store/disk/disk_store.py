@@ -53,7 +53,7 @@ from foreword.store.base import (
 from foreword.store.disk.files import BlockFiles, DiskFull, RecordFiles, is_name, make_folder, read_block_header
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
-from foreword.store.disk.locks import is_alive
+from foreword.store.disk.locks import folder_lock, is_alive
 from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockBudget, BlockWriter, in_groups
 from foreword.store.frame import Frame
@@ -333,6 +333,14 @@ class DiskStore(Store):
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         self._check_open(deadline)
         return self._records.get(key)
+
+    def add_record(self, key: str, data: bytes, *, deadline: float) -> bytes:
+        found = self.get_record(key, deadline=deadline)
+        if found is not None:
+            return found
+        self._check_writable(deadline)
+        with folder_lock(self.path, deadline, "records.lock"):
+            return super().add_record(key, data, deadline=deadline)
 
     def delete_record(self, key: str, *, deadline: float) -> bool:
         self._check_writable(deadline)

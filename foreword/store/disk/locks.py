@@ -80,10 +80,11 @@ def remove_dead_lock(folder: str, token: str) -> None:
 
 
 @contextlib.contextmanager
-def folder_lock(folder: str, deadline: float) -> Iterator[None]:
-    """Exclude other processes while the folder is opened. Raises StoreTimeout, StoreError."""
+def folder_lock(folder: str, deadline: float, name: str = "lock") -> Iterator[None]:
+    """Exclude other processes while the folder is opened, or, with another name of a file, while something else is done.
+    Raises StoreTimeout, StoreError."""
     try:
-        handle = os.open(f"{folder}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        handle = os.open(f"{folder}/{name}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise store_error(error) from error
     try:
@@ -131,7 +132,7 @@ def _lock(handle: int, deadline: float) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time_left(deadline) < _POLL_SECONDS:
-                raise StoreTimeout("another process is opening the folder") from None
+                raise StoreTimeout("another process has the lock of the folder") from None
             time.sleep(_POLL_SECONDS)
         except OSError as error:
             raise store_error(error) from error

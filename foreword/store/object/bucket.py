@@ -104,7 +104,11 @@ class ObjectBucket:
 
     async def write_chunk(self, prefix: bytes, head: bytes, blocks: Sequence[tuple[IndexEntry, memoryview]]) -> None:
         path = self.prefix + chunk_path(prefix, head, [entry.key for entry, _ in blocks])
-        data = pack(blocks)  # a copy: a cancelled request may continue for a moment after the call
+        # A copy: a cancelled request may continue for a moment after the call.
+        await self.put_new(path, pack(blocks))
+
+    async def put_new(self, path: str, data: bytes) -> None:
+        """Write an object unless there is one; a server without conditions overwrites it."""
         if self.conditional:
             try:
                 await self.put(path, data, "create")

@@ -263,6 +263,13 @@ class ObjectStore(Store):
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         return self._loop.one(self._bucket.read_whole(self._record_path(key)), deadline)
 
+    def add_record(self, key: str, data: bytes, *, deadline: float) -> bytes:
+        found = self.get_record(key, deadline=deadline)
+        if found is not None:
+            return found
+        self._loop.one(self._bucket.put_new(self._record_path(key), check_record(data)), deadline, StoreReadOnly)
+        return self.get_record(key, deadline=deadline) or data
+
     def delete_record(self, key: str, *, deadline: float) -> bool:
         return self._loop.one(self._bucket.remove(self._record_path(key)), deadline, StoreReadOnly)
 

@@ -224,6 +224,10 @@ class RedisStore(Store):
         value = self._call(b"HGET", self._records, _record_key(key), deadline=deadline)
         return None if value is None else expect(value, bytes)
 
+    def add_record(self, key: str, data: bytes, *, deadline: float) -> bytes:
+        self._call(b"HSETNX", self._records, _record_key(key), check_record(data), deadline=deadline)
+        return self.get_record(key, deadline=deadline) or data
+
     def delete_record(self, key: str, *, deadline: float) -> bool:
         return expect(self._call(b"HDEL", self._records, _record_key(key), deadline=deadline), int) > 0
 
