@@ -17,10 +17,11 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Front
@@ -97,6 +98,7 @@ async def serving(front: Front, listener: socket.socket, config: ServerConfig) -
         handler_cancellation=True,
         keepalive_timeout=config.keep_alive,
         access_log=None,
+        logger=_ConnectionLog(logger),
         lingering_time=config.head_timeout,
     )
     runner = web.ServerRunner(http, shutdown_timeout=_FLUSH_SECONDS)
@@ -158,6 +160,16 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
         return exchange.out or web.Response(status=CLIENT_GONE)
 
     return handle
+
+
+class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
+    """What aiohttp logs. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, not a traceback."""
+
+    def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
+        if isinstance(exc_info, HttpProcessingError):
+            self.debug("%s: %s", msg % args if isinstance(msg, str) else msg, exc_info.message)
+        else:
+            self.error(msg, *args, exc_info=exc_info, **more)
 
 
 class _EventStream(web.StreamResponse):

@@ -114,3 +114,14 @@ def test_a_long_prompt_does_not_delay_a_short_one(url: str) -> None:
             assert piece, received
             received += piece
         client.close()
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x16\x03\x01" * 50, b"GET / HTTP/1.1\r\nhost: x\x01y\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n"]
+)
+def test_what_is_no_http_does_not_fill_the_log(url: str, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """A stranger's bytes that are no request get a 400, and no line in a log of level info, least of all a traceback."""
+    with caplog.at_level("INFO"), closing(connect(url, data)) as client:
+        assert b" 400 " in client.recv(100)
+        until(lambda: is_closed(client))
+    assert not [one for one in caplog.records if one.levelname != "INFO" or "Traceback" in str(one.exc_info)]
