@@ -50,6 +50,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
 
         from foreword.router.gateway import envoy_messages as envoy
         from foreword.router.gateway.exchange import Exchanges
+        from foreword.router.gateway.grpc_server import RegisteredServer
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
@@ -74,13 +75,9 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     health = grpc.unary_unary_rpc_method_handler(
         check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
     )
-    server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=config.picker_streams)
-    server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler(_PROCESSOR, {"Process": process_handler}),
-            grpc.method_handlers_generic_handler(_HEALTH, {"Check": health}),
-        )
-    )
+    server = RegisteredServer(_OPTIONS, config.picker_streams)
+    server.add_registered_method_handlers(_PROCESSOR, {"Process": process_handler})
+    server.add_registered_method_handlers(_HEALTH, {"Check": health})
     port = _bind(grpc, server, config)
     await server.start()
 

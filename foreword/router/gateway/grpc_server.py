@@ -1,0 +1,47 @@
+"""A gRPC server of registered methods alone.
+
+The library's own asks for calls of any method and decodes their names; a name that is not UTF-8, which every stranger can send,
+ends it. This one asks for calls of registered methods only. What calls another one waits in the library's core, which refuses
+calls above its limit, until the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import grpc
+from grpc._cython import cygrpc
+
+from foreword.errors import ConfigError
+
+# Calls that came in one turn of the event loop, or of methods that there are not.
+_WAITING: Final = 500
+
+
+class _Calls(cygrpc.AioServer):  # type: ignore[misc]
+    async def _request_call(self) -> None:
+        """Of any method. Never returns."""
+        await asyncio.Event().wait()
+
+
+class RegisteredServer(grpc.aio._server.Server):  # type: ignore[misc,name-defined]
+    """On the running event loop.
+
+    Args:
+        streams: calls at a time.
+
+    Raises ConfigError for a version of the library that has no registered methods.
+    """
+
+    def __init__(self, options: tuple[tuple[str, Any], ...], streams: int) -> None:
+        if not hasattr(_Calls, "_request_registered_call"):
+            raise ConfigError("--picker needs a newer gRPC: pip install --upgrade grpcio")
+        limits = (f"grpc.server.max_pending_requests{end}" for end in ("", "_hard_limit"))
+        given = (*options, *((name, _WAITING) for name in limits))
+        self._loop = asyncio.get_running_loop()
+        arguments = (self._loop, None, (), None, given, streams)
+        try:
+            self._server = _Calls(*arguments)
+        except TypeError:  # later versions have one more, for xDS
+            self._server = _Calls(*arguments, False)

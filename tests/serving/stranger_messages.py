@@ -1,0 +1,326 @@
+"""What strangers without a key send to each kind of port: its own protocol with a wrong key, lengths that nothing has, and what
+real peers have sent before."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from foreword.transfer.wire_format import NO_TRANSFER, Get, Hello, encode
+
+# What is sent in a row on one connection.
+Pieces = list[bytes]
+Maker = Callable[[random.Random], Pieces]
+
+_METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "FOO")
+_PATHS = (
+    *(
+        "/",
+        "/health",
+        "/ready",
+        "/metrics",
+        "/version",
+        "/openapi.json",
+        "/ui",
+        "/ui/",
+        "/ui/data/state",
+        "/v1/instance",
+    ),
+    *("/kv_event_sources", "/v1/drain", "/v1/migrate", "/v1/requests", "/v1/cache", "/v1/prefixes", "/v1/models"),
+    *("/v1/router/state", "/v1/router/decisions", "/v1/router/replicas", "/v1/completions", "/v1/chat/completions"),
+    *("/v1/messages", "/v1/responses", "/v1/embeddings", "/v1/tokenize", "/v1/detokenize", "/v1/cache/retain"),
+    *("/../../../../etc/passwd", "/ui/../../../../etc/passwd", "/ui/%2e%2e/%2e%2e/config.py", "//v1/completions", "*"),
+    *("http://127.0.0.1/v1/models", "/v1/completions/../drain", "/v1/prefixes/" + "x" * 3000, "/v1/responses/resp_0"),
+)
+_BODIES: tuple[object, ...] = (
+    {"prompt": "once", "max_tokens": 2},
+    {"prompt": list(range(400)), "max_tokens": 1},
+    {"messages": [{"role": "user", "content": "yes"}]},
+    {"messages": [{"role": "user", "content": "yes"}], "kv_transfer_params": {"prefill": "127.0.0.1:1"}},
+    {"input": "Say yes."},
+    {"name": "rules", "content": "Be brief."},
+    {"to": "127.0.0.1:1"},
+    {"prompt": "once", "stream": True, "n": 8},
+    [[[]]] * 50,
+    None,
+)
+
+
+def request(draw: random.Random, paths: Sequence[str]) -> bytes:
+    """A request for any path, without a key or with a wrong one."""
+    body = json.dumps(draw.choice(_BODIES)).encode() if draw.random() < 0.6 else b""
+    method, path = draw.choice(_METHODS if draw.random() < 0.3 else ("GET", "POST", "DELETE")), draw.choice(paths)
+    secret = draw.randbytes(16).hex()
+    heads = ["host: " + draw.choice(("127.0.0.1", "localhost", "evil.example", "x" * 300))]
+    heads += draw.choice(
+        ([], [f"authorization: Bearer {secret}"], [f"x-api-key: {secret}"], ["authorization: Basic =="])
+    )
+    heads += draw.choice(([], [f"x-foreword-salt: {secret}"], ["x-forwarded-for: 127.0.0.1"], ["origin: http://evil"]))
+    heads += draw.choice(
+        ([], ["connection: close"], ["upgrade: websocket", "connection: upgrade"], ["expect: 100-continue"])
+    )
+    heads += [f"content-length: {len(body)}", f"content-type: {draw.choice(('application/json', 'text/plain', 'a'))}"]
+    return f"{method} {path} HTTP/1.1\r\n".encode() + "\r\n".join(heads).encode() + b"\r\n\r\n" + body
+
+
+def http(paths: Sequence[str]) -> Maker:
+    """One to four requests on a connection."""
+    every = sorted({*paths, *_PATHS})
+    return lambda draw: [request(draw, every) for _ in range(draw.choice((1, 1, 1, 4)))]
+
+
+def http_huge(draw: random.Random) -> Pieces:
+    """Bodies, heads and lengths that no request needs, and two lengths for one body."""
+    post = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    kind = draw.randrange(10)
+    if kind == 0:
+        return [post + b"content-length: %d\r\n\r\n" % 10 ** draw.choice((9, 12, 18, 30)), b"x" * 5000]
+    if kind == 1:
+        return [post + b"transfer-encoding: chunked\r\n\r\n" + b"F" * draw.choice((8, 16, 4000)) + b"\r\n", b"x" * 5000]
+    if kind == 2:
+        return [post + b"x-large: " + b"x" * draw.choice((9_000, 300_000)) + b"\r\n\r\n"]
+    if kind == 3:
+        return [post + b"".join(b"x-%d: y\r\n" % number for number in range(20_000)) + b"\r\n"]
+    if kind == 4:
+        size = draw.choice((200_000, 2 << 20))
+        return [post + b"authorization: Bearer x\r\ncontent-length: %d\r\n\r\n" % size + b"[" * size]
+    if kind == 5:
+        return [b"GET /" + b"x" * draw.choice((9_000, 200_000)) + b" HTTP/1.1\r\nhost: x\r\n\r\n"]
+    if kind == 6:
+        data = gzip.compress(bytes(8 << 20), 9)
+        return [post + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(data) + data]
+    if kind == 7:
+        both = b"content-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        return [post + both + b"GET /v1/cache HTTP/1.1\r\nhost: x\r\n\r\n"]
+    if kind == 8:
+        return [b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 200]
+    return [post + b"content-length: -1\r\n\r\n", b"x", b"\r\n" * 3000]
+
+
+def _zmtp_greeting(mechanism: bytes, *, server: bool = False) -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes([server]) + bytes(31)
+
+
+def _command(name: bytes, data: bytes) -> bytes:
+    body = bytes([len(name)]) + name + data
+    return b"\x04" + bytes([len(body)]) + body if len(body) < 256 else b"\x06" + struct.pack(">Q", len(body)) + body
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes([len(name)]) + name + struct.pack(">I", len(value)) + value
+
+
+def zmtp(draw: random.Random) -> Pieces:
+    """A handshake without CURVE, or one with a key that is not the server's, and a subscription or a request for a replay."""
+    curve = draw.random() < 0.5
+    kind = draw.choice((b"SUB", b"XSUB", b"DEALER", b"REQ", b"PUB"))
+    greeting = _zmtp_greeting(draw.choice((b"CURVE", b"CURVE", b"PLAIN", b"X")) if curve else b"NULL")
+    if curve:
+        hello = b"\x01\x00" + bytes(72) + draw.randbytes(32) + draw.randbytes(8) + draw.randbytes(80)
+        initiate = draw.randbytes(draw.choice((8, 200, 900)))
+        return [greeting, _command(b"HELLO", hello), _command(b"INITIATE", initiate), _command(b"MESSAGE", initiate)]
+    ready = _command(b"READY", _property(b"Socket-Type", kind) + _property(b"Identity", draw.randbytes(8)))
+    sent = b"\x00\x01\x01" if kind.endswith(b"SUB") else b"\x01\x00\x00\x08" + bytes(8)
+    return [greeting, ready, sent * draw.choice((1, 3, 200))]
+
+
+def zmtp_huge(draw: random.Random) -> Pieces:
+    """Frames and commands of lengths that are announced, or sent."""
+    greeting = _zmtp_greeting(draw.choice((b"NULL", b"CURVE")))
+    kind = draw.randrange(5)
+    if kind == 0:
+        return [greeting, b"\x06" + struct.pack(">Q", 1 << draw.randrange(16, 64)), bytes(5000)]
+    if kind == 1:
+        return [greeting, b"\x02" + struct.pack(">Q", 1 << draw.randrange(16, 64)), bytes(5000)]
+    if kind == 2:
+        return [
+            greeting,
+            _command(b"READY", _property(b"Socket-Type", b"DEALER")),
+            b"\x03" + struct.pack(">Q", 1 << 20),
+            bytes(1 << 20),
+        ]
+    if kind == 3:
+        return [greeting, _command(b"READY", b"".join(_property(b"X%d" % one, bytes(100)) for one in range(500)))]
+    return [
+        greeting,
+        _command(b"READY", _property(b"Socket-Type", b"XSUB")),
+        b"".join(b"\x01\x3f\x01" + draw.randbytes(62) for _ in range(200)),
+    ]
+
+
+def _opening(draw: random.Random) -> bytes:
+    version, flags = draw.choice((1, 1, 1, 1, 2, 65535)), draw.choice((1, 1, 1, 0, 255))
+    return struct.pack("<4sHBB4x32s", b"FWTH", version, draw.choice((1, 3, 255)), flags, draw.randbytes(32))
+
+
+def transfer(draw: random.Random) -> Pieces:
+    """A handshake whose proof comes from another secret, and messages that want blocks."""
+    hello = encode(Hello(draw.randbytes(16), "", "127.0.0.1:1", 1.0, 1 << 20), NO_TRANSFER)
+    get = encode(Get(draw.randbytes(64) * draw.choice((1, 50)), 1 << 20, 1e6), draw.randbytes(16))
+    return [_opening(draw), draw.randbytes(32), hello, *[get] * draw.choice((0, 1, 20))]
+
+
+def transfer_huge(draw: random.Random) -> Pieces:
+    """Messages of which the head announces up to 4 GiB of metadata and any payload."""
+    head = bytearray(encode(Hello(draw.randbytes(16), "", "", 1.0, 1 << 20), NO_TRANSFER))
+    head[24:28] = struct.pack("<I", 1 << draw.randrange(16, 32))
+    head[32:40] = struct.pack("<Q", 1 << draw.randrange(16, 64))
+    begin = draw.choice(([], [_opening(draw)], [_opening(draw), draw.randbytes(32)]))
+    return [*begin, bytes(head), draw.randbytes(draw.choice((100, 300_000)))]
+
+
+def tls_huge(draw: random.Random) -> Pieces:
+    """Records of TLS: of greatest length, of every type, without end."""
+    record = struct.pack(
+        ">BHH", draw.choice((20, 21, 22, 23, 24, 255)), draw.choice((0x301, 0x303, 0)), draw.choice((1, 16384, 65535))
+    )
+    return [(record + draw.randbytes(draw.choice((1, 200, 16384)))) * draw.choice((1, 20))]
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def _h2(kind: int, flags: int, stream: int, data: bytes, length: int | None = None) -> bytes:
+    return (
+        struct.pack(">I", len(data) if length is None else length)[1:] + struct.pack(">BBI", kind, flags, stream) + data
+    )
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    """A header without compression; lengths below 16,000."""
+
+    def number(length: int) -> bytes:
+        rest = length - 127
+        return bytes([length]) if rest < 0 else bytes([127, rest & 127 | 128, rest >> 7])
+
+    return b"\x00" + number(len(name)) + name + number(len(value)) + value
+
+
+def _call(method: bytes, *more: tuple[bytes, bytes]) -> bytes:
+    heads = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", method), (b":authority", b"x")]
+    heads += [(b"content-type", b"application/grpc"), (b"te", b"trailers"), *more]
+    return b"".join(_literal(*one) for one in heads)
+
+
+def _length_delimited(number: int, data: bytes) -> bytes:
+    size, left = b"", len(data)
+    while left > 127:
+        size, left = size + bytes([left & 127 | 128]), left >> 7
+    return bytes([number << 3 | 2]) + size + bytes([left]) + data
+
+
+def _processing(draw: random.Random, paths: Sequence[str]) -> bytes:
+    """A gateway's message about the headers of a request without a key, or with a wrong one."""
+    wrong = draw.randbytes(16).hex()
+    heads = {":method": draw.choice(("POST", "GET", "X")), ":path": draw.choice(paths), "x-request-id": wrong}
+    heads |= draw.choice(({}, {"authorization": f"Bearer {wrong}"}, {"x-api-key": wrong}, {"x-foreword-salt": wrong}))
+    listed = (
+        _length_delimited(1, _length_delimited(1, name.encode()) + _length_delimited(3, value.encode()))
+        for name, value in heads.items()
+    )
+    return _length_delimited(2, _length_delimited(1, b"".join(listed)))
+
+
+_METHODS_OF_GRPC = (
+    *(b"/envoy.service.ext_proc.v3.ExternalProcessor/Process",) * 6,
+    *(b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"),
+    *(b"/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"/x/y", b"/x\xb6/y"),
+)
+
+
+def grpc_call(method: bytes) -> Pieces:
+    """A connection and the head of one call."""
+    return [_PREFACE + _h2(4, 0, 0, b""), _h2(1, 4, 1, _call(method))]
+
+
+def grpc(paths: Sequence[str]) -> Maker:
+    """Calls of the picker about requests without a key or with a wrong one, and bodies."""
+    every = sorted({*paths, *_PATHS})
+
+    def make(draw: random.Random) -> Pieces:
+        pieces = [_PREFACE + _h2(4, 0, 0, b"")]
+        for number in range(draw.choice((1, 1, 5))):
+            stream = 2 * number + 1
+            pieces.append(_h2(1, 4, stream, _call(draw.choice(_METHODS_OF_GRPC))))
+            first = _processing(draw, every)
+            body = _length_delimited(4, _length_delimited(1, json.dumps(draw.choice(_BODIES)).encode()))
+            for data in (first, body) if draw.random() < 0.5 else (first,):
+                pieces.append(_h2(0, 0, stream, struct.pack(">BI", 0, len(data)) + data))
+        return pieces
+
+    return make
+
+
+def grpc_huge(draw: random.Random) -> Pieces:
+    """Frames of HTTP/2 of greatest length, in floods, and messages of up to 4 GiB."""
+    begin = _PREFACE + _h2(4, 0, 0, b"")
+    process = _call(_METHODS_OF_GRPC[0])
+    kind = draw.randrange(9)
+    if kind == 0:
+        return [
+            begin,
+            _h2(1, 4, 1, process),
+            _h2(0, 0, 1, b"\0" + struct.pack(">I", 1 << draw.randrange(16, 32)) + bytes(5000)),
+        ]
+    if kind == 1:
+        return [begin, _h2(1, 0, 1, process), _h2(9, 0, 1, _literal(b"x", b"y" * 9_000)) * 60]
+    if kind == 2:
+        return [
+            begin,
+            b"".join(_h2(1, 4, 2 * one + 1, process) + _h2(3, 0, 2 * one + 1, bytes(4)) for one in range(300)),
+        ]
+    if kind == 3:
+        return [begin, _h2(6, 0, 0, bytes(8)) * 2000]
+    if kind == 4:
+        return [begin, _h2(4, 0, 0, struct.pack(">HI", 4, 1 << 30) * 50) * 100]
+    if kind == 5:
+        return [
+            begin,
+            _h2(draw.randrange(12), draw.randrange(256), 1, draw.randbytes(100), draw.choice((1 << 14, (1 << 24) - 1))),
+        ]
+    if kind == 6:
+        return [begin, _h2(8, 0, 0, struct.pack(">I", 0x7FFFFFFF)) * 3]
+    if kind == 7:
+        return [begin, _h2(1, 4, 1, process), _h2(0, 0, 1, b"\1" + struct.pack(">I", 9000) + draw.randbytes(9000))]
+    heads = [(b"x-%d" % one, draw.randbytes(40).hex().encode()) for one in range(100)]
+    return [begin, _h2(1, 4, 1, _call(_METHODS_OF_GRPC[0], *heads))]
+
+
+class Recorder:
+    """A port before another one: keeps what its clients send."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.sent: list[Pieces] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client = self._listener.accept()[0]
+                pieces: Pieces = []
+                self.sent.append(pieces)
+                server = socket.create_connection(("127.0.0.1", self._target))
+                for one, other, kept in ((client, server, pieces), (server, client, [])):
+                    threading.Thread(target=self._pass_on, args=(one, other, kept), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, kept: Pieces) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                kept.append(data)
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> list[Pieces]:
+        """Listen no more. Returns what each client has sent."""
+        self._listener.close()
+        return [one for one in self.sent if one]

@@ -1,0 +1,78 @@
+"""What strangers may send to the endpoint picker's port."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from envoy_gateway import free_port
+from hostile_replica import HostileReplica
+from router_parts import Loop, RouterThread
+from stranger_messages import grpc_call
+
+grpc = pytest.importorskip("grpc")
+METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    port, replica = free_port(), HostileReplica(Loop())
+    router = RouterThread("--replica", replica.url, "--picker", f"127.0.0.1:{port}")
+    try:
+        router.wait_for(1)
+        yield port
+    finally:
+        router.kill()
+
+
+class Exchange:
+    """A gateway's exchange with the picker about one request."""
+
+    def __init__(self, port: int) -> None:
+        from foreword.router.gateway import envoy_messages as envoy
+
+        self._envoy = envoy
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        process = self._channel.stream_stream(
+            METHOD,
+            request_serializer=envoy.ProcessingRequest.SerializeToString,
+            response_deserializer=envoy.ProcessingResponse.FromString,
+        )
+        self._answers = process(iter(self._messages.get, None), timeout=60, wait_for_ready=True)
+        first = envoy.ProcessingRequest()
+        first.protocol_config.request_body_mode = envoy.BUFFERED
+        heads = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
+        for name, value in heads.items():
+            first.request_headers.headers.headers.add(key=name, raw_value=value.encode())
+        self._messages.put(first)
+        next(self._answers)
+
+    def end(self) -> str:
+        """Send the body. Returns what was picked."""
+        last = self._envoy.ProcessingRequest()
+        last.request_body.body, last.request_body.end_of_stream = b'{"prompt": "once"}', True
+        self._messages.put(last)
+        picked = str(next(self._answers))
+        self._messages.put(None)
+        self._channel.close()
+        return picked
+
+
+def test_a_method_without_a_valid_name(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls of methods whose names are not UTF-8, or that there are not, are refused or wait: exchanges that are under way and
+    new ones are answered, and the log has no traceback."""
+    with caplog.at_level(logging.INFO), contextlib.ExitStack() as stack:
+        under_way = Exchange(port)
+        for method in (b"/x\xb6/y", b"/x/y") * 20:
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+            stranger.sendall(b"".join(grpc_call(method)))
+            assert stranger.recv(1 << 16)
+            assert "x-gateway-destination-endpoint" in Exchange(port).end()
+        assert "x-gateway-destination-endpoint" in under_way.end()
+    assert not [one for one in caplog.records if one.exc_info]
