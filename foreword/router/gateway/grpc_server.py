@@ -11,7 +11,7 @@ import asyncio
 from typing import Any, Final
 
 import grpc
-from grpc._cython import cygrpc
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from foreword.errors import ConfigError
 
