@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults erasures faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults erasures strangers faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,12 @@ ERASURES ?= 10000
 
 erasures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes
+
+# Sends what strangers without a key may send to every port, and prints a table: make strangers MESSAGES=7000 SEED=7
+MESSAGES ?= 100000
+
+strangers: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/stranger_campaign.py --messages $(MESSAGES) --seed $(SEED) --notes
 
 # Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
 SECONDS ?= 60
