@@ -13,8 +13,6 @@ from typing import Any, Final
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-from foreword.errors import ConfigError
-
 # Calls that came in one turn of the event loop, or of methods that there are not.
 _WAITING: Final = 500
 
@@ -31,12 +29,11 @@ class RegisteredServer(grpc.aio._server.Server):  # type: ignore[misc,name-defin
     Args:
         streams: calls at a time.
 
-    Raises ConfigError for a version of the library that has no registered methods.
+    This uses what the library does not promise to keep. Raises AttributeError or TypeError for a version that has changed it.
     """
 
     def __init__(self, options: tuple[tuple[str, Any], ...], streams: int) -> None:
-        if not hasattr(_Calls, "_request_registered_call"):
-            raise ConfigError("--picker needs a newer gRPC: pip install --upgrade grpcio")
+        assert _Calls._request_registered_call
         limits = (f"grpc.server.max_pending_requests{end}" for end in ("", "_hard_limit"))
         given = (*options, *((name, _WAITING) for name in limits))
         self._loop = asyncio.get_running_loop()

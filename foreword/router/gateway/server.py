@@ -50,7 +50,6 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
 
         from foreword.router.gateway import envoy_messages as envoy
         from foreword.router.gateway.exchange import Exchanges
-        from foreword.router.gateway.grpc_server import RegisteredServer
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
@@ -75,7 +74,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
     health = grpc.unary_unary_rpc_method_handler(
         check, envoy.HealthCheckRequest.FromString, envoy.HealthCheckResponse.SerializeToString
     )
-    server = RegisteredServer(_OPTIONS, config.picker_streams)
+    server = _make_server(grpc, config.picker_streams)
     server.add_registered_method_handlers(_PROCESSOR, {"Process": process_handler})
     server.add_registered_method_handlers(_HEALTH, {"Check": health})
     port = _bind(grpc, server, config)
@@ -132,6 +131,19 @@ def _credentials(grpc: Any, certificate: str, key: str) -> Any:
             return None
 
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed)
+
+
+def _make_server(grpc: Any, streams: int) -> Any:
+    try:
+        from foreword.router.gateway.grpc_server import RegisteredServer
+
+        return RegisteredServer(_OPTIONS, streams)
+    except (ImportError, AttributeError, TypeError):
+        logger.warning(
+            "gRPC %s: a call whose method has no valid name would end the picker; let only the gateway reach its port",
+            grpc.__version__,
+        )
+        return grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=streams)
 
 
 def _bind(grpc: Any, server: Any, config: RouterConfig) -> int:
