@@ -127,7 +127,7 @@ SERVE = [
     ("--record {folder}/none/trace.jsonl", "{folder}/none/trace.jsonl"),
     ("--audit-reports {folder}/file/reports", "cannot be created: Not a directory"),
     # Transfers
-    ("--role both --transfer-bind 0.0.0.0:0", "set --transfer-advertise"),
+    ("--role both --transfer-bind 0.0.0.0:0", "set transfer.advertise (--transfer-advertise)"),
     ("--role both --transfer-bind 10.0.0.1:1", "set --transfer-secret-file"),
     ("--transfer-secret-file {folder}/none", "cannot read transfer.secret_file"),
     ("--role both --transfer-tls --transfer-secret aaaaaaaaaaaaaaaaaaaa", "needs a certificate"),
@@ -317,7 +317,7 @@ def test_doctor_finds_mistakes_first(runner: subprocess.Popen[str], folder: Path
         ({"store": "redis+cluster://"}, "a cluster URL names hosts"),
         ({"store": "peer://10.0.0.1:9"}, "secret"),
         ({"store": "memory://", "lookup_timeout": -1}, "store.lookup_timeout must be more than 0"),
-        ({"store": "memory://", "transfer": {"bind": "0.0.0.0:1"}}, "set --transfer-advertise"),
+        ({"store": "memory://", "transfer": {"bind": "0.0.0.0:1"}}, "set transfer.advertise (--transfer-advertise)"),
         ({"store": "memory://", "transfer": {"bind": "10.0.0.1:0"}}, "set --transfer-secret-file"),
         ({"store": "memory://", "transfer": {"advertise": "nowhere"}}, "'nowhere' is not an address"),
     ],

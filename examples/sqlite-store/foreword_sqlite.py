@@ -209,6 +209,13 @@ class SqliteStore(Store):
         with self._call(deadline, write=True) as db:
             db.execute("INSERT OR REPLACE INTO record VALUES (?, ?)", row)
 
+    def add_record(self, key: str, data: bytes, *, deadline: float) -> bytes:
+        row = (check_record_key(key), bytes(check_record(data)))
+        with self._call(deadline, write=True) as db:
+            db.execute("INSERT OR IGNORE INTO record VALUES (?, ?)", row)
+            [there] = db.execute("SELECT data FROM record WHERE key = ?", (key,)).fetchone()
+        return bytes(there)
+
     def get_record(self, key: str, *, deadline: float) -> bytes | None:
         with self._call(deadline) as db:
             row = db.execute("SELECT data FROM record WHERE key = ?", (key,)).fetchone()

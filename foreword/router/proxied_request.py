@@ -44,6 +44,8 @@ _MAX_OVERLOADED: Final = 100
 # A request on which a replica was silent for longer than this, in seconds, may be the reason.
 _SILENT_SECONDS: Final = 1.0
 _MAX_SILENCES: Final = 2
+# What a replica is believed. Other errors of a client may be its own: a key, a path or a model that it does not know.
+_ABOUT_REQUEST: Final = (400, 413, 415, 422)
 # Codes of errors that replicas may rightly disagree about.
 _DIFFERS: Final = frozenset(("prefix_not_found", "context_length_exceeded"))
 
@@ -306,7 +308,7 @@ class ProxiedRequest(RoutedRequest):
             raise ReplicaFailed(describe_response(status, data))
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
-        if status < 500 and not self._may_ask_another(attempt, data):
+        if status < 500 and not self._may_ask_another(attempt, status, data):
             return False
         self._suspect(attempt, response, data)
         self.router.metrics.retry()
@@ -321,7 +323,7 @@ class ProxiedRequest(RoutedRequest):
         self.router.paused(attempt.upstream, retry_after(response))
         return True
 
-    def _may_ask_another(self, attempt: Attempt, data: bytes) -> bool:
+    def _may_ask_another(self, attempt: Attempt, status: int, data: bytes) -> bool:
         """Whether a second replica is asked if the first one calls the request wrong. It is asked once."""
         upstream = attempt.upstream
         if self.refused is not None:
@@ -331,7 +333,7 @@ class ProxiedRequest(RoutedRequest):
         others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
         if not any(not one.excluded(now) for one in others):
             return False
-        return error_of(data).code in _DIFFERS or upstream.refusals.checked()
+        return status not in _ABOUT_REQUEST or error_of(data).code in _DIFFERS or upstream.refusals.checked()
 
     def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
         """Note an error that is the replica's fault if another replica succeeds."""

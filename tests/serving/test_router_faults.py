@@ -336,7 +336,7 @@ def test_a_replica_that_begins_to_refuse_everything(loop: Loop) -> None:
         odd.behaviour = "picky"
         answers = [post(router).status_code for _ in range(60)]
         assert set(answers) == {200, 422} and answers.count(422) <= 8 and answers[-20:] == [200] * 20
-        assert router.metric("foreword:router_breaker_opened_total", replica=odd.url) == 1
+        assert router.metric("foreword:router_breaker_opened_total", replica=odd.url) >= 1
 
 
 def test_an_error_of_all_replicas(loop: Loop) -> None:
@@ -573,7 +573,7 @@ def test_tenants_share_no_blocks(trusting: str) -> None:
         assert cached("bob-key") == 0
         assert cached("bob-key", cache_salt="other") == 0
         with router.http("alice-key") as alice:
-            retained = {"prompt": words("routed-tenants", 60), "cache_salt": "other"}
+            retained = {"prompt": words("routed-tenants", 60)[:400], "cache_salt": "other"}
             assert alice.post("/v1/cache/retain", json=retained).json()["status"] == "accepted"
             assert len(alice.get("/v1/cache/retained").json()["data"]) == 1
             assert alice.delete("/v1/cache", params={"cache_salt": "other"}).json()["device_blocks"] > 0

@@ -55,7 +55,6 @@ def is_right(router: RouterThread, streams: bool) -> bool:
 # The others are as important, but each takes seconds.
 QUICK = {
     ("HTML", False),
-    ("400", True),
     ("choices are numbers", True),
     ("hang", False),
     ("reset", True),
@@ -68,13 +67,15 @@ QUICK = {
     [
         pytest.param(mode, streams, marks=() if (mode, streams) in QUICK else pytest.mark.slow)
         for mode in MODES
+        if mode != "400"
         for streams in (True, False)
     ],
 )
 def test_clients_get_right_answers(
     router: RouterThread, replicas: tuple[HostileReplica, HostileReplica], mode: str, streams: bool
 ) -> None:
-    """Whatever a bad replica does, every client gets the whole right answer, and the circuit of the bad one opens."""
+    """Whatever a bad replica does, every client gets the whole right answer, and the circuit of the bad one opens. Only one
+    that begins to call all requests wrong is believed at first (test_router_faults.py)."""
     bad = replicas[0]
     opened = router.metric("foreword:router_breaker_opened_total")
     bad.mode = mode
