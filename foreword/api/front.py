@@ -326,7 +326,7 @@ class Front:
                     attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
                     call.span = self.tracer.request(self.span_name, call.headers, attributes)
             if isinstance(route.body, JsonBody):
-                await self._read(call, route, route.body)
+                await self._read(call, route.body)
             if route.ends_with_client:
                 call.exchange.watch()
                 reply = await route.handler(call)
@@ -341,7 +341,7 @@ class Front:
                 raise IntegrityError(f"{route.name} answered without a charge")
             return answer
 
-    async def _read(self, call: Call, route: Route[Handler], body: JsonBody) -> None:
+    async def _read(self, call: Call, body: JsonBody) -> None:
         exchange, limits = call.exchange, self.limits()
         if body.optional and not declared_length(call.headers) and "transfer-encoding" not in call.headers:
             return

@@ -306,6 +306,9 @@ class ProxiedRequest(RoutedRequest):
             return False
         if not 400 <= status < 600:
             raise ReplicaFailed(describe_response(status, data))
+        if status < 500 and self.refused is not None:
+            self.refused.refusals.agreed(True)
+            return False
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
         if status < 500 and not self._may_ask_another(attempt, status, data):
@@ -324,11 +327,8 @@ class ProxiedRequest(RoutedRequest):
         return True
 
     def _may_ask_another(self, attempt: Attempt, status: int, data: bytes) -> bool:
-        """Whether a second replica is asked if the first one calls the request wrong. It is asked once."""
+        """Whether a second replica is asked after a first one has refused the request."""
         upstream = attempt.upstream
-        if self.refused is not None:
-            self.refused.refusals.agreed(True)
-            return False
         now, avoid = clock(), (upstream.url, *self.avoid)
         others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
         if not any(not one.excluded(now) for one in others):

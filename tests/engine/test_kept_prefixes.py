@@ -167,7 +167,7 @@ def site(engine: Callable[..., LLM], tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("second", [*NAMES, *RETENTIONS])
 @pytest.mark.parametrize("first", [*NAMES, *RETENTIONS])
 def test_what_another_one_needs_stays(site: Site, first: str, second: str) -> None:
-    """Of two kept prefixes that begin alike, whoever keeps them, ending one unpins only what the other does not need; ending
+    """Of two kept prefixes that begin alike, in any two processes, ending one unpins only what the other does not need; ending
     both leaves nothing."""
     one, other = site.keepers[first], site.keepers[second]
     kept = [(one, ONE), (other, OTHER)]

@@ -298,7 +298,7 @@ class Process:
 
 
 class Fleet:
-    """The processes, which end with `stack`, their ports, and what nobody may learn."""
+    """The processes, which end with `stack`, their ports, and what no stranger may learn."""
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -589,7 +589,7 @@ def _storm(fleet: Fleet, port: Port, messages: int, draw: Random, row: Row, file
 def run(
     messages: int, seed: int, only: Sequence[str] = (), report: Callable[[Row], None] = lambda _: None
 ) -> list[Row]:
-    """The campaign: so many messages, divided among the ports."""
+    """The campaign: this number of messages, divided among the ports."""
     rows = []
     with scratch_folder() as folder, contextlib.ExitStack() as stack:
         fleet = Fleet(folder, stack)

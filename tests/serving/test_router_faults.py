@@ -309,14 +309,17 @@ def test_plain_openai_servers(loop: Loop) -> None:
         assert error["code"] == "replica_failed" and "tokens are not known" in error["message"]
 
 
-def test_client_errors_are_checked_until_they_are_believed(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("most", ["2", "3"])
+def test_client_errors_are_checked_until_they_are_believed(
+    loop: Loop, caplog: pytest.LogCaptureFixture, most: str
+) -> None:
     """A client error of a replica that has not answered yet is checked with another one, and returned unchanged if that says
     the same. Then it is believed at once, but for a small share; no replica is called a failing one."""
     caplog.set_level("INFO")
     picky = [Scripted(loop) for _ in range(3)]
     for one in picky:
         one.behaviour = "picky"
-    with routed(*named(*picky), "--failures", "1", replicas=3) as router:
+    with routed(*named(*picky), "--failures", "1", "--max-attempts", most, replicas=3) as router:
         for number in range(400):
             answer = post(router)
             assert answer.status_code == 422 and answer.json()["error"]["message"] == "no"
