@@ -353,7 +353,8 @@ class StoreConfig:
 
     Attributes:
         urls: URLs of stores, fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
-        staging: host memory for copies between the device and the stores.
+        staging: host memory for copies between the device and the stores, half of it for the write queue: 1 GiB with a GPU,
+            which fills blocks faster than stores take them, and 256 MiB without if it is `auto`. A GPU has a copy of it.
         lookup_timeout: seconds that a request waits for a lookup in remote stores, or a tenth of the time to compute the prompt
             if that is longer. Memory and disks, which answer late only on a busy machine, have 8 times as long, or the whole
             time to compute the prompt.
@@ -364,7 +365,7 @@ class StoreConfig:
     """
 
     urls: tuple[str, ...] = field(default=(), repr=False)  # they may contain passwords
-    staging: str = "256MiB"
+    staging: str = "auto"
     lookup_timeout: float = _positive(0.25)
     load_timeout: float = _positive(30.0)
     flush_seconds: float = _not_negative(20.0)
@@ -385,9 +386,15 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         self.integrity_keys()
-        if not parse_bytes(self.staging, "store.staging (--store-staging)"):
+        if not self.staging_bytes("cpu"):
             raise ConfigError("store.staging (--store-staging) must have room for a block")
         _check("store", self)
+
+    def staging_bytes(self, device: str) -> int:
+        """Bytes of `staging` for KV on a device of this type."""
+        if self.staging == "auto":
+            return (256 << 20) if device in ("cpu", "none") else (1 << 30)
+        return parse_bytes(self.staging, "store.staging (--store-staging)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,14 @@
 """Everything that needs a GPU, in one command below nine minutes, offline: models are made on the spot.
 
-    python -m benchmarks.gpu.plan [--device cuda] [--out results] [--steps kernels,tokens] [--tiny]     (make gpu)
+    python -m benchmarks.gpu.plan [--device cuda] [--out results] [--steps tokens,copies] [--tiny]     (make gpu)
+    python -m benchmarks.gpu.plan --json docs/figures/70-gpu.json --results results/gpu-plan.json
 
-Each step (gpu/steps.py) runs in a process of its own with a time limit; a step that fails is printed as failed, with its
-error, and the others run. Writes `gpu-plan.md` and `gpu-plan.json` into the output folder. Ends with status 2 where there
-is no GPU, and 1 if a step failed. Needs PyTorch, Triton, Transformers, tokenizers, safetensors, xxhash, numpy, psutil and
-jinja2, and no other package of Foreword's.
+Each step (gpu/steps.py) runs in a process of its own with a time limit, side by side where it measures no time; a step that
+fails is printed as failed, with its error, and the others run. Writes `gpu-plan.md` and `gpu-plan.json` into the output
+folder. Ends with status 2 where there is no GPU, and 1 if a step failed. Needs what `pip install '.[engine]'` installs, and
+Triton; only the step `serve` needs what `foreword serve` needs.
+
+The second form runs nothing: it makes the table of docs/benchmarks.md from results, which may come from another machine.
 
 With `--device cpu --tiny` and TRITON_INTERPRET=1 the same steps run on a CPU with tiny shapes, which tries the script.
 """
@@ -16,6 +19,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +43,7 @@ def run_step(name: str, options: argparse.Namespace) -> dict[str, Any]:
         *(["--tiny"] if options.tiny else []),
     ]
     # The limits are for a GPU.
-    limit = STEPS[name][1] * (6 if options.tiny else 1)
+    limit = STEPS[name].limit * (6 if options.tiny else 1)
     begin = time.perf_counter()
     error = None
     try:
@@ -78,6 +83,32 @@ def markdown(facts: dict[str, str], results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def write_table(target: Path, sources: list[Path]) -> None:
+    """The results of some runs as a table of docs/benchmarks.md. A step that was run twice has the later results."""
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in sources]
+    found = {result["step"]: (run["facts"], result) for run in runs for result in run["results"]}
+    rows = [
+        {
+            "cells": [name, row["what"], row["figure"], row.get("share") or row.get("limit", "")],
+            "processor": facts["card"],
+            "date": facts["date"],
+        }
+        for name, (facts, result) in found.items()
+        for row in result["rows"] or [{"what": f"failed: {result['error']}", "figure": ""}]
+    ]
+    versions = ", ".join(f"{name} {runs[0]['facts'][name]}" for name in ("torch", "triton", "transformers"))
+    table = {
+        "title": "The engine on a GPU",
+        "text": f"`make gpu`: a Llama of 8B parameters with random weights in bfloat16 ({versions}). Kernels are compared with "
+        "PyTorch in float32, tokens with Transformers; `serve` is `foreword serve` with the built-in model in float32, "
+        "asked, asked again, and after a restart.",
+        "head": ["step", "what", "figure", "share, or limit"],
+        "command": "gpu/plan.py",
+        "rows": rows,
+    }
+    target.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     """0 if all steps succeeded, 1 if one failed, 2 without a GPU."""
     parser = argparse.ArgumentParser(description="Tests and measurements that need a GPU.")
@@ -86,7 +117,12 @@ def main() -> int:
     parser.add_argument("--steps", default=",".join(STEPS), help="which steps, separated by commas")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     parser.add_argument("--only", choices=STEPS, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="write a table from --results, and run nothing")
+    parser.add_argument("--results", type=Path, nargs="+", help="gpu-plan.json of earlier runs")
     options = parser.parse_args()
+    if options.json:
+        write_table(options.json, options.results or [options.out / "gpu-plan.json"])
+        return 0
     import torch
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -94,16 +130,24 @@ def main() -> int:
         return 2
     if options.only:
         shapes = TINY if options.tiny else LARGE
-        print(json.dumps(STEPS[options.only][0](shapes, torch.device(options.device), options.tiny)))
+        print(json.dumps(STEPS[options.only].run(shapes, torch.device(options.device), options.tiny)))
         return 0
     facts, results = describe(options.device), []
-    for name in options.steps.split(","):
-        results.append(run_step(name, options))
-        print(markdown(facts, results[-1:]), flush=True)
-        options.out.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for result in run_steps(options):
+        results.append(result)
+        print(markdown(facts, [result]), flush=True)
         (options.out / "gpu-plan.json").write_text(json.dumps({"facts": facts, "results": results}, indent=2) + "\n")
         (options.out / "gpu-plan.md").write_text(markdown(facts, results) + "\n")
     return int(any(result["error"] for result in results))
+
+
+def run_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The results of the steps: first of those that measure no time, side by side, then of the others."""
+    names = options.steps.split(",")
+    with ThreadPoolExecutor(len(names)) as pool:
+        yield from pool.map(lambda name: run_step(name, options), [name for name in names if not STEPS[name].timed])
+    yield from (run_step(name, options) for name in names if STEPS[name].timed)
 
 
 if __name__ == "__main__":

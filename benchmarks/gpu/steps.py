@@ -1,9 +1,13 @@
 """The steps of the GPU plan (gpu/plan.py): each makes its own model and returns rows of a table."""
 
 import functools
+import importlib
 import json
 import random
+import tempfile
+import textwrap
 import time
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +84,7 @@ class Bench:
         if device.type == "cuda":
             self.runner.record_graphs(config.max_num_seqs)
         cache = PrefixCache(self.blocks, size, groups=loaded.layers.kv_groups(size), model=loaded.fingerprint)
-        self.offload = None if store is None else self._open(store, loaded)
+        self.offload: Any = None if store is None else self._open(store, loaded)
         scheduler = Scheduler(
             cache, max_batch_tokens=config.max_batch_tokens, max_num_seqs=config.max_num_seqs, offload=self.offload
         )
@@ -90,12 +94,13 @@ class Bench:
         self._requests = 0
 
     def _open(self, url: str, loaded: Any) -> Any:
+        from foreword.config import StoreConfig
         from foreword.offload.manager import OffloadManager
         from foreword.offload.staging import StagingArena, layout_of, tensors_of
         from foreword.store.urls import open_store
 
         layout = layout_of(self.runner.layers, loaded.fingerprint)
-        slots = max((512 << 20) // layout.block_bytes, 8)
+        slots = max(StoreConfig().staging_bytes(loaded.device.type) // layout.block_bytes, 8)
         staging = StagingArena([tensors_of(self.runner.layers)], min(slots, 2 * self.blocks))
         return OffloadManager(open_store([url], layout), staging, [layout])
 
@@ -127,6 +132,17 @@ class Bench:
                 left -= delta.finish_reason is not None
         return [found[f"bench-{first + i}"] for i in range(len(prompts))]
 
+    def first_token(self, tokens: list[int], new_tokens: int) -> tuple[float, int]:
+        """Seconds until the first token of an answer, and the token."""
+        begin = time.perf_counter()
+        self.add(tokens, new_tokens)
+        while not (deltas := [delta for delta in self.step() if delta.tokens]):
+            pass
+        seconds = time.perf_counter() - begin
+        while self.core.scheduler.running:
+            self.step()
+        return seconds, deltas[0].tokens[0]
+
     def decode_seconds(self, batch: int, context: int, steps: int, vocabulary: int, shared: int = 0) -> float:
         """The mean time of a step in which `batch` sequences decode, after `shared` common tokens and `context` of their own.
         Their blocks fill in the same steps."""
@@ -134,10 +150,10 @@ class Bench:
         if shared:
             self.generate([common], 1)
         for number in range(batch):
-            self.add(common + random_tokens(context, vocabulary, 1000 * batch + number), steps + 3)
-        started = 0
-        while started < batch:
-            started += sum(bool(delta.tokens) for delta in self.step())
+            self.add(common + random_tokens(context, vocabulary, 1000 * batch + number), steps + batch)
+        started: set[str] = set()
+        while len(started) < batch:
+            started.update(delta.request_id for delta in self.step() if delta.tokens)
         begin = time.perf_counter()
         for _ in range(steps):
             self.step()
@@ -221,24 +237,21 @@ SHARED_STEPS = [[(330 + 40 * i, 1) for i in range(20)], [(325, 20), *[(400, 1)] 
 LONG_STEPS = [[(5000, 1)], [(700 + i, 1) for i in range(300)], [(0, 1500), (900, 400), (3000, 1)]]
 
 
-def step_kernels(shapes: Shapes, device: Any, tiny: bool) -> Rows:
-    """Attention kernels against PyTorch's operators in float32 on the same device."""
+def step_kernels(name: str, allowed: float, shapes: Shapes, device: Any, tiny: bool) -> Rows:
+    """Attention kernels of a dtype against PyTorch's operators in float32 on the same device."""
     import torch
 
-    rows: Rows = []
-    limits = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-    for dtype, allowed in limits.items():
-        steps = SHORT_STEPS[:2] if tiny else SHORT_STEPS + LONG_STEPS
-        worst = max(
-            attention_error(case, step, shared, dtype, device)
-            for case in CASES[: 2 if tiny else None]
-            for shared, several in ((0, steps), (20, SHARED_STEPS[tiny:]))
-            for step in several
-        )
-        rows.append({"what": f"largest error, {str(dtype)[6:]}", "figure": f"{worst:.2g}", "limit": f"{allowed:g}"})
-        if not worst <= allowed:
-            raise RuntimeError(f"attention in {dtype} differs by {worst:.3g}")
-    return rows
+    dtype = getattr(torch, name)
+    steps = SHORT_STEPS[:2] if tiny else SHORT_STEPS + LONG_STEPS
+    worst = max(
+        (attention_error(case, step, shared, dtype, device), f"{case}, {step}, {shared} shared blocks")
+        for case in CASES[: 2 if tiny else None]
+        for shared, several in ((0, steps), (20, SHARED_STEPS[tiny:]))
+        for step in several
+    )
+    if not worst[0] <= allowed:
+        raise RuntimeError(f"attention in {name} differs by {worst[0]:.3g}: {worst[1]}")
+    return [{"what": f"largest error, {name}", "figure": f"{worst[0]:.2g}", "limit": f"{allowed:g}"}]
 
 
 def attention_error(case: AttentionCase, step: list[tuple[int, int]], shared: int, dtype: Any, device: Any) -> float:
@@ -304,9 +317,9 @@ def step_tokens(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     expected = []
     for tokens in prompts:
         ids = torch.tensor([tokens], device=device)
-        expected.append(
-            own.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)[0, len(tokens) :].tolist()
-        )
+        mask = torch.ones_like(ids)  # else token 0 would be padding
+        found = own.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        expected.append(found[0, len(tokens) :].tolist())
     bench = Bench(model, settings, device, {"kv_memory": "8192 tokens", "max_num_seqs": 4, "max_batch_tokens": 256})
     rows: Rows = []
     for name in ("cold", "from the prefix cache"):
@@ -522,12 +535,129 @@ def step_saving(shapes: Shapes, device: Any, tiny: bool) -> Rows:
     return [*rows, {"what": f"saving against not, {saved} blocks saved", "figure": f"{ratio:.1%}", "limit": "97 %"}]
 
 
-# Each with the seconds that it may take.
-STEPS: dict[str, tuple[Callable[[Shapes, Any, bool], Rows], int]] = {
-    "kernels": (step_kernels, 100),
-    "tokens": (step_tokens, 50),
-    "decode": (step_decode, 130),
-    "copies": (step_copies, 50),
-    "saving": (step_saving, 80),
-    "transformers": (step_transformers, 120),
+def step_hits(shapes: Shapes, device: Any, tiny: bool) -> Rows:
+    """TTFT of a long prompt: computed, from the prefix cache on the device, from memory, and from disk. Raises RuntimeError
+    if nothing was loaded."""
+    import torch
+
+    from foreword.engine.attention.backend import NAME
+
+    rows: Rows = []
+    model = None
+    with tempfile.TemporaryDirectory() as folder:
+        for tier, store in (("memory", "memory://?size=8GiB"), ("disk", f"disk://{folder}?size=8GiB")):
+            if model is None or device.type == "cpu":
+                model, settings = random_model(shapes, device, torch.bfloat16, NAME)
+            options = {
+                "max_num_seqs": 2, "max_batch_tokens": shapes.prefill, "max_model_len": shapes.prefill + 64,
+                "kv_memory": f"{4 * (shapes.prefill + 64)} tokens",
+            }  # fmt: skip
+            bench = Bench(model, settings, device, options, store)
+            bench.first_token(random_tokens(shapes.prefill, shapes.vocabulary, 1), shapes.steps)
+            runs = [ttft_by_path(bench, shapes, seed) for seed in (2, 3, 4)]
+            status = bench.offload.status()
+            bench.offload.close()
+            if not status.loaded:
+                raise RuntimeError(f"no block was loaded from {tier}: {status}")
+            computed, device_hit, stored = (median(run[0][i] for run in runs) for i in range(3))
+            if not rows:
+                rows += [
+                    {"what": f"TTFT of {shapes.prefill} tokens, computed", "figure": f"{computed * 1e3:.1f} ms"},
+                    {"what": "the same from the prefix cache", "figure": f"{device_hit * 1e3:.1f} ms"},
+                ]
+            same = sum(run[1] for run in runs)
+            rate = shapes.prefill * shapes.kv_bytes / stored
+            rows.append(
+                {
+                    "what": f"the same from {tier}, {status.loaded} blocks loaded, {status.dropped} not saved",
+                    "figure": f"{stored * 1e3:.1f} ms",
+                    "share": f"{stored / computed:.0%} of computing, {rate / 1e9:.1f} GB/s",
+                }
+            )
+            rows.append({"what": f"first tokens as computed, {tier}", "figure": f"{same} of {2 * len(runs)}"})
+            del bench
+    return rows
+
+
+def ttft_by_path(bench: Bench, shapes: Shapes, seed: int) -> tuple[list[float], int]:
+    """Seconds to the first token of a new prompt: computed, from the device, and from the store after the device forgot it;
+    and how many of the latter two began with the token of the first."""
+    prompt = random_tokens(shapes.prefill, shapes.vocabulary, seed)
+    seconds, tokens = zip(*(bench.first_token(prompt, shapes.steps) for _ in range(2)), strict=True)
+    bench.offload.flush(60)
+    bench.core.cache.clear()
+    third, token = bench.first_token(prompt, 1)
+    return [*seconds, third], (tokens[1] == tokens[0]) + (token == tokens[0])
+
+
+def step_serve(shapes: Shapes, device: Any, tiny: bool) -> Rows:
+    """`foreword serve` with the built-in model and a disk: asked twice, killed, started again, asked again. Raises
+    RuntimeError if the second or third answer differs or was not read from the cache."""
+    missing = [name for name in ("aiohttp", "httpx", "llguidance", "prometheus_client", "zmq") if not importable(name)]
+    if missing:
+        return [{"what": "left out: not installed here", "figure": ", ".join(missing)}]
+    from benchmarks.router.fleet import Process
+
+    source = Path(textwrap.__file__).read_text(encoding="utf-8")[-8000:]
+    messages = [{"role": "system", "content": source}, {"role": "user", "content": "What does dedent do?"}]
+    answers = []
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["serve", "--device", str(device), "--dtype", "float32", "--store", f"disk://{folder}/kv?size=1GiB"]
+        server = Process(Path(folder), "serve", command)
+        starts = []
+        for asked in (2, 1):
+            begin = time.perf_counter()
+            server.start()
+            server.wait_ready()
+            starts.append(time.perf_counter() - begin)
+            answers += [ask(server.url, messages) for _ in range(asked)]
+            server.stop()
+    (text, *others) = [answer["choices"][0]["message"]["content"] for answer in answers]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    if others != [text, text] or cached[0] or not min(cached[1:]):
+        raise RuntimeError(f"answers {[text, *others]}, cached tokens {cached}")
+    return [
+        {"what": "foreword serve, ready, first and second start", "figure": ", ".join(f"{s:.1f} s" for s in starts)},
+        {"what": "cached tokens: first, again, after a restart", "figure": ", ".join(map(str, cached))},
+        {"what": "answers equal", "figure": "3 of 3"},
+    ]
+
+
+def importable(name: str) -> bool:
+    """Whether a module can be imported here."""
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def ask(url: str, messages: list[dict[str, str]]) -> Any:
+    """The answer of a chat, greedy."""
+    body = json.dumps({"messages": messages, "max_tokens": 32, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return json.load(reply)
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """A step, the seconds that it may take, and whether it measures time: such steps run alone, after the others."""
+
+    run: Callable[[Shapes, Any, bool], Rows]
+    limit: int
+    timed: bool = True
+
+
+STEPS = {
+    "kernels-float32": PlanStep(functools.partial(step_kernels, "float32", 1e-4), 280, timed=False),
+    "kernels-bfloat16": PlanStep(functools.partial(step_kernels, "bfloat16", 5e-2), 150, timed=False),
+    "kernels-float16": PlanStep(functools.partial(step_kernels, "float16", 1e-2), 150, timed=False),
+    "tokens": PlanStep(step_tokens, 100, timed=False),
+    "serve": PlanStep(step_serve, 120, timed=False),
+    "decode": PlanStep(step_decode, 130),
+    "copies": PlanStep(step_copies, 50),
+    "saving": PlanStep(step_saving, 80),
+    "hits": PlanStep(step_hits, 80),
+    "transformers": PlanStep(step_transformers, 120),
 }

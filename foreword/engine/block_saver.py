@@ -37,6 +37,7 @@ class BlockSaver:
             if self._cache.windows and chunk.sequence.checkpoints is None:
                 chunk.sequence.checkpoints = self._plan_checkpoints(chunk)
             if chunk.sequence in step.admitted:
+                chunk.sequence.unsaved.clear()  # a preempted sequence has other blocks now
                 self._save_again(chunk.sequence, chunk.published_before)
             self._save_blocks(chunk.sequence, chunk.published_before, full)
 
@@ -54,15 +55,30 @@ class BlockSaver:
                 self._save_group(sequence, number, [i for i in range(count) if blocks[i] != HOLE], again=True)
 
     def _save_blocks(self, sequence: SequenceState, first: int, full: int) -> None:
-        if full <= first:
+        if full <= first and not sequence.unsaved:
             return
         plan = sequence.checkpoints
         for number in range(len(self._cache.groups)):
             wanted = [i for i in range(first, full) if plan is None or plan.wanted(number, i)]
-            self._save_group(sequence, number, wanted)
+            self._save_in_order(sequence, number, wanted)
 
-    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int], *, again: bool = False) -> None:
-        """Save these blocks of one KV group, in order of their positions."""
+    def _save_in_order(self, sequence: SequenceState, number: int, wanted: Sequence[int]) -> None:
+        """Save these blocks, after those for which there was no room before: a chain without its beginning is found by no
+        lookup. What has no room now is tried again in the sequence's next steps."""
+        blocks, late = sequence.table.groups[number], sequence.unsaved.pop(number, [])
+        left = [i for i in late if blocks[i] != HOLE]
+        self._offload.note_dropped(len(late) - len(left))
+        left += wanted
+        left = left[self._save_group(sequence, number, left) :]
+        if left:
+            sequence.unsaved[number] = left
+
+    def end(self, sequence: SequenceState) -> None:
+        """The sequence's blocks are free from now on."""
+        self._offload.note_dropped(sum(map(len, sequence.unsaved.values())))
+
+    def _save_group(self, sequence: SequenceState, number: int, wanted: Sequence[int], *, again: bool = False) -> int:
+        """Save these blocks of one KV group, in order of their positions. Returns for how many of the first there was room."""
         chain, blocks = sequence.table.chain, sequence.table.groups[number]
         if self._cache.quarantined and wanted:
             usable = self._cache.usable(chain.keys_to(wanted[-1] + 1))
@@ -71,7 +87,10 @@ class BlockSaver:
             first, stop = wanted[low], wanted[high - 1] + 1
             keys = chain.keys_to(stop)[first:stop]
             where = chain.key_before(first), first, blocks[first:stop], number
-            self._offload.save(chain.root, keys, *where, prompt=sequence.num_prompt, again=again)
+            done = self._offload.save(chain.root, keys, *where, prompt=sequence.num_prompt, again=again)
+            if done < stop - first:
+                return low + done
+        return len(wanted)
 
     def _plan_checkpoints(self, chunk: Chunk) -> CheckpointPlan:
         """Which blocks of window groups a sequence saves whose first chunk was computed."""

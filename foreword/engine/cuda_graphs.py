@@ -43,7 +43,7 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def capture_cuda_graph(
-    run: Callable[[], Tensor],
+    run: Callable[[], Tensor], pool: Any
 ) -> tuple[Callable[[], object], Tensor]:  # pragma: no cover - needs a GPU
     """Record the function in a CUDA graph. It runs twice before: kernels are compiled and libraries take their memory."""
     stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -54,19 +54,22 @@ def capture_cuda_graph(
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     # Other threads copy to and from the device meanwhile.
-    with torch.cuda.graph(graph, pool=_shared_pool(), capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         out = run()
     return graph.replay, out
 
 
-_pools: list[Any] = []
+def capture_in_one_pool() -> Capture:
+    """Records CUDA graphs of one runner in one pool of memory: they never run at the same time, and their results are read
+    before the next runs. A pool ends with its last graph, so a second runner of the process has another one."""
+    pools: list[Any] = []
 
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:  # pragma: no cover - needs a GPU
+        if not pools:
+            pools.append(torch.cuda.graph_pool_handle())
+        return capture_cuda_graph(run, pools[0])
 
-def _shared_pool() -> Any:  # pragma: no cover - needs a GPU
-    """One memory pool for all graphs: they never run at the same time, and their results are read before the next runs."""
-    if not _pools:
-        _pools.append(torch.cuda.graph_pool_handle())
-    return _pools[0]
+    return capture
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class DecodeGraphs:
         forward: the model's forward pass.
         num_blocks: of the pool.
         largest: the largest batch to be served.
-        capture: `capture_cuda_graph`, or something that repeats a function in another way.
+        capture: records CUDA graphs, or something that repeats a function in another way.
 
     Attributes:
         sizes: batch sizes that have a graph, ascending.
@@ -97,7 +100,7 @@ class DecodeGraphs:
         block_size: int,
         largest: int,
         *,
-        capture: Capture = capture_cuda_graph,
+        capture: Capture,
     ) -> None:
         self._forward = forward
         self._layers = layers

@@ -481,8 +481,10 @@ class EngineCore:
         retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
         if on_finish is not None and reason in ("stop", "length"):
             on_finish(sequence)
-        if reason in ("stop", "length") and self._saver is not None:
-            self._saver.save_turn(sequence)
+        if self._saver is not None:
+            if reason in ("stop", "length"):
+                self._saver.save_turn(sequence)
+            self._saver.end(sequence)
         if self.transfers is not None:
             self.transfers.sequence_ended(sequence, error)
         self.scheduler.finish(sequence)

@@ -35,6 +35,7 @@ class SequenceState:
         reach: leading tokens whose KV the groups of full attention had cached when it was admitted. It may be more than can be
             used, because a window is missing.
         checkpoints: which blocks of window groups are saved; None before the first save.
+        unsaved: by KV group, numbers of its blocks for which the write queue had no room yet.
         remote: where the prompt is computed, if not here. The `n` sequences of a request share it: the first one gets the
             KV, the others wait for it.
         loaded, transferred: what the stores and the other instance brought before the first admission.
@@ -61,6 +62,7 @@ class SequenceState:
     unsearched: bool = False
     reach: int = 0
     checkpoints: CheckpointPlan | None = None
+    unsaved: dict[int, list[int]] = field(default_factory=dict)
     remote: RemoteKV | None = None
     loaded: KVArrival | None = None
     transferred: KVArrival | None = None

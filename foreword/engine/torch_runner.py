@@ -100,11 +100,11 @@ class TorchRunner:
 
     def record_graphs(self, largest: int, capture: Capture | None = None) -> None:
         """Record steps in which up to `largest` sequences decode (cuda_graphs.py). `capture` is a CUDA graph's by default."""
-        from foreword.engine.cuda_graphs import DecodeGraphs, capture_cuda_graph
+        from foreword.engine.cuda_graphs import DecodeGraphs, capture_in_one_pool
 
         self._graphs = DecodeGraphs(
             self._compute, self.layers, self._grouped, self.num_blocks, self._block_size, largest,
-            capture=capture or capture_cuda_graph,
+            capture=capture or capture_in_one_pool(),
         )  # fmt: skip
         self._graphs.record()
 

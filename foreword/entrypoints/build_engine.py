@@ -23,7 +23,6 @@ from foreword.config import (
     PrefixConfig,
     StoreConfig,
     TransferConfig,
-    parse_bytes,
 )
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
@@ -209,7 +208,7 @@ def build_engine(
     if config.batch_invariant:
         progress("checking that bits do not depend on the batch")
         check_bits(loaded, config.block_size)
-    runner = _take_kv_memory(config, loaded, progress)
+    runner = _take_kv_memory(config, loaded, progress, stores.staging_bytes(loaded.device.type) if stores.urls else 0)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
@@ -233,8 +232,10 @@ def build_engine(
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
 
 
-def _take_kv_memory(config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]) -> TorchRunner:
-    num_blocks = kv_blocks(config, loaded)
+def _take_kv_memory(
+    config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None], staging: int
+) -> TorchRunner:
+    num_blocks = kv_blocks(config, loaded, staging)
     progress(f"allocating {num_blocks} blocks of {config.block_size} tokens")
     runner = loaded.runner(num_blocks, config.block_size, share_prefixes=config.shared_prefix_attention)
     if loaded.triton and loaded.device.type == "cuda":  # pragma: no cover - needs a GPU
@@ -362,7 +363,7 @@ def _open_stores(
     openers = {Reach.INSTANCE: _peer_opener(transfer)}
     tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys)
     tiers.warm_up(layout.fingerprint for layout in layouts[:1])
-    wanted = parse_bytes(config.staging) // (largest.block_bytes + HEADER_BYTES)
+    wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
     return OffloadManager(
@@ -396,15 +397,16 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Number of blocks in the pool, from `kv_memory` (bytes, tokens in all layers, or auto: a share of the free memory).
-    Raises ConfigError if that is less than two blocks for each KV group."""
+def kv_blocks(config: EngineConfig, loaded: LoadedModel, staging: int = 0) -> int:
+    """Number of blocks in the pool, from `kv_memory` (bytes, tokens in all layers, or auto: a share of the free memory, on a
+    GPU without the `staging` bytes that copies to and from stores take there). Raises ConfigError if that is less than two
+    blocks for each KV group."""
     per_block = bytes_per_block(loaded.layers, loaded.kv_dtype, config.block_size)
     groups = len(loaded.layers.groups)
     size = config.kv_size()
     if size is None:
         useful = config.max_num_seqs * -(-loaded.max_model_len // config.block_size) * groups
-        blocks = min(_free_bytes(config, loaded) // per_block, useful)
+        blocks = min(_free_bytes(config, loaded, staging) // per_block, useful)
     else:
         number, unit = size
         blocks = number // per_block if unit == "bytes" else -(-number // config.block_size) * groups
@@ -416,7 +418,7 @@ def kv_blocks(config: EngineConfig, loaded: LoadedModel) -> int:
     return int(blocks)
 
 
-def _free_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+def _free_bytes(config: EngineConfig, loaded: LoadedModel, staging: int) -> int:
     """Memory for the pool: a third of the free host memory; on a GPU most of what the largest step leaves."""
     if loaded.device.type != "cuda":
         return int(psutil.virtual_memory().available * _HOST_SHARE)
@@ -429,7 +431,7 @@ def _free_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(loaded.device)
-    return int((free - needed) * _DEVICE_SHARE)
+    return int((free - needed - staging) * _DEVICE_SHARE)
 
 
 def run_largest_step(config: EngineConfig, loaded: LoadedModel) -> None:

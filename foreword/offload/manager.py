@@ -364,13 +364,13 @@ class OffloadManager:
         *,
         prompt: int | None = None,
         again: bool = False,
-    ) -> None:
+    ) -> int:
         """Queue full, computed blocks of a KV group for writing. They follow `parent` at position `depth` of the chain with
-        the root key `root`.
+        the root key `root`. Returns how many of the first are done with; for the others the queue had no room. They may be
+        given once more; else the caller counts them (`note_dropped`).
 
-        The blocks are copied before the call returns. If the queue is full, its oldest blocks are dropped. Blocks are written
-        even if they were written before: the engine computed them because no store had them. Where blocks are divided, keys
-        and positions are those of their units of tokens.
+        The blocks are copied before the call returns. Blocks are written even if they were written before: the engine computed
+        them because no store had them. Where blocks are divided, keys and positions are those of their units of tokens.
 
         `prompt` is the length of the request's prompt. With `again`, the request has not computed the blocks but found them:
         they are written to tiers that have refused them before (`store/tier_admission.py`).
@@ -378,27 +378,31 @@ class OffloadManager:
         if not self.store.writable or (
             again and not self.store.takes_again(self.units[group].names(root, keys[-1:])[-1])
         ):
-            return
+            return len(blocks)
         units = self.units[group].of_blocks(blocks)
         headers = self._headers(root, keys, parent, depth, group)
         use = BlockUse(prompt, self.units[group].tokens, again)
         for tiers, low, high in self.store.admitted(headers, use):
-            if tiers and not self._save_units(units[low:high], headers[low:high], tiers, group):
-                self._dropped += len(units) - high
-                return
+            queued = self._save_units(units[low:high], headers[low:high], tiers, group) if tiers else high - low
+            if queued < high - low:
+                return (low + queued) * len(blocks) // len(units)
+        return len(blocks)
 
-    def _save_units(self, units: Sequence[int], headers: list[Header], tiers: Tiers, group: int) -> bool:
-        """Queue units for these tiers. False if there was no room for all of them."""
+    def note_dropped(self, blocks: int) -> None:
+        """Count blocks for which the queue had no room, and which are not given again."""
+        self._dropped += blocks
+
+    def _save_units(self, units: Sequence[int], headers: list[Header], tiers: Tiers, group: int) -> int:
+        """Queue units for these tiers. Returns for how many there was room."""
         step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
         for low in range(0, len(units), step):
             part = units[low : low + step]
             slots = self._take_slots(self._saving_slots, len(part))
             if slots is None:
-                self._dropped += len(units) - low
-                return False
+                return low
             self._staging.gather(part, slots, group)
             self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)
-        return True
+        return len(units)
 
     def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
         root = root[:ROOT_BYTES]
@@ -410,10 +414,10 @@ class OffloadManager:
         ]
 
     def _take_slots(self, pool: StagingSlots, count: int) -> list[int] | None:
-        """`count` slots of a pool. Drops blocks that wait to be written if necessary; None if that is not enough."""
+        """`count` slots of a pool. Drops what waits to be written but is in a tier already; None if that is not enough."""
         slots = pool.take(count)
         while slots is None:
-            if not self._writer.drop_oldest(pool):
+            if not self._writer.drop_stored(pool):
                 return None
             slots = pool.take(count)
         return slots

@@ -2,11 +2,11 @@
 
 The engine's thread adds blocks that were copied into staging slots. Each tier's thread writes the oldest ones: at once if the
 tier is idle, and what has come during a write together as the next. A slot is free again when every tier has written its
-block, or when the block is dropped because the queue is full.
+block, or when the queue is full and the block is dropped for new ones because a tier has it (`drop_stored`).
 
 Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). A request does not wait for
-such a promotion. Loads need slots too: queued promotions are dropped to free slots (`drop_oldest`), and together they hold a
-bounded number of slots. A dropped promotion loses nothing, because the slower tier still has the block.
+such a promotion. Loads need slots too: queued promotions are dropped to free slots, and together they hold a bounded number
+of slots. A dropped promotion loses nothing, because the slower tier still has the block.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ class _WriteBatch:
     promotion: bool = False
     kept: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def is_stored(self) -> bool:
+        """Whether a tier has all of the blocks, and none is writing them."""
+        return not self.writing and (self.promotion or self.kept == len(self.slots))
 
     def is_of(self, roots: tuple[bytes, ...]) -> bool:
         """Whether some of the blocks have a root that begins with one of these bytes."""
@@ -123,10 +127,11 @@ class WriteBehind:
         held = sum(len(one.slots) for one in self._batches if one.promotion)
         return held + len(batch.slots) <= self._max_promotion_slots
 
-    def drop_oldest(self, pool: StagingSlots) -> bool:
-        """Drop the oldest batch in slots of `pool` that is not being written. False if there is none."""
+    def drop_stored(self, pool: StagingSlots) -> bool:
+        """Drop the newest batch in slots of `pool` that is not being written and whose blocks a tier has: a slower tier gets
+        the first blocks of chains, without which no lookup finds the rest. False if there is none."""
         with self._changed:
-            batch = next((one for one in self._batches if one.pool is pool and not one.writing), None)
+            batch = next((one for one in reversed(self._batches) if one.pool is pool and one.is_stored()), None)
             if batch is None:
                 return False
             self._batches.remove(batch)

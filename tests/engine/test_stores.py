@@ -415,7 +415,7 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
 
 
 def test_a_queue_that_is_full(engine: Make) -> None:
-    """When the write queue is full, its oldest blocks are dropped and counted; no step waits."""
+    """When the write queue is full, new blocks are dropped and counted; no step waits."""
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), staging="1KiB")) as (llm, store):
         store.delay(0.05)
         for seed in range(6):
@@ -424,6 +424,27 @@ def test_a_queue_that_is_full(engine: Make) -> None:
         status = llm.offload.status()
         assert status.dropped > 0 and status.queued == 0 and status.saved > 0
         llm.check()
+
+
+def test_a_prompt_longer_than_the_queue(engine: Make, reference: Find) -> None:
+    """A prompt of more blocks than the write queue holds is saved from its beginning, as far as there was room, so that its
+    first blocks hit. What had no room is saved in later steps while its request runs."""
+    tokens, saved = prompt(400, 3), []
+    for new_tokens, delay in ((1, 0.01), (100, 0.0)):
+        with flaky(engine, store=replace(patient(MEMORY), staging="1KiB")) as (llm, store):
+            store.delay(delay)
+            llm.generate(tokens, greedy(new_tokens))
+            assert llm.flush()
+            status = llm.offload.status()
+            saved.append(status.saved)
+            assert status.saved + status.dropped == (len(tokens) + new_tokens - 1) // 4
+            store.delay(0.0)
+            llm.clear_cache()
+            [again] = unhurried(llm).generate(tokens, greedy(new_tokens))
+            reference("llama").check(tokens, again.outputs[0], new_tokens)
+            assert again.cached_tokens == min(status.saved * 4, 399), "a beginning was saved, without holes"
+            llm.check()
+    assert saved[0] < saved[1]
 
 
 def test_others_continue_while_one_loads(llama: Path) -> None:

@@ -37,7 +37,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
-from foreword.config import parse_bytes
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
@@ -230,7 +229,7 @@ class EncoderReader:
         self._store = EncoderStore(vllm_config, settings)
         self._config = vllm_config
         self._patience = settings.store.lookup_timeout + min(settings.store.load_timeout, _READ_SECONDS)
-        self._budget = parse_bytes(settings.store.staging)
+        self._budget = settings.store.staging_bytes("cpu")
         self._media = MediaDigests()
         self._reads: dict[str, _Read] = {}
         self._in_vllm: set[str] = set()
@@ -339,7 +338,7 @@ class EncoderWriter:
     def __init__(self, vllm_config: Any, settings: ConnectorSettings) -> None:
         self._store = EncoderStore(vllm_config, settings)
         self._flush_seconds = settings.store.flush_seconds
-        self._budget = parse_bytes(settings.store.staging)
+        self._budget = settings.store.staging_bytes("cpu")
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "foreword-encoder-save")
         self._queue: list[Future[None]] = []

@@ -20,7 +20,7 @@ import vllm
 
 from foreword import __version__
 from foreword.blocks.layout import Layout, chain_prefix
-from foreword.config import TransferConfig, parse_bytes
+from foreword.config import TransferConfig
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
@@ -128,7 +128,7 @@ class ForewordConnectorWorker:
         longest = max(_block_bytes(views) for views in tensors)
         frames = 2 * info.num_blocks * max(one.block_units for one in units)
         frame = longest // min(one.block_units for one in units) + HEADER_BYTES
-        slots = max(min(parse_bytes(config.staging) // frame, frames), _MIN_SLOTS)
+        slots = max(min(config.staging_bytes(_device_of(kv_caches)) // frame, frames), _MIN_SLOTS)
         staged: Sequence[Sequence[torch.Tensor] | StagedGroup] = tensors
         if info.portable:
             staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
@@ -381,7 +381,9 @@ class ForewordConnectorWorker:
         for save in metadata.saves:
             if self._saves[save.group] and self._may_save(save):
                 where = save.depth, save.blocks, save.group
-                self.offload.save(save.root, save.keys, save.parent, *where, prompt=save.prompt, again=save.again)
+                args = (save.root, save.keys, save.parent)
+                done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
+                self.offload.note_dropped(len(save.blocks) - done)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]

@@ -76,9 +76,10 @@ _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM t
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of BlockRow
 _PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
-_INTO_BLOCKS: Final = """
-    INTO blocks (id, children, pinned, used, size, above, depth, hits, stored_at, used_at, name, parent, tenant)
-    VALUES (?3, ?1, 0, ?5, ?6, ?7, ?8, 0, ?9, ?9, ?10, ?11, ?2)"""
+# Values in the order of PendingRow's fields, without the writer: numbered placeholders are an error from Python 3.14 on.
+_INSERT: Final = """
+    INSERT INTO blocks (id, used, size, above, depth, stored_at, name, parent, used_at, children, tenant, pinned, hits)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)"""
 
 
 class BrokenIndex(StoreUnavailable):
@@ -159,8 +160,8 @@ class IndexTransaction:
         if self._more or self._uses:
             tenants = self._more.keys() | self._uses.keys()
             self._execute_many(
-                "INSERT INTO tenants VALUES (?1, ?2, ?3) ON CONFLICT (id) DO UPDATE"
-                " SET bytes = bytes + ?2, used_at = max(used_at, ?3)",
+                "INSERT INTO tenants VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE"
+                " SET bytes = bytes + excluded.bytes, used_at = max(used_at, excluded.used_at)",
                 [(one, self._more.get(one, 0), self._uses.get(one, 0.0)) for one in tenants],
             )
             self._execute("DELETE FROM tenants WHERE bytes <= 0")
@@ -237,8 +238,8 @@ class IndexTransaction:
             elif row.parent_id:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
         self._execute_many(
-            "INSERT" + _INTO_BLOCKS,
-            [(children.get(row.id, 0), tenant_id(row.name), *row) for row in rows.values()],
+            _INSERT,
+            [(row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenant_id(row.name)) for row in rows.values()],
         )
         for parent, (count, used) in elsewhere.items():
             self._count_children(parent, count, used)
