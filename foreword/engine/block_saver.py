@@ -63,7 +63,7 @@ class BlockSaver:
             self._save_in_order(sequence, number, wanted)
 
     def _save_in_order(self, sequence: SequenceState, number: int, wanted: Sequence[int]) -> None:
-        """Save these blocks, after those for which there was no room before: a chain without its beginning is found by no
+        """Save these blocks, after those for which there was no room before: a chain without its first block is found by no
         lookup. What has no room now is tried again in the sequence's next steps."""
         blocks, late = sequence.table.groups[number], sequence.unsaved.pop(number, [])
         left = [i for i in late if blocks[i] != HOLE]
