@@ -215,6 +215,7 @@ class ServerConfig:
             away. They contain the token ids of all prompts.
         record: new file for a trace of the traffic without text, for `foreword simulate`.
         record_salt: salt of the recorded hashes; recordings with equal salts can be combined. By default random.
+        usage_ledger: file to which each request of a tenant adds a line of JSON with its tokens, for `foreword bill`.
         quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
             at a time; TENANT is `*` for all others. By default there are none.
         max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB.
@@ -254,6 +255,7 @@ class ServerConfig:
     kv_events_open: bool = False
     record: str | None = None
     record_salt: str | None = field(default=None, repr=False)
+    usage_ledger: str | None = None
     quotas: tuple[str, ...] = ()
     max_body: str = "auto"
     unknown_fields: str = _one_of(("ignore", "report", "refuse"), "report")

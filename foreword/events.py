@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
@@ -149,6 +151,31 @@ Event = (
     | TransferEnded
     | MissExplained
 )
+
+
+class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens of one request.
+
+    Attributes:
+        prompt: of all prompts, cached ones included.
+        output: generated, `reasoning` ones included.
+        cached: prompt tokens whose KV was reused.
+        read: those of them that came from elsewhere than the device, by tier or instance, where that is known.
+        model: as its server names it. weights: the fingerprint of what computed them; empty if it is not known.
+    """
+
+    prompt: int = 0
+    output: int = 0
+    cached: int = 0
+    reasoning: int = 0
+    read: dict[str, int] = {}
+    model: str = ""
+    weights: str = ""
+
+    @property
+    def charged(self) -> int:
+        """What counts against a quota."""
+        return self.prompt + self.output
 
 
 class Observer(Protocol):

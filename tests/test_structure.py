@@ -102,11 +102,11 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 46_760),
+        ("statements", statements, 47_040),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 30_750),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_450),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 30_950),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_600),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -28,6 +28,7 @@ from foreword.api.routes import JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
+from foreword.events import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.observability.tracing import Span, Tracer
@@ -109,6 +110,7 @@ class Call:
         tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
         body: what the route's `parse` made of `raw`; None without a body.
         admitted: as the tenant's quotas count it; None where they do not.
+        usage: its tokens so far.
         failure: the error that ended a stream after its head.
         ignored: fields of the body that had no effect.
         span: of its trace; None without traces.
@@ -132,6 +134,7 @@ class Call:
         "route",
         "span",
         "tenant",
+        "usage",
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:
@@ -143,6 +146,7 @@ class Call:
         self.names: Mapping[str, str] = {}
         self.tenant = NO_TENANT
         self.admitted: Admitted | None = None
+        self.usage = TokenUsage()
         self.body: Any = None
         self.raw = b""
         self.ignored: list[str] = []
@@ -192,10 +196,11 @@ class Call:
             return False
         return True
 
-    def charge(self, tokens: int) -> None:
+    def charge(self, usage: TokenUsage) -> None:
         """Charge the caller for all tokens of this call so far. Earlier charges of it are counted in."""
         assert self.admitted is not None, "the route has no quota"
-        self._front.quotas.charge(self.admitted, tokens, time.monotonic())
+        self.usage = usage
+        self._front.quotas.charge(self.admitted, usage.charged, time.monotonic())
 
     def release_body(self) -> None:
         """The bytes of the body are not needed any more."""
@@ -235,6 +240,12 @@ class FrontMetrics(Protocol):
         """A request had fields without effect. Their names are the client's, so their number has no bound."""
 
 
+class UsageLog(Protocol):
+    """Gets the requests that count against quotas (observability/ledger.py)."""
+
+    def note(self, name: str, tenant: str, route: str, status: int, seconds: float, usage: TokenUsage) -> None: ...
+
+
 @dataclass(eq=False)
 class Front:
     """All requests of one front. Runs on its event loop.
@@ -245,6 +256,7 @@ class Front:
         ready: raises if requests of a route are not taken now.
         retry_after: seconds, where an error does not say after which time to try again.
         before: called before each request.
+        ledger: gets the tokens of each request that counts against quotas.
         span_name: of the traces of requests that count against quotas.
         active: requests that are being answered.
     """
@@ -261,6 +273,7 @@ class Front:
     retry_after: Callable[[], float | None] = lambda: None
     before: Callable[[], None] = lambda: None
     tracer: Tracer | None = None
+    ledger: UsageLog | None = None
     span_name: str = "request"
     active: int = 0
 
@@ -287,7 +300,10 @@ class Front:
             self.metrics.response(call.route.shown_path if call.route is not None else "unknown", status)
             if call.ignored and call.route is not None:
                 self.metrics.ignored(call.route.shown_path)
-            log_request(call.method, call.path, status, time.monotonic() - call.arrived, call.id)
+            seconds = time.monotonic() - call.arrived
+            log_request(call.method, call.path, status, seconds, call.id)
+            if self.ledger is not None and call.admitted is not None and call.route is not None:
+                self.ledger.note(call.id, call.tenant.name, call.route.name, status, seconds, call.usage)
             if call.span is not None:
                 call.span.note({"http.response.status_code": status})
                 call.span.end(f"status {status}" if status >= 500 else "")

@@ -10,6 +10,7 @@ from foreword.api.dialects.decode import Body, Limits, check_length, refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.events import TokenUsage
 from foreword.prefixes.async_service import AsyncPrefixes
 
 PATH = "/v1/prefixes"
@@ -96,6 +97,6 @@ def add_routes(
                 messages=messages,
                 salt=call.tenant.salt,
                 replace=replace,
-                charge=call.charge,
+                charge=lambda tokens: call.charge(TokenUsage(tokens)),
             )
         return Answer.json(prefix.describe(), 201 if prefix.version == 1 else 200)

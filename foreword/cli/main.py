@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from foreword import __version__
-from foreword.cli import audit, conform, demo, doctor, explain, keys, prefix, serve, simulate, store, traffic
+from foreword.cli import audit, bill, conform, demo, doctor, explain, keys, prefix, serve, simulate, store, traffic
 from foreword.config import removed
 from foreword.errors import ConfigError, ForewordError
 
@@ -23,7 +23,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
-for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit, explain, keys):
+for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit, explain, keys, bill):
     _group.register(app)
 
 

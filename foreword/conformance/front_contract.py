@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +42,7 @@ class RunningFront:
         tenant: the key of a tenant without a quota; "" where there are no keys. operator: that of the operator.
         quotas: keys of tenants that may use one token per minute, each for one test of one route.
         counted_as: the label of a route in the metric of responses.
+        ledger: its usage ledger; None if it has none.
     """
 
     routes: Routes[Any]
@@ -51,6 +54,7 @@ class RunningFront:
     operator: str = ""
     quotas: Iterator[str] = field(default_factory=lambda: iter(()))
     counted_as: Callable[[Route[Any]], str] = lambda route: route.shown_path
+    ledger: Path | None = None
 
     def ask(
         self, route: Route[Any], key: str = "", body: Any = None, headers: Mapping[str, str] | None = None
@@ -79,6 +83,16 @@ def _error(asked: Asked) -> dict[str, Any]:
     error: dict[str, Any] = found["error"]
     assert error["message"] and error["type"] and (found.get("type") == "error" or {"param", "code"} <= set(error))
     return error
+
+
+def _line(ledger: Path, before: int) -> Any:
+    """The line after the first `before`, once it is there. There is no other."""
+    deadline = time.monotonic() + 30
+    while (lines := ledger.read_bytes().split(b"\n")[:-1])[before:] == []:
+        assert time.monotonic() < deadline, "the request is not in the usage ledger"
+        time.sleep(0.01)
+    assert len(lines) == before + 1
+    return json.loads(lines[before])
 
 
 class FrontContract:
@@ -141,6 +155,30 @@ class FrontContract:
                 assert refused.status == 429, f"{route.name} was not charged, or {other.name} does not count: {refused}"
                 assert int(refused.headers["retry-after"]) > 0
                 _error(refused)
+
+    def test_the_ledger_has_every_request(self, front: RunningFront) -> None:
+        """Each request that counts against a quota is one line of the usage ledger, served or refused, with its tenant and
+        status, and with the tokens that its answer names."""
+        if front.ledger is None:
+            pytest.skip("this front has no usage ledger")
+        for route in front.routes:
+            if route.meter is Meter.FREE or route.path in front.unserved or route.path not in front.bodies:
+                continue
+            for body in (front.bodies[route.path], b"{"):
+                before = front.ledger.read_bytes().count(b"\n")
+                asked = front.ask(route, front.tenant, body)
+                line = _line(front.ledger, before)
+                assert (line["route"], line["status"], line["id"]) == (route.name, asked.status, _REQUEST_ID)
+                assert line["tenant"]
+                usage = line.get("usage", {})
+                if asked.status >= 400:
+                    assert not usage
+                elif route.meter is Meter.TOKENS:
+                    assert usage["prompt"] > 0
+                    said = json.loads(asked.body).get("usage", {})
+                    named = said.get("prompt_tokens", said.get("input_tokens"))
+                    cached = said.get("cache_read_input_tokens", 0) + said.get("cache_creation_input_tokens", 0)
+                    assert named is None or named + cached == usage["prompt"]
 
     def test_bodies_within_limits(self, front: RunningFront) -> None:
         """What is not JSON, not declared as JSON or longer than any prompt is refused with its status."""

@@ -8,31 +8,24 @@ which is never written, and random for each process unless it is given.
 from __future__ import annotations
 
 import json
-import logging
-import queue
 import secrets
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
-from foreword.errors import ConfigError
 from foreword.events import Event, FirstToken, MissExplained, RequestFinished
-
-logger = logging.getLogger(__name__)
+from foreword.observability.line_file import LineFile
 
 # Integers of this size are exact in every JSON reader.
 _ID_BITS: Final = 53
-_QUEUE_LENGTH: Final = 4096
 # First-token times of unfinished requests.
 _MAX_UNFINISHED: Final = 65536
 # Records that wait for the cause of their miss.
 _MAX_PENDING: Final = 1024
-_FLUSH_SECONDS: Final = 1.0
 # Finish reasons of requests that are recorded.
 _COMPLETE: Final = ("stop", "length")
 
@@ -63,16 +56,14 @@ class RequestRecord:
     miss: MissExplained | None = None
 
 
-class TraceRecorder:
-    """Appends a line of JSON per request to a file, on its own thread, until `close`.
+class TraceRecorder(LineFile[RequestRecord]):
+    """A line of JSON per request in a new file, until `close`.
 
     Args:
-        path: the file; an existing file is not overwritten.
         salt: equal salts give equal hashes in the recordings of several processes; None: a random one.
         max_bytes: size at which the recording ends.
 
-    Requests are dropped and counted when the queue to the thread is full. Raises ConfigError if the file cannot be
-    created.
+    Raises ConfigError if the file exists or cannot be created.
     """
 
     def __init__(
@@ -83,36 +74,12 @@ class TraceRecorder:
         max_bytes: int = 1 << 30,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.path = path
-        self.written = 0
-        self.dropped = 0
         self._salt = blake2b((salt or secrets.token_hex(32)).encode(), digest_size=32).digest()
         self._started = clock()
-        self._bytes_left = max_bytes
-        try:
-            self._file: IO[str] = path.open("x", encoding="utf-8")
-        except FileExistsError:
-            raise ConfigError(f"the recording {path} exists already; name a new file") from None
-        except OSError as error:
-            raise ConfigError(f"cannot write the recording {path}: {error.strerror}") from error
-        self._queue: queue.Queue[RequestRecord | None] = queue.Queue(_QUEUE_LENGTH)
-        self._thread = threading.Thread(target=self._write_all, name="foreword-recorder", daemon=True)
-        self._thread.start()
+        super().__init__(path, "x", "recording", max_bytes)
 
-    def record(self, request: RequestRecord) -> None:
-        """Add a request to the queue. Never blocks."""
-        try:
-            self._queue.put_nowait(request)
-        except queue.Full:
-            self.dropped += 1
-
-    def close(self) -> None:
-        """Write what is queued and close the file."""
-        if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
-        if self.dropped:
-            logger.warning("%d requests are missing in the recording %s", self.dropped, self.path)
+    def encode(self, item: RequestRecord) -> bytes:
+        return json.dumps(self.line(item), separators=(",", ":")).encode() + b"\n"
 
     def line(self, request: RequestRecord) -> dict[str, Any]:
         """A request as a JSON object."""
@@ -148,44 +115,6 @@ class TraceRecorder:
 
     def _number(self, key: bytes) -> int:
         return int.from_bytes(blake2b(key, key=self._salt, digest_size=8).digest()) >> (64 - _ID_BITS)
-
-    def _write_all(self) -> None:
-        with self._file as file:
-            while True:
-                try:
-                    request = self._queue.get(timeout=_FLUSH_SECONDS)
-                except queue.Empty:
-                    self._flush(file)
-                    continue
-                if request is None:
-                    self._flush(file)
-                    return
-                self._write(file, request)
-
-    def _write(self, file: IO[str], request: RequestRecord) -> None:
-        if self._bytes_left <= 0:
-            self.dropped += 1
-            return
-        text = json.dumps(self.line(request), separators=(",", ":")) + "\n"
-        try:
-            file.write(text)
-        except OSError as error:
-            self._end(str(error))
-            return
-        self.written += 1
-        self._bytes_left -= len(text)
-        if self._bytes_left <= 0:
-            self._end("it has reached its maximum size")
-
-    def _flush(self, file: IO[str]) -> None:
-        try:
-            file.flush()
-        except OSError as error:
-            self._end(str(error))
-
-    def _end(self, reason: str) -> None:
-        self._bytes_left = 0
-        logger.warning("the recording %s ends: %s", self.path, reason)
 
 
 class EngineRecorder:
@@ -235,7 +164,7 @@ class EngineRecorder:
             miss=miss,
         )
         if miss is not None or event.request_id in self._pending:
-            self.recorder.record(record)
+            self.recorder.add(record)
             return
         self._pending[event.request_id] = record
         self._record_pending(self._most_pending)
@@ -243,7 +172,7 @@ class EngineRecorder:
     def _explained(self, event: MissExplained) -> None:
         record = self._pending.pop(event.request_id, None)
         if record is not None:
-            self.recorder.record(replace(record, miss=event))
+            self.recorder.add(replace(record, miss=event))
             return
         self._misses[event.request_id] = event
         while len(self._misses) > _MAX_UNFINISHED:
@@ -251,7 +180,7 @@ class EngineRecorder:
 
     def _record_pending(self, most: int) -> None:
         while len(self._pending) > most:
-            self.recorder.record(self._pending.popitem(last=False)[1])
+            self.recorder.add(self._pending.popitem(last=False)[1])
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -31,6 +31,7 @@ def create_front(router: Router) -> Front:
         ready=partial(_check_ready, router),
         retry_after=router.retry_after,
         tracer=router.tracer,
+        ledger=router.ledger,
         span_name="router request",
     )
     return front

@@ -24,6 +24,7 @@ from foreword.api.rights import Right
 from foreword.api.routes import Routes
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
+from foreword.events import TokenUsage
 from foreword.router.passthrough import healthy, send_once
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
@@ -63,10 +64,11 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
     salt = router.audit.salts.all_of(call.tenant.salt, request.cache_salt or None)[-1]
     targets, tokens = await _targets(router, call, request, salt, "release" if everything else verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid
-        call.charge(tokens * len(targets))
+        call.charge(TokenUsage(tokens * len(targets)))
     answers = await _ask(router, call, list(targets), request.body, salt)
     if computes:
-        call.charge(sum(_count(_body(one), "prompt_tokens") for one in answers.values() if one.status < 400))
+        computed = sum(_count(_body(one), "prompt_tokens") for one in answers.values() if one.status < 400)
+        call.charge(TokenUsage(computed))
     return _answer(verb, targets, answers)
 
 

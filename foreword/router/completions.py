@@ -16,6 +16,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
+from foreword.events import TokenUsage
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, Translation, chat_request, parse_request
@@ -127,11 +128,11 @@ async def _proxy(
                 return await proxy_response(proxied)
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
-                if proxied.was_sent and not proxied.used_tokens:
-                    proxied.used_tokens = len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN
+                if proxied.was_sent and not proxied.usage.charged:
+                    proxied.usage = TokenUsage(len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN)
                 raise
             finally:
-                call.charge(proxied.used_tokens)
+                call.charge(proxied.named(proxied.usage))
     except TimeoutError:
         if not limit.expired():
             raise

@@ -13,6 +13,7 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.errors import BadRequest
+from foreword.events import TokenUsage
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
 from foreword.router.prefix_registry import NewPrefix
@@ -74,7 +75,7 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
     def computed(count: int) -> None:
         nonlocal tokens
         tokens += count
-        call.charge(tokens)
+        call.charge(TokenUsage(tokens))
 
     prefix = router.prefixes.registry.make(call.tenant.name, new)
     replicas, answer = foreword_replicas(router), None

@@ -24,6 +24,7 @@ from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import ReplicaFailed
+from foreword.events import TokenUsage
 from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
 from foreword.router.auth import request_headers, response_headers
@@ -95,6 +96,10 @@ class RoutedRequest:
     def dialect(self) -> str:
         """In which the client speaks."""
         return self.request.dialect
+
+    def named(self, usage: TokenUsage) -> TokenUsage:
+        """Its tokens, with the model and the weights that computed them."""
+        return msgspec.structs.replace(usage, model=self.pool.model, weights=self.weights or "")
 
     def body_salt(self, kind: str) -> str | None:
         """`cache_salt` in the body for a replica of this kind. Foreword's servers know the tenant."""
@@ -170,7 +175,7 @@ class ProxiedRequest(RoutedRequest):
         repaired: a named prefix that the request needs was registered again.
         refused: the replica that called the request wrong, after which another one was asked.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
-        used_tokens: prompt and output tokens that replicas handled, for the tenant's quota. counts: of a whole response.
+        usage: tokens that replicas handled. counts: of a whole response.
         was_sent: a replica may have computed something.
     """
 
@@ -183,7 +188,7 @@ class ProxiedRequest(RoutedRequest):
     silences: int = 0
     refused: Upstream | None = None
     repaired: bool = False
-    used_tokens: int = 0
+    usage: TokenUsage = field(default_factory=TokenUsage)
     counts: UsageCounts = field(default_factory=UsageCounts)
     was_sent: bool = False
 
@@ -360,7 +365,7 @@ class ProxiedRequest(RoutedRequest):
             counts = self.counts = check_whole(data)
             if self.translation is not None:
                 data = self.translation.whole(data)
-            self.used_tokens = counts.used
+            self.usage = counts.usage
             self.finished(attempt, counts)
         else:
             if status in (401, 403) and (self.router.auth.uses_own_key or self.router.auth.has_tenants):

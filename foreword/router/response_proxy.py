@@ -64,7 +64,7 @@ async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
     finally:
         proxy.client.stop()
         if proxy.stream.begun:
-            proxied.used_tokens = proxy.stream.used_tokens
+            proxied.usage = proxy.stream.usage
 
 
 class _Ended(NamedTuple):

@@ -18,6 +18,7 @@ from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.events import TokenUsage
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
 from foreword.router.replica_body import TRANSLATED
@@ -95,12 +96,13 @@ class ResponseStream:
         return self.request.single and self.exact and bool(self.prompt_ids) and bool(self.tokens)
 
     @property
-    def used_tokens(self) -> int:
-        """Prompt and output tokens so far, as well as they are known."""
+    def usage(self) -> TokenUsage:
+        """Its tokens so far, as well as they are known."""
         counts = self.reader.counts
         if counts.output is not None and counts.prompt is not None:
-            return counts.used
-        return len(self.prompt_ids) + (len(self.tokens) or len(self.sent_text()) // 4)
+            return counts.usage
+        output = len(self.tokens) or len(self.sent_text()) // 4
+        return TokenUsage(len(self.prompt_ids), output, counts.cached or 0)
 
     def next_response(self, *, stamped: bool) -> None:
         """The chunks of another replica follow. `stamped`: its `system_fingerprint` says which weights it has."""

@@ -22,6 +22,7 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.api.work_queue import WorkQueue
 from foreword.config import Config, parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.observability.ledger import UsageLedger
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import DecisionLog
@@ -106,6 +107,7 @@ class Router:
         self.recorder: TraceRecorder | None = None
         if config.server.record is not None:
             self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
+        self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
         self.misses = RouterMisses(self.metrics, self.decisions, self._record)
         self.stopping = asyncio.Event()
         self.picked = 0
@@ -153,8 +155,9 @@ class Router:
             self._zmq.destroy(linger=0)
         self.misses.close()
         self.work.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        for file in (self.recorder, self.ledger):
+            if file is not None:
+                file.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
@@ -171,7 +174,7 @@ class Router:
 
     def _record(self, record: RequestRecord) -> None:
         if self.recorder is not None:
-            self.recorder.record(record)
+            self.recorder.add(record)
 
     def attempt_name(self, request_id: str) -> str:
         """A unique name for an attempt: a client may use a request id twice."""

@@ -25,6 +25,7 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import Config, parse_bytes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
+from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.tracing import EngineTraces
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
@@ -67,6 +68,7 @@ class ServerApp(AsgiFront):
         registry: the metrics of `/metrics`. It must be an observer of the engine.
         events: where the engine's KV events are published.
         traces: of the requests. It must be an observer of the engine.
+        ledger: gets the tokens of each request.
 
     Attributes:
         migrate_all: migrates running requests to other servers, within so many `seconds`.
@@ -81,6 +83,7 @@ class ServerApp(AsgiFront):
         config: Config,
         events: EventSource | None = None,
         traces: EngineTraces | None = None,
+        ledger: UsageLedger | None = None,
     ) -> None:
         given = config.server
         admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine)
@@ -104,6 +107,7 @@ class ServerApp(AsgiFront):
                 unknown=given.unknown_fields,
                 ready=partial(_check_ready, admission),
                 before=history.keep_sampling,
+                ledger=ledger,
             )
         )
         self.migrate_all = partial(migration.drain, context, given.drain_to)

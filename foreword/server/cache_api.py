@@ -15,6 +15,7 @@ from foreword.api.routes import Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
 from foreword.blocks.salt import Salt
+from foreword.events import TokenUsage
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ async def _answer(context: ServerContext, call: Call, name: str) -> dict[str, An
     with context.admission.admit(1) as engine:
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":
-            call.charge(len(tokens))
+            call.charge(TokenUsage(len(tokens)))
         answer = await _VERBS[name](engine, tokens, body, _salt(call.tenant, body))
         return cache_control.answered(name, len(tokens), answer)
 

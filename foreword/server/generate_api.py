@@ -117,7 +117,7 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
                     _check(delta)
                     yield prompt, delta
         finally:
-            job.charge(job.prompt_tokens + job.output_tokens)
+            job.charge(job.charged(engine.info.fingerprint))
         context.misses.answered(job)
         if job.request.prefix is not None:
             _note_hits(engine, job)

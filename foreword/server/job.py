@@ -30,6 +30,7 @@ from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request, TokenLogprob
 from foreword.engine.stops import StopFinder
 from foreword.errors import CannotMigrate
+from foreword.events import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
@@ -226,7 +227,7 @@ class Job:
         owner: salt of the tenant.
         streams: deltas go out as they come.
         resumed: output tokens that another server sent before this one continued; None if it started here.
-        charge: charges the tenant for so many tokens.
+        charge: charges the tenant for these tokens.
         progress: one per prompt.
         conversations: what is compared with other requests to explain misses, one per prompt.
         answer: the pieces of the first choice.
@@ -242,7 +243,7 @@ class Job:
     streams: bool
     caller: Caller = field(default_factory=Caller)
     resumed: int | None = None
-    charge: Callable[[int], None] = lambda tokens: None
+    charge: Callable[[TokenUsage], None] = lambda usage: None
     progress: list[PromptProgress] = field(init=False)
     departure: MigratedTo | None = None
     conversations: tuple[Conversation, ...] = ()
@@ -288,6 +289,16 @@ class Job:
             dict(written),
             sum(reader.reasoning_tokens for reader in self.readers),
         )
+
+    def charged(self, weights: str) -> TokenUsage:
+        """What its tenant is charged for, until now."""
+        read: Counter[str] = Counter()
+        for progress in self.progress:
+            if progress.cache_report is not None:
+                read.update(progress.cache_report.loaded_tokens)
+        usage = self.usage()
+        numbers = usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens
+        return TokenUsage(*numbers, dict(read), self.head.model, weights)
 
     def cache_report(self) -> dict[str, Any] | Sequence[dict[str, Any]] | None:
         """What the client asked for: one report for one prompt, else a list in the prompts' order."""

@@ -21,6 +21,7 @@ from foreword.config import Config, ServerConfig, TransferConfig, is_loopback
 from foreword.engine import preflight
 from foreword.errors import ConfigError, ForewordError
 from foreword.events import Observer
+from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import EngineRecorder, TraceRecorder
 from foreword.observability.tracing import EngineTraces, tracer_for
@@ -49,14 +50,15 @@ def run(config: Config) -> int:
     registry = PrometheusObserver()
     events, tracer = _publish_events(config), tracer_for(config.server.otlp_endpoint, "foreword-server")
     traces = EngineTraces(tracer) if tracer is not None else None
-    app = ServerApp(admission, registry, config, events.source if events else None, traces)
+    ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
+    app = ServerApp(admission, registry, config, events.source if events else None, traces, ledger)
     server = DrainingServer(app, bind(config.server), admission, config.server)
     observers: list[Observer] = [one for one in (registry, events, traces, recorder) if one is not None]
     loader = ModelLoader(config, registry, observers, events, server)
     with http.event_loop() as runner:
         runner.run(server.serve(loader.start))
     status = _leave(server, loader)
-    for one in (recorder, events, tracer):
+    for one in (recorder, events, tracer, ledger):
         if one is not None:
             one.close()
     return status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +20,7 @@ from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.http import bind
 from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
+from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
 from foreword.router.replica_body import PATHS
 from foreword.server.app import ServerApp
@@ -49,8 +50,10 @@ def http(url: str) -> Callable[[str, str, Mapping[str, str], bytes], Asked]:
 
 
 @contextmanager
-def serving(shared: SharedServers, config: ServerConfig) -> Iterator[tuple[str, ServerApp]]:
-    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
+def serving(
+    shared: SharedServers, config: ServerConfig, ledger: UsageLedger | None = None
+) -> Iterator[tuple[str, ServerApp]]:
+    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES), ledger=ledger)
     listener = bind(config)
     with served((app.front, listener, config)):
         yield "http://{}:{}".format(*listener.getsockname()[:2]), app
@@ -81,7 +84,8 @@ def flags(name: str, *more: str) -> tuple[list[str], Any]:
 
 
 @pytest.fixture(scope="module")
-def server_front(shared: SharedServers) -> Iterator[RunningFront]:
+def server_front(shared: SharedServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    ledger = UsageLedger(tmp_path_factory.mktemp("server") / "usage.jsonl")
     entries, quotas, found = keys("served", TENANTS)
     config = ServerConfig(
         port=0,
@@ -90,7 +94,7 @@ def server_front(shared: SharedServers) -> Iterator[RunningFront]:
         admin_key=ADMIN,
         tenant_secret="a secret of the tests",
     )
-    with serving(shared, config) as (url, app):
+    with closing(ledger), serving(shared, config, ledger) as (url, app):
         yield RunningFront(
             app.front.routes,
             http(url),
@@ -99,6 +103,7 @@ def server_front(shared: SharedServers) -> Iterator[RunningFront]:
             tenant="tenant-key",
             operator=ADMIN,
             quotas=found,
+            ledger=ledger.path,
         )
 
 
@@ -111,8 +116,9 @@ class TestServer(FrontContract):
 
 
 @pytest.fixture(scope="module")
-def router_front(replica: str) -> Iterator[RunningFront]:
-    given, found = flags("routed", "--replica", replica)
+def router_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
+    ledger = tmp_path_factory.mktemp("router") / "usage.jsonl"
+    given, found = flags("routed", "--replica", replica, "--usage-ledger", str(ledger))
     router = RouterThread(*given)
     try:
         router.wait_for(1)
@@ -125,6 +131,7 @@ def router_front(replica: str) -> Iterator[RunningFront]:
             "tenant-key",
             ADMIN,
             found,
+            ledger=ledger,
         )
     finally:
         router.kill()
@@ -213,10 +220,10 @@ class Gateway:
 
 
 @pytest.fixture(scope="module")
-def picker_front(replica: str) -> Iterator[RunningFront]:
+def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFront]:
     pytest.importorskip("grpc")
-    port = free_port()
-    given, found = flags("picked", "--replica", replica, "--picker", f"127.0.0.1:{port}")
+    port, ledger = free_port(), tmp_path_factory.mktemp("picker") / "usage.jsonl"
+    given, found = flags("picked", "--replica", replica, "--picker", f"127.0.0.1:{port}", "--usage-ledger", str(ledger))
     router = RouterThread(*given)
     try:
         router.wait_for(1)
@@ -233,6 +240,7 @@ def picker_front(replica: str) -> Iterator[RunningFront]:
             "",
             found,
             lambda route: f"picker {route.shown_path}",
+            ledger,
         )
         gateway.close()
     finally:

@@ -40,7 +40,7 @@ def record(
 ) -> TraceRecorder:
     recorder = TraceRecorder(path, salt=salt, max_bytes=max_bytes, clock=lambda: 0.0)
     for one in requests:
-        recorder.record(one)
+        recorder.add(one)
     recorder.close()
     return recorder
 
@@ -121,7 +121,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_a_router_records_successful_requests(tmp_path: Path) -> None:
     """Finished requests are recorded with replica, hashed session, times and lengths; failed ones are not."""
     recorder, fleet = TraceRecorder(tmp_path / "trace", clock=lambda: 100.0), Fleet()
-    fleet.on_finished = record_finished(recorder.record)
+    fleet.on_finished = record_finished(recorder.add)
     fleet.add("http://a")
     query = PlacementQuery(chain_keys(ROOT, list(range(100)), 16), 100, 16, session="me")
     for name in ("1", "2", "3"):

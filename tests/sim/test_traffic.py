@@ -25,7 +25,7 @@ def record(path: Path, *requests: tuple[list[int], int, MissExplained | None], s
     for number, (tokens, cached, miss) in enumerate(requests):
         keys = chain_keys(ROOT, tokens, 16)
         ttft = seconds * (len(tokens) - cached)
-        recorder.record(RequestRecord(number, keys, 16, len(tokens), 1, cached, ttft, ttft + 1, "s", "r", miss))
+        recorder.add(RequestRecord(number, keys, 16, len(tokens), 1, cached, ttft, ttft + 1, "s", "r", miss))
     recorder.close()
     return path
 

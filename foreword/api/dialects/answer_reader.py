@@ -26,6 +26,7 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaFailed
+from foreword.events import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -57,8 +58,9 @@ class UsageCounts(NamedTuple):
     reasoning: int | None = None
 
     @property
-    def used(self) -> int:
-        return (self.prompt or 0) + (self.output or 0)
+    def usage(self) -> TokenUsage:
+        """What is not known is none."""
+        return TokenUsage(self.prompt or 0, self.output or 0, self.cached or 0, self.reasoning or 0)
 
 
 class _Details(Struct):

@@ -27,6 +27,7 @@ from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed
+from foreword.events import TokenUsage
 from foreword.router.attempt import Attempt
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
@@ -113,6 +114,7 @@ class Accounting:
         self._response: ObservedResponse | None = None
         self._status = CLIENT_GONE
         self._ended = False
+        self._usage = TokenUsage()
         self.observed = False
         router.picked += 1
 
@@ -165,7 +167,7 @@ class Accounting:
             counts = self._response.counts()
             if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
                 self._router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
-            self._charge(counts.used or len(routed.prompt.tokens) + self._response.events)
+            self._charge(counts.usage if counts.usage.charged else self._seen(routed))
             routed.finished(attempt, counts)
             self._placed = None
         self.end()
@@ -177,9 +179,7 @@ class Accounting:
         self._ended = True
         if self._placed is not None:
             self._status = CLIENT_GONE
-            # What was seen of the answer, and the prompt, which is computed before it.
-            events = self._response.events if self._response is not None else 0
-            self._charge(len(self._placed[0].prompt.tokens) + events)
+            self._charge(self._seen(self._placed[0]))
             self._give_up()
         router, head = self._router, self._head
         router.picked -= 1
@@ -188,14 +188,22 @@ class Accounting:
         if head.outcome:
             router.metrics.outcome(head.outcome, outcome_of_status(self._status))
         router.metrics.response(f"picker {head.route.shown_path if head.route else 'unknown'}", self._status)
-        log_request(head.method, head.path, self._status, clock() - self._began, head.id)
+        seconds = clock() - self._began
+        log_request(head.method, head.path, self._status, seconds, head.id)
+        if router.ledger is not None and self._admitted is not None and head.route is not None:
+            router.ledger.note(head.id, self._tenant.name, head.route.name, self._status, seconds, self._usage)
         if head.span is not None:
             head.span.note({"http.response.status_code": self._status})
             head.span.end(f"status {self._status}" if self._status >= 500 else "")
 
-    def _charge(self, tokens: int) -> None:
-        if self._admitted is not None:
-            self._router.quotas.charge(self._admitted, tokens, clock())
+    def _seen(self, routed: RoutedRequest) -> TokenUsage:
+        """What was seen of the answer, and the prompt, which is computed before it."""
+        return TokenUsage(len(routed.prompt.tokens), self._response.events if self._response is not None else 0)
+
+    def _charge(self, usage: TokenUsage) -> None:
+        if self._admitted is not None and self._placed is not None:
+            self._usage = self._placed[0].named(usage)
+            self._router.quotas.charge(self._admitted, usage.charged, clock())
 
     def _give_up(self) -> None:
         """The attempt teaches nothing."""

@@ -1,0 +1,127 @@
+"""A file to which a thread writes lines, so that what reports them never waits for a disk."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Final, Generic, Literal, TypeVar
+
+from foreword.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_QUEUE_LENGTH: Final = 4096
+_FLUSH_SECONDS: Final = 1.0
+
+
+class LineFile(Generic[T]):
+    """Writes items on its own thread, until `close`. Lines are in the file within a second.
+
+    Args:
+        mode: `x` for a new file, `a` to append.
+        what: the file in messages.
+        max_bytes: size at which the file ends.
+
+    Attributes:
+        dropped: items that were not written: the queue was full, or the file could not be written.
+
+    Raises ConfigError if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, mode: Literal["x", "a"], what: str, max_bytes: int | None = None) -> None:
+        self.path = path
+        self.written = 0
+        self.dropped = 0
+        self._what = what
+        self._bytes_left = max_bytes
+        self._reported = self._torn = False
+        try:
+            file = path.open(f"{mode}b", buffering=0)
+        except FileExistsError:
+            raise ConfigError(f"the {what} {path} exists already; name a new file") from None
+        except OSError as error:
+            raise ConfigError(f"cannot write the {what} {path}: {error.strerror}") from error
+        self._queue: queue.Queue[T | None] = queue.Queue(_QUEUE_LENGTH)
+        self._thread = threading.Thread(target=self._write_all, args=[file], name=f"foreword-{what}", daemon=True)
+        self._thread.start()
+
+    def encode(self, item: T) -> bytes:
+        """The line of an item, with its end. On the file's thread."""
+        raise NotImplementedError
+
+    def reopened(self, file: IO[bytes]) -> IO[bytes]:
+        """The file to go on with: called about once a second. Raises OSError."""
+        return file
+
+    def add(self, item: T) -> None:
+        """Add an item to the queue. Never blocks."""
+        try:
+            self._queue.put_nowait(item)
+        except queue.Full:
+            self._lose("it is written too slowly")
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        if self.dropped:
+            logger.warning("%d requests are missing in the %s %s", self.dropped, self._what, self.path)
+
+    def _write_all(self, file: IO[bytes]) -> None:
+        while True:
+            items = self._take()
+            lines = self._fitting([self.encode(item) for item in items if item is not None])
+            try:
+                file = self.reopened(file)
+                if lines:
+                    self._write(file, lines)
+            except OSError as error:
+                self._torn = True
+                self._lose(str(error), len(lines))
+            if None in items:
+                break
+        with suppress(OSError):
+            file.close()
+
+    def _take(self) -> list[T | None]:
+        """What is queued, once there is something, or after a while nothing."""
+        items: list[T | None] = []
+        try:
+            items.append(self._queue.get(timeout=_FLUSH_SECONDS))
+            while items[-1] is not None:
+                items.append(self._queue.get_nowait())
+        except queue.Empty:
+            pass
+        return items
+
+    def _fitting(self, lines: list[bytes]) -> list[bytes]:
+        """The first lines, up to the file's maximum size."""
+        for number, line in enumerate(lines):
+            if self._bytes_left is not None:
+                if self._bytes_left <= 0:
+                    self._lose("it has reached its maximum size", len(lines) - number)
+                    return lines[:number]
+                self._bytes_left -= len(line)
+        return lines
+
+    def _write(self, file: IO[bytes], lines: list[bytes]) -> None:
+        # After an error the file may end within a line.
+        data = b"".join([b"\n", *lines] if self._torn else lines)
+        if file.write(data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.written += len(lines)
+        self._torn = False
+
+    def _lose(self, reason: str, count: int = 1) -> None:
+        self.dropped += count
+        if count and not self._reported:
+            self._reported = True
+            logger.error("requests are missing in the %s %s from now on: %s", self._what, self.path, reason)

@@ -1,0 +1,138 @@
+"""The usage ledger's file, and `foreword bill`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from foreword.cli.main import app
+from foreword.errors import ConfigError
+from foreword.events import TokenUsage
+from foreword.observability.ledger import UsageLedger
+
+PRICES = """
+source = "a list of this test"
+currency = "EUR"
+
+[models."*"]
+input = 3.0
+cache_read = 0.3
+cache_write = 3.75
+output = 15.0
+
+[models.small]
+input = 1
+output = 2
+"""
+
+
+def write(path: Path, seed: int, requests: int) -> dict[tuple[str, str], Counter[str]]:
+    """A ledger of drawn requests. Returns its sums by tenant and model."""
+    draw, ledger = random.Random(seed), UsageLedger(path)
+    sums: dict[tuple[str, str], Counter[str]] = {}
+    for number in range(requests):
+        tenant, model = draw.choice(("alice", "bob")), draw.choice(("small", "large"))
+        prompt = draw.randrange(5000)
+        usage = TokenUsage(prompt, draw.randrange(300), draw.randint(0, prompt), model=model)
+        if draw.random() < 0.1:  # refused
+            ledger.note(str(number), tenant, "POST /v1/completions", 400, 0.01, TokenUsage())
+            continue
+        ledger.note(str(number), tenant, "POST /v1/completions", draw.choice((200, 499)), 0.5, usage)
+        one = sums.setdefault((tenant, model), Counter())
+        one.update(requests=bool(usage.charged), prompt=prompt, cached=usage.cached, output=usage.output)
+    ledger.close()
+    assert not ledger.dropped
+    return sums
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_and_costs(tmp_path: Path, seed: int) -> None:
+    """A bill has every token of every ledger once, at the price of its model, and what it would cost without a cache. The FOCUS
+    file has the same sums. Lines that are no requests are counted and not billed."""
+    ledgers = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    sums = write(ledgers[0], seed, 300)
+    for key, more in write(ledgers[1], seed + 100, 50).items():
+        sums.setdefault(key, Counter()).update(more)
+    with ledgers[0].open("ab") as file:
+        file.write(b'{"time": 1}\nno JSON\n')
+    (tmp_path / "prices.toml").write_text(PRICES)
+    focus = tmp_path / "focus.csv"
+    command = ["bill", *map(str, ledgers), "--prices", str(tmp_path / "prices.toml"), "--json", "--focus", str(focus)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    found = json.loads(done.stdout)
+    assert found["currency"] == "EUR" and found["unreadable_lines"] == 2
+    assert {(one["tenant"], one["model"]) for one in found["bills"]} == set(sums)
+    million = Decimal(1_000_000)
+    for one in found["bills"]:
+        expected = sums[one["tenant"], one["model"]]
+        uncached = expected["prompt"] - expected["cached"]
+        assert [one[key] for key in ("requests", "cached", "uncached", "output")] == [
+            expected["requests"], expected["cached"], uncached, expected["output"],
+        ]  # fmt: skip
+        read, wrote, out, plain = (1, 1, 2, 1) if one["model"] == "small" else map(Decimal, ("0.3", "3.75", "15", "3"))
+        assert (
+            Decimal(one["cost"]) == (read * expected["cached"] + wrote * uncached + out * expected["output"]) / million
+        )
+        assert Decimal(one["without_cache"]) == (plain * expected["prompt"] + out * expected["output"]) / million
+    rows = list(csv.DictReader(focus.open()))
+    assert sum(Decimal(row["BilledCost"]) for row in rows) == sum(Decimal(one["cost"]) for one in found["bills"])
+    assert {row["ChargeCategory"] for row in rows} == {"Usage"} and {row["BillingCurrency"] for row in rows} == {"EUR"}
+    for row in rows:
+        assert Decimal(row["ListUnitPrice"]) * Decimal(row["PricingQuantity"]) == Decimal(row["ListCost"])
+        assert row["BillingPeriodStart"] <= row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
+
+
+NO_PRICES = (
+    "",
+    "[[",
+    "models = 3",
+    "[models.a]\ninput = 1",
+    "[models.a]\ninput = -1\noutput = 1",
+    "[models.a]\ninput = true\noutput = 1",
+    "[models.a]\ninput = 1\noutput = 1\nfree = 1",
+    "rate = 2\n[models.a]\ninput = 1\noutput = 1",
+)
+
+
+@pytest.mark.parametrize("prices", NO_PRICES)
+def test_prices_that_are_none(tmp_path: Path, prices: str) -> None:
+    """A price file with a key too many, too few, or a price that is none is refused, in words."""
+    (tmp_path / "prices.toml").write_text(prices)
+    (tmp_path / "usage.jsonl").write_text("")
+    with pytest.raises(ConfigError, match=r"prices\.toml"):
+        CliRunner().invoke(
+            app,
+            ["bill", str(tmp_path / "usage.jsonl"), "--prices", str(tmp_path / "prices.toml")],
+            catch_exceptions=False,
+        )
+
+
+def test_a_ledger_that_is_moved_away(tmp_path: Path) -> None:
+    """What comes after the file was moved, as log rotation does, is in a new file; no line is lost."""
+    path, moved = tmp_path / "usage.jsonl", tmp_path / "usage.1"
+    ledger = UsageLedger(path)
+    ledger.note("first", "", "r", 200, 0.1, TokenUsage(1))
+    while not path.read_bytes():
+        pass
+    path.rename(moved)
+    ledger.note("second", "", "r", 200, 0.1, TokenUsage(1))
+    ledger.close()
+    ids = [[json.loads(line)["id"] for line in one.read_text().splitlines()] for one in (moved, path)]
+    assert ids == [["first"], ["second"]]
+
+
+def test_a_ledger_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> None:
+    """On a full disk requests go on; lines are counted as lost, and one error says so."""
+    ledger = UsageLedger(Path("/dev/full"))
+    for number in range(100):
+        ledger.note(str(number), "", "r", 200, 0.1, TokenUsage(1))
+    ledger.close()
+    assert ledger.dropped == 100
+    assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
