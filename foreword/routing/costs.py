@@ -37,6 +37,9 @@ _MIN_FIT_SAMPLES: Final = 24
 # Weight of the prior costs, in samples.
 _PRIOR_SAMPLES: Final = 2
 _MIN_SLOPE: Final = 1e-12
+# Of the prior cost of a prompt token. Where TTFTs do not grow with the prompt (a slow network, a busy proxy), a token costs at
+# least this: else a hit would be worth nothing, and the prices of all candidates would be equal.
+_MIN_PREFILL: Final = 1 / 64
 _MIN_PAIR_SLOPE: Final = 1e-11
 # Shorter prompts do not show the cost of a token; a smaller spread of contexts does not show the cost of attention.
 _MIN_PROMPT_TOKENS: Final = 256
@@ -134,12 +137,17 @@ class RobustLine:
 
     Args:
         base, slope: prior, used until there are enough samples that differ in x. Neither ever becomes negative.
+        least: the smallest slope.
+
+    Attributes:
+        fitted: the slope is that of samples, not a multiple of the prior and not the smallest one.
     """
 
-    __slots__ = ("_fresh", "_samples", "base", "slope")
+    __slots__ = ("_fresh", "_least", "_samples", "base", "fitted", "slope")
 
-    def __init__(self, base: float, slope: float) -> None:
-        self.base, self.slope = base, slope
+    def __init__(self, base: float, slope: float, least: float = _MIN_SLOPE) -> None:
+        self.base, self.slope, self._least = base, slope, least
+        self.fitted = False
         self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._fresh = 0
 
@@ -172,12 +180,14 @@ class RobustLine:
                 first += 1
             slopes += [(above - y) / (right - x) for right, above in samples[first:]]
         if len(slopes) >= _MIN_SAMPLES and spread * 2 >= samples[-1][0]:
-            self.slope = max(median(slopes), _MIN_SLOPE)
+            found = median(slopes)
+            self.fitted, self.slope = found > self._least, max(found, self._least)
             self.base = max(median(y - self.slope * x for x, y in samples), 0.0)
             return
         # The samples are too close together in x to fit two numbers: scale both by the same factor.
         scale = median(y / max(self.base + self.slope * x, _MIN_SLOPE) for x, y in samples)
-        self.base, self.slope = self.base * scale, max(self.slope * scale, _MIN_SLOPE)
+        self.fitted = False
+        self.base, self.slope = self.base * scale, max(self.slope * scale, self._least)
 
     def at(self, x: float) -> float:
         return self.base + self.slope * x
@@ -189,21 +199,36 @@ class PrefillModel:
     The first samples only scale the prior costs, by their median ratio and with a weight that grows with their number: a few
     requests that waited for each other must not make a replica look too slow to get more. Later, if contexts differ enough,
     the cost per token is a line over the mean context length, and `first` is the remainder of short prompts. Otherwise the
-    cost is a line over the number of tokens, and `attention` does not change.
+    cost is a line over the number of tokens, and `attention` does not change. A token costs at least 1/64 of its prior cost.
+
+    Attributes:
+        measured: the cost of a token is that of samples. Otherwise it is assumed.
     """
 
-    __slots__ = ("_context", "_fresh", "_prior", "_samples", "_tokens", "attention", "first", "prefill")
+    __slots__ = (
+        "_context",
+        "_fresh",
+        "_least",
+        "_prior",
+        "_samples",
+        "_tokens",
+        "attention",
+        "first",
+        "measured",
+        "prefill",
+    )
 
     def __init__(self, costs: ReplicaCosts) -> None:
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=_MAX_SAMPLES)
         self._fresh = 0
+        self._least = costs.prefill * _MIN_PREFILL
         self.reset(costs)
 
     def reset(self, costs: ReplicaCosts) -> None:
         """Restart from these costs without samples."""
         self.first, self.prefill, self.attention = costs.first, costs.prefill, costs.attention
-        self._prior = costs
-        self._tokens = RobustLine(costs.first, costs.prefill)
+        self._prior, self.measured = costs, False
+        self._tokens = RobustLine(costs.first, costs.prefill, self._least)
         self._context = RobustLine(costs.prefill, costs.attention)
         self._samples.clear()
 
@@ -245,7 +270,8 @@ class PrefillModel:
             y / max(prior.first + prior.compute_pairs(tokens, pairs), _MIN_SLOPE) for tokens, pairs, y in self._samples
         )
         scale = max(ratio, _MIN_SLOPE) ** (count / (count + _PRIOR_SAMPLES))
-        self.first, self.prefill, self.attention = prior.first * scale, prior.prefill * scale, prior.attention * scale
+        self.first, self.attention = prior.first * scale, prior.attention * scale
+        self.prefill = max(prior.prefill * scale, self._least)
 
     def _fit_context(self) -> bool:
         """False if the contexts of the samples do not differ enough."""
@@ -255,18 +281,19 @@ class PrefillModel:
             return False
         for _ in range(_FIT_ROUNDS):
             self._context.refit((pairs / tokens, max(y - self.first, 0.0) / tokens) for tokens, pairs, y in long)
-            if not self._context.base > 0:
+            if not self._context.base > self._least:
                 return False
             self.prefill = self._context.base
             self.attention = self._context.slope if self._context.slope > _MIN_PAIR_SLOPE else 0.0
             short = sorted(self._samples)[: len(self._samples) // 3]
             self.first = max(median(y - self.prefill * t - self.attention * p for t, p, y in short), 0.0)
         self._tokens.base, self._tokens.slope = self.first, self.prefill
+        self.measured = True
         return True
 
     def _fit_tokens(self) -> None:
         self._tokens.refit((tokens, max(y - self.attention * pairs, 0.0)) for tokens, pairs, y in self._samples)
-        self.first, self.prefill = self._tokens.base, self._tokens.slope
+        self.first, self.prefill, self.measured = self._tokens.base, self._tokens.slope, self._tokens.fitted
 
 
 class CostModel:
@@ -294,6 +321,11 @@ class CostModel:
     def common_costs(self) -> ReplicaCosts:
         """The expected costs of replicas of its kind."""
         return self._own if self._common is None else self._common.costs
+
+    @property
+    def prefill_measured(self) -> bool:
+        """Whether the cost of a prompt token is that of observations; otherwise it is assumed."""
+        return self._prefill.measured if self._differs or self._common is None else self._common.prefill_measured
 
     def observe_first_token(self, computed_tokens: float, running: int, seconds: float, *, pairs: float = 0.0) -> None:
         """Learn from a TTFT of `seconds`, counted from sending.

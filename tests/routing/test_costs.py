@@ -114,3 +114,20 @@ def test_only_a_replica_that_contradicts_the_others_has_costs_of_its_own() -> No
     assert expected > 2 * (common.costs.first + common.costs.compute(1500, 500))
     slow.forget()
     assert slow.costs == common.costs
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_a_token_costs_something_where_prompts_do_not_show_it(noise: float) -> None:
+    """Where TTFT does not grow with the prompt, a token costs 1/64 of its prior cost, estimates are still right, and the cost
+    does not count as measured. It does once TTFTs grow."""
+    rng, prior, model = random.Random(3), ReplicaCosts(), CostModel()
+    assert not model.prefill_measured
+    for _ in range(200):
+        model.observe_first_token(rng.randrange(10, 8000), 0, 0.16 * rng.uniform(1 - noise, 1 + noise))
+    assert model.costs.prefill >= prior.prefill / 64
+    assert model.costs.first + model.costs.compute(4000, 0) == pytest.approx(0.16, rel=0.1)
+    assert noise or not model.prefill_measured
+    for _ in range(200):
+        tokens = rng.randrange(10, 8000)
+        model.observe_first_token(tokens, 0, 0.02 + 1e-4 * tokens)
+    assert model.prefill_measured and model.costs.prefill == pytest.approx(1e-4, rel=0.05)
