@@ -27,7 +27,8 @@ _WITH_BUCKETS = (
 # Metrics of a router that the page shows by replica. The others are sums over the replicas, as in `metrics.js`.
 _ROUTER = "foreword:router_"
 _BY_REPLICA = tuple(
-    f"{_ROUTER}{name}_total" for name in ("decisions", "failures", "expected_cached_tokens", "actual_cached_tokens")
+    f"{_ROUTER}{name}_total"
+    for name in ("decisions", "failures", "expected_cached_tokens", "usage_prompt_tokens", "usage_cached_tokens")
 )
 _SHOWN = ("vllm:", "foreword:")
 _SKIPPED = ("vllm:cache_config_info", "foreword:model_info", "foreword:http_responses")
@@ -61,7 +62,8 @@ class MetricsHistory:
     def take(self) -> None:
         """Take a sample now."""
         row = array("d", [math.nan] * len(self._columns))
-        for name, labels, value in _shown(self._families()):
+        # In a large fleet the series by replica do not all fit: the others come first.
+        for name, labels, value in sorted(_shown(self._families()), key=lambda one: one[0] in _BY_REPLICA):
             column = self._columns.get((name, labels))
             if column is None:
                 if len(self._columns) >= MAX_SERIES:

@@ -139,6 +139,28 @@ class DecisionLog:
         """The last decisions as JSON, newest first."""
         return [_describe(record) | {"prices": _prices(record)} for record in list(self._records)[::-1][:count]]
 
+    def misses(self, count: int, requests: int) -> list[dict[str, Any]]:
+        """The causes of cache misses by tenant, those first that cost most, each with its last requests."""
+        groups: dict[tuple[str, str], list[tuple[DecisionRecord, Miss]]] = {}
+        for record in reversed(self._records):
+            if record.miss is not None:
+                groups.setdefault((record.miss.cause, record.tenant), []).append((record, record.miss))
+        found = [
+            {
+                "cause": cause,
+                "tenant": tenant,
+                "requests": len(group),
+                "tokens": sum(miss.tokens_lost for _, miss in group),
+                "last": [
+                    {"time": record.at, "request_id": record.request_id, "replica": record.decision.replica}
+                    | {"where": miss.where, "tokens": miss.tokens_lost, "advice": miss.advice}
+                    for record, miss in group[:requests]
+                ],
+            }
+            for (cause, tenant), group in groups.items()
+        ]
+        return sorted(found, key=lambda one: (one["tokens"], one["requests"]), reverse=True)[:count]
+
     def overview(self, count: int, candidates: int) -> list[dict[str, Any]]:
         """The last decisions as `last`, with their cheapest candidates in numbers instead of all prices."""
         return [_describe(record) | _cheapest(record, candidates) for record in list(self._records)[::-1][:count]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Final
 
@@ -12,11 +13,16 @@ from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages
 from foreword.errors import Forbidden, Unauthorized
+from foreword.router.recent_answers import of_fleet
+from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 
 _SHOWN_DECISIONS: Final = 20
 _SHOWN_CANDIDATES: Final = 4
+_SHOWN_PREFIXES: Final = 10
+_SHOWN_CAUSES: Final = 20
+_SHOWN_REQUESTS: Final = 8
 
 
 def add_routes(routes: Routes[Handler], router: Router, history: MetricsHistory) -> None:
@@ -50,13 +56,25 @@ def _now(router: Router, *, decisions: bool) -> dict[str, Any]:
     status = "shutting_down" if router.draining else "not_ready" if problem else "ready"
     models = [pool.model for pool in router.pools.values() if pool.upstreams]
     last = router.decisions.overview(_SHOWN_DECISIONS, _SHOWN_CANDIDATES) if decisions else []
+    order = sorted(router.upstreams)
     return {
         "time": time.time(),
         "state": {"status": status, "reason": problem or ""},
         "subject": f"router of {', '.join(models)}" if models else "router",
-        "replicas": [_replica(router, one) for one in router.upstreams.values()],
+        "fleet": of_fleet([one.recent for one in router.upstreams.values()]),
+        "replicas": [_replica(router, router.upstreams[url]) for url in order],
+        "reads_prompts": any(pool.needs_prompts for pool in router.pools.values()),
         "decisions": last,
+        "prefixes": [found for pool in router.pools.values() for found in _prefixes(pool, order)]
+        if decisions
+        else None,
+        "misses": router.decisions.misses(_SHOWN_CAUSES, _SHOWN_REQUESTS) if decisions else None,
     }
+
+
+def _prefixes(pool: ReplicaPool, order: list[str]) -> list[dict[str, Any]]:
+    more = {"model": pool.model, "replicas": len(pool.upstreams)}
+    return [one | more for one in pool.shared_prefixes.overview(pool.fleet, order, _SHOWN_PREFIXES)]
 
 
 def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
@@ -64,7 +82,9 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
     waiting = list(replica.load.waiting) if replica is not None else []
-    prefill = replica.cost_model.costs.prefill if replica is not None else 0.0
+    # Of a replica that was never used, costs are assumed.
+    learned = replica is not None and math.isfinite(replica.learned_at) and replica.cost_model.prefill_measured
+    prefill = replica.cost_model.costs.prefill if replica is not None and learned else None
     return {
         "replica": upstream.url,
         "role": upstream.spec.role,
@@ -75,8 +95,9 @@ def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
         "queued_tokens": sum(one.computed for one in waiting),
         "known_blocks": pool.fleet.directory.blocks(upstream.url) if pool is not None and replica is not None else 0,
         "kv_events": bool(upstream.info and upstream.info.event_sources),
-        "speed": round(1 / prefill) if prefill > 0 else None,
+        "speed": round(1 / prefill) if prefill else None,
         "usage": upstream.metrics.usage,
         "device": upstream.metrics.device,
         "tiers": upstream.metrics.tiers,
+        **upstream.recent.plain(),
     }

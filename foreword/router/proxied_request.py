@@ -127,6 +127,8 @@ class RoutedRequest:
         if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
             # Later requests of a session go where it is: another replica has no use for their prompts.
             router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
+        if (attempt.decision.home is None or repeated) and not self.attempts and query.keys:
+            pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )
@@ -148,6 +150,7 @@ class RoutedRequest:
 
     def finished(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A replica served the request to its end."""
+        self.router.ended(attempt, counts)
         self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
         self.miss = self.router.misses.finished(self._served(attempt, counts))
         self.router.succeeded(attempt.upstream)
@@ -371,6 +374,8 @@ class ProxiedRequest(RoutedRequest):
             if status in (401, 403) and (self.router.auth.uses_own_key or self.router.auth.has_tenants):
                 raise ReplicaFailed("it does not accept the router's or the client's key")
             self.pool.failed(attempt)
+            if status >= 500:
+                attempt.upstream.recent.problems.append(describe_response(status, data))
             if self.translation is not None:
                 answer = self.translation.error_response(status, data)
                 status, data = answer.status, answer.body

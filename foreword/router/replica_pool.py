@@ -21,6 +21,7 @@ from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
+from foreword.router.recent_answers import SharedPrefixes
 from foreword.router.replicas import Upstream, clock
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
@@ -68,6 +69,7 @@ class ReplicaPool:
             disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
         )
         self.upstreams: dict[str, Upstream] = {}
+        self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
         # Requests whose response has begun, and that wait for a replica to continue it: before the queue, and in order.
         self._broken: dict[asyncio.Future[Attempt], PlacementRequest] = {}

@@ -19,6 +19,7 @@ from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
+from foreword.router.recent_answers import RecentAnswers
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 
 _FIRST_PAUSE: Final = 1.0
@@ -255,6 +256,7 @@ class Upstream:
         tasks: its watcher, then its KV event subscriptions.
         unconfirmed: it was away, or showed other weights: it gets no requests until its watcher has asked what it serves.
         wake: lets its watcher go on.
+        recent: its last times and failures.
         reading: one reading of its weights at a time. next_reading: one that has not begun yet.
     """
 
@@ -282,6 +284,7 @@ class Upstream:
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_reading: asyncio.Task[None] | None = None
     refusals: Refusals = field(default_factory=Refusals)
+    recent: RecentAnswers = field(default_factory=RecentAnswers)
 
     @property
     def url(self) -> str:

@@ -288,15 +288,13 @@ class _ResponseProxy:
             proxied.router.succeeded(upstream)
             proxied.router.refresh(upstream)
         proxied.pool.first_token(attempt)
-        proxied.router.metrics.first_token(upstream.url, clock() - proxied.arrived)
+        proxied.router.first_token(upstream, clock() - proxied.arrived)
 
     def _succeeded(self, attempt: Attempt) -> None:
         stream, proxied = self.stream, self.proxied
         # The usage of a continuation counts the output so far as prompt.
         exact = stream.continuation is None and not stream.resumed
         counts = stream.reader.counts if exact else UsageCounts(prompt=stream.reader.counts.prompt)
-        if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
-            proxied.router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
         proxied.finished(attempt, counts)
 
     # Failover

@@ -35,6 +35,8 @@ class RouterMetrics:
         )
         self._decisions = counter("decisions", "Placement decisions by replica and reason.", "replica", "reason")
         self._failures = counter("failures", "Requests that failed on a replica.", "replica")
+        self._prompts = counter("usage_prompt_tokens", "Prompt tokens, where usage has the cached ones too.", "replica")
+        self._cached = counter("usage_cached_tokens", "Cached prompt tokens as usage has them.", "replica")
         self._retries = counter("retries", "Requests retried on another replica before their first token.")
         self._continued = counter(
             "continuations", "Streams that broke after their first token: continued, or impossible.", "outcome"
@@ -74,6 +76,10 @@ class RouterMetrics:
 
     def failure(self, replica: str) -> None:
         self._child(self._failures, replica).inc()
+
+    def usage(self, replica: str, prompt: int, cached: int) -> None:
+        self._child(self._prompts, replica).inc(prompt)
+        self._child(self._cached, replica).inc(cached)
 
     def retry(self) -> None:
         self._retries.inc()

@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 import zmq.asyncio
 
+from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
@@ -25,7 +26,7 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
-from foreword.router.attempt import DecisionLog
+from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.misses import RouterMisses, record_finished
@@ -265,14 +266,31 @@ class Router:
         if upstream.breaker.state != "closed":
             logger.info("replica %s recovered: circuit closed", upstream.url)
         upstream.breaker.succeeded()
+        upstream.recent.problems.append("")
         upstream.pause_until = 0.0
 
     def failed(self, upstream: Upstream, reason: str, *, certain: bool = False) -> None:
         """A request failed on the replica; `certain` failures open the circuit at once."""
         self.metrics.failure(upstream.url)
+        upstream.recent.problems.append(reason)
         if upstream.breaker.failed(clock(), reason, certain=certain):
             self._log_opened(upstream, reason)
         self.refresh(upstream)
+
+    def first_token(self, upstream: Upstream, seconds: float) -> None:
+        """A stream of the replica began this long after the request came."""
+        self.metrics.first_token(upstream.url, seconds)
+        upstream.recent.ttft.add(seconds)
+
+    def ended(self, attempt: Attempt, counts: UsageCounts) -> None:
+        """A response of a replica is complete."""
+        if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
+            seconds = (clock() - attempt.first_token_at) / (counts.output - 1)
+            self.metrics.token_time(seconds)
+            attempt.upstream.recent.itl.add(seconds)
+        # Where another replica computed the prompt, what came from there counts as cached.
+        if counts.prompt and counts.cached is not None and attempt.prefill is None:
+            self.metrics.usage(attempt.upstream.url, counts.prompt, counts.cached)
 
     def paused(self, upstream: Upstream, seconds: float) -> None:
         """The replica replied that it is overloaded."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Literal
@@ -251,6 +251,18 @@ class Fleet:
         load, costs = replica.load, replica.cost_model.costs
         queued = load.rank(costs, len(load.running) + replica.reported_running, replica.capacity_tokens)
         self._shortlist.update(replica.name, replica.role, costs.prefill, queued, load.recent_rank())
+
+    def holders(self, ends: Iterable[bytes]) -> tuple[dict[str, CacheTier], bool]:
+        """Which replicas hold one of these blocks, as far as it is known, and in which tier; whether a shared store does."""
+        found, shared = dict[str, CacheTier](), False
+        for key in ends:
+            held = self.directory.lookup([key])
+            shared |= held.shared[-1] > 0
+            found |= {name: CacheTier(reach.index(1)) for name, reach in held.replicas.items()}
+            for name, replica in self.replicas.items():
+                if replica.estimated_blocks is not None and replica.estimated_blocks.known([key]):
+                    found[name] = CacheTier.DEVICE
+        return found, shared
 
     # Placement
 

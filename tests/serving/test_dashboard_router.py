@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +117,8 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
     page.open(routed.url)
     page.click("#range input[value='0']")
     page.wait(lambda: page.text("#state") == "ready" and page.text("#decisions tbody") != "")
-    placed = routed.total("foreword:router_prompt_tokens_total")
-    found = routed.total("foreword:router_actual_cached_tokens_total")
+    placed = routed.total("foreword:router_usage_prompt_tokens_total")
+    found = routed.total("foreword:router_usage_cached_tokens_total")
     assert found > 0
     page.wait(lambda: page.text("[data-field=hit-share-sub]") == f"{found:,.0f} of {placed:,.0f}")
     page.wait(lambda: page.text("[data-field=in-flight]") == "0")
@@ -125,8 +128,8 @@ def test_numbers_are_those_of_metrics(routed: Routed, page: Page) -> None:
         assert page.attribute(card, "data-sent") == f"{sent:.0f}"
         assert page.text(f"{card} .pill") == "ready"
         expected = routed.total("foreword:router_expected_cached_tokens_total", replica=replica)
-        actual = routed.total("foreword:router_actual_cached_tokens_total", replica=replica)
-        assert page.text(f"{card} td:nth-child(6)") == f"{actual:,.0f}{expected:,.0f} expected"
+        actual = routed.total("foreword:router_usage_cached_tokens_total", replica=replica)
+        assert page.text(f"{card} td:nth-child(8)") == f"{actual:,.0f}{expected:,.0f} expected"
         fill = parse_metrics(http_client.get(f"{replica}/metrics").text)
         assert fill.device is not None
         cached = f"{fill.device['cached']:.0f}"
@@ -198,8 +201,9 @@ class Plain(ScriptedReplica):
 
 @pytest.mark.slow
 def test_sixty_replicas(page: Page) -> None:
-    """The page of sixty replicas: one row each, in the order of a chosen column; four candidates per decision and the number
-    of the others; data of a bounded size; names and labels of replicas are text; no sideways scrolling on a phone."""
+    """The page of sixty replicas: the healthy ones are behind one line, and in the order of a chosen column when there is
+    one; four candidates per decision and the number of the others; data of a bounded size; names and labels of replicas are
+    text; no sideways scrolling on a phone."""
     loop = Loop()
     urls = [Plain(loop).url for _ in range(60)]
     with routing(*(part for url in urls for part in ("--replica", url))) as url:
@@ -209,24 +213,25 @@ def test_sixty_replicas(page: Page) -> None:
             body = {"model": "m", "prompt": words(f"number {number}", 60), "max_tokens": 1}
             http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
         page.open(url)
-        page.wait(lambda: page.text("#replicas tr:last-child [data-place]") is not None and rows(page) == 60)
+        page.wait(lambda: page.attribute("#replicas summary", "data-rest") == "60" and rows(page) == 0)
         page.wait(lambda: page.run("return document.querySelectorAll('[data-decision]').length") == 20)
         chosen = page.run("return document.querySelectorAll('[data-decision]:first-child [data-candidate]').length")
         assert chosen == 4 and re.search(r"\d+ more$", page.text("[data-decision] td.candidates"))
-        page.click("[data-sort='4']")
+        page.click("[data-sort='6']")
         sent = [int(number) for number in page.run(SENT)]
-        assert sent == sorted(sent, reverse=True) and sum(sent) == 30
-        page.click("[data-sort='4']")
+        assert sent == sorted(sent, reverse=True) and sum(sent) == 30 and len(sent) == 50
+        assert page.attribute("th[aria-sort]", "aria-sort") == "descending"
+        page.click("[data-sort='6']")
         assert page.run(SENT)[0] == "0"
         page.wait(lambda: "<img" in (page.attribute("[data-place*=img] .bar", "title") or ""))
         assert page.run("return document.images.length === 0 && window.hacked === undefined")
         page.size(360, 800, phone=True)
         page.wait(lambda: page.run("return innerWidth") == 360)
         assert page.run("return document.documentElement.scrollWidth") <= 360
-        assert page.run(TALLEST, ".offer") < 45 and page.run(TALLEST, "[data-sort='3']") < 25, "words are broken"
+        assert page.run(TALLEST, ".offer") < 45 and page.run(TALLEST, "[data-sort='5']") < 25, "words are broken"
         assert len(http_client.get(f"{url}/ui/data/now").content) < 64_000
         kept = http_client.get(f"{url}/ui/data/history").json()
-        assert len(kept["series"]) < 60 * 4 + 150
+        assert len(kept["series"]) < 60 * 5 + 150
         page.driver.get("about:blank")
 
 
@@ -263,3 +268,154 @@ def test_closed(routed: Routed, page: Page, tmp_path: Path) -> None:
         page.open(url)
         page.wait(lambda: "--admin-key" in page.text("#notice"))
         page.driver.get("about:blank")
+
+
+class Streaming(ScriptedReplica):
+    """A replica that streams three tokens, after `delay` seconds, or answers 500."""
+
+    def __init__(self, loop: Loop, *, delay: float = 0.0, fails: bool = False) -> None:
+        self.delay, self.fails = delay, fails
+        super().__init__(loop)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/completions", self._complete)]
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.fails:
+            return web.json_response({"error": {"message": "boom"}}, status=500)
+        await asyncio.sleep(self.delay)
+        usage = {"prompt_tokens": 600, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 400}}
+        choices = [
+            {"index": 0, "text": "x", "finish_reason": "length" if last else None} for last in (False, False, True)
+        ]
+        events = [{"choices": [choice]} for choice in choices] + [{"choices": [], "usage": usage}]
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            event = {"id": "c", "object": "text_completion", "model": "m", **event}
+            await response.write(f"data: {json.dumps(event)}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+SEEN = """
+const at = document.querySelector(arguments[0]); if (!at) return 'missing';
+const box = at.getBoundingClientRect();
+return box.top >= 0 && box.left >= 0 && box.bottom <= innerHeight && box.right <= innerWidth + 1 && box.height > 0
+"""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A router of sixty replicas, of which one is slow and one fails, after some hundred requests with four prefixes."""
+
+    url: str
+    slow: str
+    failing: str
+
+
+@pytest.fixture(scope="module", params=["cost", "round-robin"])
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    loop = Loop()
+    slow, failing = Streaming(loop, delay=1.0), Streaming(loop, fails=True)
+    urls = [slow.url, failing.url, *(Streaming(loop).url for _ in range(58))]
+    with routing(*(part for url in urls for part in ("--replica", url)), "--policy", request.param) as url:
+        listed = lambda: http_client.get(f"{url}/v1/router/replicas").json()["data"]  # noqa: E731
+        until(lambda: all(one["takes_requests"] for one in listed()), 60)
+
+        def ask(number: int) -> None:
+            prompt = words(f"prefix {number % 4}", 1200) + words(f"number {number}", 60)
+            body = {"model": "m", "prompt": prompt, "max_tokens": 3, "stream": True, "user": str(number)}
+            http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(ask, range(420)))
+        yield Fleet(url, slow.url.removeprefix("http://"), failing.url.removeprefix("http://"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_first_screen_answers(fleet: Fleet, page: Page, width: int) -> None:
+    """Without scrolling, at both widths, in words: the slow one of sixty, the failing one, where a prefix is, why a tenant
+    misses. Their rows are the first of the table; what was not measured is unknown and not 0."""
+    page.size(width, 844 if width < 600 else 900, phone=width < 600)
+    page.open(fleet.url)
+    page.wait(lambda: page.text("[data-finding=failing]") != "" and page.text("[data-finding=slow]") != "")
+    assert f"{fleet.failing} fails" in page.text("[data-finding=failing]") and "500: boom" in page.text(
+        "[data-finding=failing]"
+    )
+    assert page.text("[data-finding=slow]").startswith(fleet.slow) and "times" in page.text("[data-finding=slow]")
+    assert page.text("[data-finding=misses]").startswith("default misses: ")
+    shown = ["failing", "slow", "misses"]
+    if page.text("[data-finding=prefix]"):
+        shown.append("prefix")
+        assert re.search(r" on \d+ of 60: 127", page.text("[data-finding=prefix]"))
+        assert int(page.attribute("[data-shared]", "data-holders") or 0) > 0
+    else:
+        assert "reads no prompts" in page.text("#shared"), "round-robin looks at no prompt"
+        assert "unknown" in page.text("[data-decision] td.candidates")
+    for name in shown:
+        assert page.run(SEEN, f"[data-finding={name}]") is True, name
+    rows = page.run(
+        "return [...document.querySelectorAll('#replicas tr[data-replica]')].map((row) => row.dataset.replica)"
+    )
+    assert rows[0] == f"http://{fleet.failing}" and f"http://{fleet.slow}" in rows and len(rows) < 20
+    assert page.text(f"[data-replica='{rows[0]}'] td:nth-child(2)") == "unknown"
+    assert "p99" in page.text("#fleet-row td:nth-child(2)"), "the fleet's own TTFT is beside"
+    assert page.text("[data-field=hit-share]") == "67 %"
+    assert page.run("return document.querySelectorAll('[data-cell]').length") == 60
+    assert page.run(SEEN, f"[data-cell='http://{fleet.slow}']") is True
+    assert page.run("return document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+def test_the_fleet_without_a_mouse(fleet: Fleet, page: Page) -> None:
+    """The strip takes the arrow keys and tells each replica in words; Enter shows its row; a cause opens to its requests; a
+    search finds a replica."""
+    page.open(fleet.url)
+    page.wait(lambda: page.text("[data-cell]") is not None and page.text("#tenants details") != "")
+    page.run("document.getElementById('strip').focus()")
+    keys = page.driver.switch_to.active_element
+    keys.send_keys("\ue014\ue014")  # twice the right arrow
+    page.wait(lambda: page.attribute("#strip", "aria-activedescendant") == "cell-2")
+    name = page.attribute("#cell-2", "data-cell") or "?"
+    assert page.text("#strip + .readout").startswith(f"{name.removeprefix('http://')}: ")
+    keys.send_keys("\ue007")
+    page.wait(lambda: page.run("return !!document.querySelector(arguments[0])", f"#replicas [data-replica='{name}']"))
+    page.run("document.querySelector('#tenants summary').click()")
+    assert page.run("return document.querySelector('#tenants details').open")
+    missed = page.attribute("[data-missed]", "data-missed")
+    assert any(
+        one["request_id"] == missed
+        for one in http_client.get(f"{fleet.url}/v1/router/decisions?last=1000").json()["data"]
+    )
+    search = page.driver.find_element("id", "find")
+    assert search.accessible_name == "Find a replica"
+    search.send_keys(fleet.slow)
+    page.wait(
+        lambda: (
+            page.run(SENT) is not None
+            and page.attribute("#replicas tr[data-replica]", "data-replica") == f"http://{fleet.slow}"
+        )
+    )
+    assert page.run("return document.querySelectorAll('#replicas summary').length") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_screen_readers(fleet: Fleet, page: Page, scheme: str) -> None:
+    """axe (FOREWORD_AXE: its axe.min.js, of npm's axe-core) finds nothing, in both schemes."""
+    script = os.environ.get("FOREWORD_AXE")
+    if not script:
+        pytest.skip("FOREWORD_AXE does not name axe.min.js (npm install axe-core)")
+    page.cdp("Page.setBypassCSP", enabled=True)
+    page.scheme(scheme)
+    page.open(fleet.url)
+    page.wait(lambda: page.text("[data-finding=slow]") != "" and page.text("[data-decision]") != "")
+    page.click("#replicas summary")
+    page.click("#tenants summary")
+    page.run(Path(script).read_text(encoding="utf-8"))
+    done = page.driver.execute_async_script("const done = arguments[0]; axe.run().then(done)")
+    page.scheme("light")
+    assert len(done["passes"]) > 20
+    assert [(one["id"], one["nodes"][0]["html"]) for one in done["violations"]] == []

@@ -16,7 +16,7 @@ export function figure(field, title) {
 export const empty = (text) => h("p", { class: "empty" }, text);
 
 export const table = (heads, rows) => h("table", {},
-  h("thead", {}, h("tr", {}, heads.map(([word, classes]) => h("th", { class: classes, scope: "col" }, word)))), h("tbody", {}, rows));
+  h("thead", {}, h("tr", {}, heads.map(([word, classes, order]) => h("th", { class: classes, scope: "col", "aria-sort": order }, word)))), h("tbody", {}, rows));
 
 // Edges of the charts' columns, in seconds: as long as the period, or as the server has been up.
 export function columnsOf(timeline, range) {

@@ -3,11 +3,15 @@
 import { Lines, Shares } from "./charts.js";
 import { count, h, percent, renew, seconds } from "./dom.js";
 import { ReplicaTable, decisionLegend, decisionTable } from "./fleet.js";
+import { judged } from "./health.js";
 import { Outcomes } from "./outcomes.js";
 import { card, columnsOf, empty, figure } from "./parts.js";
+import { Sharing } from "./sharing.js";
+import { Strip } from "./strip.js";
 
-const PLACED = "foreword:router_prompt_tokens_total";
-const FOUND = "foreword:router_actual_cached_tokens_total";
+// As replicas report them, under every policy.
+const ASKED = "foreword:router_usage_prompt_tokens_total";
+const FOUND = "foreword:router_usage_cached_tokens_total";
 const EXPECTED = "foreword:router_expected_cached_tokens_total";
 const DECIDED = "foreword:router_decisions_total";
 const TTFT = "foreword:router_time_to_first_token_seconds";
@@ -26,6 +30,8 @@ export class RouterView {
     this.flight = figure("in-flight", "Requests in flight");
     this.moved = figure("moved", "Sessions moved");
     this.replicas = new ReplicaTable();
+    this.strip = new Strip((replica) => this.replicas.choose(replica));
+    this.sharing = new Sharing();
     this.count = h("small");
     this.sources = new Shares("Prompt tokens cached at the chosen replica, over time", 170);
     this.sourcesLegend = h("p", { class: "legend" });
@@ -34,8 +40,11 @@ export class RouterView {
     const legend = h("p", { class: "legend" },
       h("span", {}, h("span", { class: "swatch-line" }), "in flight"), h("span", {}, h("span", { class: "swatch-line waiting" }), "queued here"));
     root.replaceChildren(
+      this.strip.element,
       this.hit.element, this.first.element, this.next.element, this.flight.element, this.moved.element, this.outcomes.errors.element,
       card("", h("span", {}, "Replicas ", this.count), this.replicas.element),
+      card("w7", h("span", {}, "Shared prefixes ", h("small", {}, "of recent prompts, and where they are")), this.sharing.prefixes),
+      card("w5", h("span", {}, "Why tenants miss ", h("small", {}, "in the last decisions; open one for its requests")), this.sharing.tenants),
       card("w6", "Cached prompt tokens", this.sources.element, this.sourcesLegend),
       card("w6", "Requests", this.load.element, legend),
       ...this.outcomes.cards,
@@ -48,42 +57,45 @@ export class RouterView {
     const period = timeline.period(range);
     const total = (name) => sum(timeline, period.deltaOf, name);
     const level = (name) => sum(timeline, (key) => timeline.last.values.get(key), name);
-    const [placed, found] = [total(PLACED), total(FOUND)];
-    this.hit.set(placed ? percent(found / placed) : "–", placed ? `${count(found)} of ${count(placed)}` : "no prompts in this period");
+    const [asked, found] = [total(ASKED), total(FOUND)];
+    this.hit.set(asked ? percent(found / asked) : "unknown", asked ? `${count(found)} of ${count(asked)}` : "no usage with cached tokens in this period");
     const firsts = period.delta(`${TTFT}_count`);
-    this.first.set(firsts ? seconds(period.quantile(TTFT, 0.5)) : "–", firsts ? `p99 ${seconds(period.quantile(TTFT, 0.99))}, of ${count(firsts)} requests` : "no requests in this period");
+    this.first.set(firsts ? seconds(period.quantile(TTFT, 0.5)) : "unknown", firsts ? `p99 ${seconds(period.quantile(TTFT, 0.99))}, of ${count(firsts)} requests` : "no streams in this period");
     const streams = period.delta(`${ITL}_count`);
-    this.next.set(streams ? seconds(period.quantile(ITL, 0.5)) : "–", streams ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(streams)} requests' means` : "no streams in this period");
+    this.next.set(streams ? seconds(period.quantile(ITL, 0.5)) : "unknown", streams ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(streams)} requests' means` : "no streams in this period");
     this.outcomes.draw(timeline, period);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
     this.drawReplicas(timeline, period, now);
-    this.drawCharts(timeline, range, placed, found);
+    this.drawCharts(timeline, range, asked, found);
     renew(this.decisions, now.decisions, (rows) => (rows.length ? decisionTable(rows) : empty("None since the router started.")));
   }
 
   drawReplicas(timeline, period, now) {
     const rows = now.replicas.map((one) => {
       const of = (name) => period.delta(name, { replica: one.replica });
-      return { ...one, sent: of(DECIDED), expected: of(EXPECTED), actual: of(FOUND), failed: of(FAILED) };
+      return { ...one, sent: of(DECIDED), expected: of(EXPECTED), asked: of(ASKED), actual: of(FOUND), failed: of(FAILED) };
     });
     const ready = rows.filter((row) => !row.reason).length;
     this.count.textContent = rows.length ? `${count(ready)} of ${count(rows.length)} take requests` : "There is no replica yet.";
-    this.replicas.show(rows);
+    const found = judged(rows);
+    this.strip.show(found, now);
+    this.replicas.show(found, now.fleet);
+    this.sharing.show(now);
   }
 
-  drawCharts(timeline, range, placed, found) {
-    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens cached` : "no prompts");
+  drawCharts(timeline, range, asked, found) {
+    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens cached` : "unknown");
     const points = columnsOf(timeline, range).map(([from, to]) => {
       const [before, after] = [timeline.at(from), timeline.at(to)];
       const delta = (name) => Math.max(0, sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name));
-      const whole = delta(PLACED);
+      const whole = delta(ASKED);
       const part = Math.min(whole, delta(FOUND));
       return { from, parts: [["plain", part], ["computed", whole - part]], text: tell(part, whole) };
     });
-    this.sources.show(points, tell(found, placed));
-    renew(this.sourcesLegend, [found, placed], () => [["plain", "Cached", found], ["computed", "Computed", placed - found]].map(([kind, word, tokens]) =>
-      h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, placed ? percent(tokens / placed) : "–"))));
+    this.sources.show(points, tell(found, asked));
+    renew(this.sourcesLegend, [found, asked], () => [["plain", "Cached", found], ["computed", "Computed", asked - found]].map(([kind, word, tokens]) =>
+      h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, asked ? percent(tokens / asked) : "unknown"))));
     const names = ["foreword:router_in_flight", "foreword:router_queue_length"];
     const loads = columnsOf(timeline, range).map(([from, to]) => {
       const values = timeline.mostOf(from, to, names);

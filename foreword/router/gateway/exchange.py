@@ -158,15 +158,13 @@ class Accounting:
         if self._response.feed(piece):
             attempt.begun, attempt.first_token_at = True, clock()
             routed.pool.first_token(attempt)
-            self._router.metrics.first_token(attempt.upstream.url, attempt.first_token_at - self._began)
+            self._router.first_token(attempt.upstream, attempt.first_token_at - self._began)
 
     def complete(self) -> None:
         """The response came to its end."""
         if self._placed is not None and self._answer is not None and self._response is not None:
             routed, attempt = self._placed
             counts = self._response.counts()
-            if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
-                self._router.metrics.token_time((clock() - attempt.first_token_at) / (counts.output - 1))
             self._charge(counts.usage if counts.usage.charged else self._seen(routed))
             routed.finished(attempt, counts)
             self._placed = None
