@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults erasures strangers faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults erasures strangers fuzz faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,12 @@ MESSAGES ?= 100000
 
 strangers: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/stranger_campaign.py --messages $(MESSAGES) --seed $(SEED) --notes
+
+# Sends almost right requests to every front, and prints a table: make fuzz REQUESTS=3000 SEED=7
+REQUESTS ?= 200000
+
+fuzz: setup
+	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/serving/fuzz_campaign.py --requests $(REQUESTS) --seed $(SEED) --notes
 
 # Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
 SECONDS ?= 60

@@ -166,8 +166,9 @@ class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
     """What aiohttp logs. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, not a traceback."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
-        if isinstance(exc_info, HttpProcessingError):
-            self.debug("%s: %s", msg % args if isinstance(msg, str) else msg, exc_info.message)
+        # A body that cannot be read was answered; aiohttp says it again as it drops the rest.
+        if isinstance(exc_info, (HttpProcessingError, web.RequestPayloadError)):
+            self.debug("%s: %s", msg % args if isinstance(msg, str) else msg, exc_info)
         else:
             self.error(msg, *args, exc_info=exc_info, **more)
 

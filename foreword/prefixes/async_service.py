@@ -136,4 +136,5 @@ async def _to_the_end(work: Callable[[], Result]) -> Result:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         await asyncio.wait({working})
+        working.exception()  # the caller has gone
         raise
