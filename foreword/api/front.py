@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 IGNORED: Final = "x-foreword-ignored"
 # Say nothing about the answer. Clients of OpenAI send them, so they are never refused.
 HARMLESS: Final = frozenset({"client_metadata", "metadata", "safety_identifier", "store", "user"})
-_FIELD: Final = re.compile(r"[\w.\-]{1,64}", re.ASCII)
+_FIELD: Final = re.compile(r"[\w.\-\[\]]{1,64}", re.ASCII)
 _MOST_NAMES: Final = 16
 _SHOWN_CHARACTERS: Final = 64
 
@@ -371,6 +371,10 @@ class Front:
             call.body, unknown = body.read(raw, limits)
         else:
             call.body, unknown = await self.work.run(len(raw), body.read, raw, limits)
+        tools = getattr(call.body, "left_out", ())
+        if tools and self.unknown == "refuse":
+            raise BadRequest(f"{tools[0]}.type: this server has only tools of the client", param=tools[0])
+        unknown = [*tools, *unknown]
         if unknown and self.unknown != "ignore":
             call.ignored = unknown
             if self.unknown == "refuse" and (wrong := next((one for one in unknown if one not in HARMLESS), None)):

@@ -75,6 +75,8 @@ class Tool(Struct, frozen=True):
 
     Attributes:
         breakpoint: cache control at the end of this tool.
+        namespace: of the Responses API. The name begins with it and `__`.
+        free_text: of the Responses API: its client gets the argument `input` as it is, not JSON.
     """
 
     name: str
@@ -82,6 +84,13 @@ class Tool(Struct, frozen=True):
     parameters: Mapping[str, Any] = {}
     strict: bool = False
     breakpoint: CacheBreakpoint | None = None
+    namespace: str = ""
+    free_text: bool = False
+
+    @property
+    def own_name(self) -> str:
+        """The name within its namespace."""
+        return self.name.removeprefix(f"{self.namespace}__") if self.namespace else self.name
 
 
 class ToolChoice(Struct, frozen=True):
@@ -172,6 +181,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
         store, previous: of the Responses API: keep the conversation, and continue the one with this id.
         extra: the dialect's own fields that its response repeats.
         body: as it came; set at a router only.
+        left_out: the tools that only the provider of a model runs, such as `tools[8]`. They are not among `tools`.
         refusal: why this server would not take it, at a router whose replicas may. Then only what is understood is here.
     """
 
@@ -205,6 +215,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
     previous: str | None = None
     extra: Mapping[str, Any] = {}
     body: ClientBody = ClientBody()
+    left_out: tuple[str, ...] = ()
     refusal: BadRequest | None = None
 
     @property

@@ -7,6 +7,8 @@ import math
 from functools import partial
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued
 from foreword.api.dialects.registry import DIALECTS, Dialect
@@ -77,6 +79,10 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
         understand they get as it is."""
         given: GenerateRequest = call.body
         salt, pool = call.tenant.salt, router.pool(given.model)
+        if given.left_out and pool.kind != "foreword" and given.previous is None and given.refusal is None:
+            # The replica may run tools of its own.
+            refusal = BadRequest(f"{given.left_out[0]}.type: no replica runs this tool", param=given.left_out[0])
+            given = replace(given, refusal=refusal)
         if given.refusal is not None:
             if pool.kind == "foreword" or given.previous is not None:
                 raise given.refusal

@@ -123,7 +123,13 @@ def test_cache_control() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "block of type 'image'"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: must be 'user', 'assistant'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "tool_use_id: is required"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type: this server has no tool"),
+        (
+            {
+                "tools": [{"type": "web_search_20250305", "name": "web_search"}],
+                "tool_choice": {"type": "tool", "name": "web_search"},
+            },
+            "tool_choice: needs tools",
+        ),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema: is required"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no tool named 'x'"),

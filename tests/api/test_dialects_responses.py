@@ -17,7 +17,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.responses import parse
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead
-from foreword.api.output import ChoiceDelta, Text, TokenEntry
+from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Text, TokenEntry
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 from foreword.errors import BadRequest, EngineFailed
 
@@ -106,7 +106,15 @@ def test_fields() -> None:
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id: is required"),
         ({"input": [{"type": "function_call_output", "call_id": "f"}]}, "input[0].output: is required"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "part of type 'input_image'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type: this server has no tool of type 'web_search'"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "tool_choice: this server has no tool of type 'web_search'",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]},
+            "tools[0].tools[0].name: is required",
+        ),
+        ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools[0].name: is required"),
         ({"tool_choice": "required"}, "tool_choice: needs tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema: is required"),
         ({"background": True}, "background: responses are not computed"),
@@ -121,6 +129,60 @@ def test_bad_bodies(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest) as caught:
         body(**fields)
     assert message in caught.value.message
+
+
+AGENTS: Any = [
+    TOOL,
+    {"type": "namespace", "name": "agents", "description": "Others.", "tools": [{**TOOL, "name": "ask"}]},
+    {"type": "custom", "name": "patch", "description": "Change files.", "format": {"type": "text"}},
+    {"type": "web_search", "external_web_access": False},
+]
+
+
+def test_kinds_of_tools() -> None:
+    """Functions in namespaces and tools with a free text are functions of the model; what only a provider runs is left out and
+    named. Earlier calls have the names and arguments that the model wrote."""
+    request = body(
+        tools=AGENTS,
+        tool_choice={"type": "function", "name": "ask", "namespace": "agents"},
+        input=[
+            {"type": "function_call", "call_id": "a", "name": "ask", "namespace": "agents", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": "yes"},
+            {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": 'say "hi"'},
+            {"type": "custom_tool_call_output", "call_id": "b", "output": "done"},
+        ],
+    )
+    assert [tool.name for tool in request.tools] == ["weather", "agents__ask", "patch"]
+    assert request.tools[2].parameters["required"] == ["input"] and request.left_out == ("tools[3]",)
+    assert request.tool_choice == ToolChoice("named", "agents__ask")
+    calls = [call for message in request.messages for call in message.tool_calls]
+    assert calls == [ToolCall("a", "agents__ask", "{}"), ToolCall("b", "patch", '{"input":"say \\"hi\\""}')]
+
+
+def test_calls_of_every_kind_are_written() -> None:
+    """Calls are items of the kind of their tool, whole and streamed; a free text is that and not JSON."""
+    writer = ResponsesWriter(body(tools=AGENTS), ResponseHead("resp_1", "nano", 0))
+    pieces = (
+        CallStart(0, "a", "agents__ask"),
+        CallArguments(0, '{"city":1}'),
+        CallStart(1, "b", "patch"),
+        CallArguments(1, '{"input": "a\\n'),
+        CallArguments(1, 'b"}'),
+    )
+    sent = [*writer.events(ChoiceDelta(0, pieces)), *writer.events(ChoiceDelta(0, finish_reason="tool_calls"))]
+    whole = writer.whole(USAGE)
+    ask, patch = whole["output"]
+    assert (ask["type"], ask["name"], ask["namespace"]) == ("function_call", "ask", "agents")
+    assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "a\nb")
+    Response.model_validate(whole)
+    events = [json.loads(event.split(b"data: ")[1]) for event in sent]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2:5] == ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+    assert events[4]["name"] == "ask"
+    assert kinds[6:] == [
+        *("output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done")
+    ]
+    assert events[-1]["item"] == patch and events[-2]["input"] == "a\nb"
 
 
 def test_client_reads_a_whole_response() -> None:

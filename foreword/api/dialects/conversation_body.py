@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -100,6 +100,11 @@ def make_tool(
         raise refuse(f"{path}.name", f"must have between 1 and {_NAME_CHARACTERS} characters")
     found = bounded_object(parameters, f"{path}.{schema}", limits)
     return Tool(name, description or "", found or {}, strict, breakpoint_of(mark, path))
+
+
+def left_out(types: Iterable[str | None], known: Container[str | None]) -> tuple[str, ...]:
+    """The places of tools that only the provider of a model can run: a client that offers them does without."""
+    return tuple(f"tools[{number}]" for number, one in enumerate(types) if one not in known)
 
 
 def choice_of(choice: str | NamedChoice | None, tools: Sequence[Tool]) -> ToolChoice:

@@ -11,6 +11,7 @@ from foreword.api.dialects.conversation_body import (
     CacheMark,
     breakpoint_of,
     check_breakpoints,
+    left_out,
     longest,
     make_tool,
     require,
@@ -28,6 +29,8 @@ from foreword.api.dialects.sampling import (
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _ROLES: Final = ("user", "assistant", "system")
+# The client's own. All others are the provider's.
+_TOOL_TYPES: Final = (None, "custom")
 _THINKING: Final = ("enabled", "disabled", "adaptive", "between_tools")
 # Texts of one user's message are separate to the client, such as a document and a question.
 _BETWEEN_TEXTS: Final = "\n\n"
@@ -146,6 +149,7 @@ def _request(body: MessagesBody, limits: Limits) -> GenerateRequest:
         messages=messages,
         sampling=_sampling(body, limits),
         tools=tools,
+        left_out=left_out([tool.type for tool in body.tools or ()], _TOOL_TYPES),
         tool_choice=_choice(choice, tools),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         output_format=_output_format(body, limits),
@@ -204,12 +208,11 @@ def _output_format(body: MessagesBody, limits: Limits) -> OutputFormat | None:
 
 def _tools(bodies: Sequence[ClientTool] | None, limits: Limits) -> tuple[Tool, ...]:
     check_length(bodies or (), limits.tools, "tools")
-    return tuple(_tool(body, f"tools[{number}]", limits) for number, body in enumerate(bodies or ()))
+    known = [(number, body) for number, body in enumerate(bodies or ()) if body.type in _TOOL_TYPES]
+    return tuple(_tool(body, f"tools[{number}]", limits) for number, body in known)
 
 
 def _tool(body: ClientTool, path: str, limits: Limits) -> Tool:
-    if body.type not in (None, "custom"):
-        raise refuse(f"{path}.type", f"this server has no tool of type {body.type[:40]!r}; only the client's own tools")
     if not is_set(body.input_schema):
         raise refuse(f"{path}.input_schema", "is required")
     return make_tool(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from foreword.api.dialects.chat import reasoning_options
 from foreword.api.dialects.conversation_body import (
@@ -13,6 +15,7 @@ from foreword.api.dialects.conversation_body import (
     CacheOptions,
     Part,
     check_breakpoints,
+    left_out,
     longest,
     make_tool,
     part_breakpoints,
@@ -34,6 +37,9 @@ from foreword.api.dialects.sampling import (
 from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
 _LOGPROBS: Final = "message.output_text.logprobs"
+# What the client runs. All other tools are the provider's.
+_TOOL_TYPES: Final = ("function", "custom", "namespace")
+_FREE_TEXT: Final = Raw(b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"]}')
 
 
 class Thought(Struct):
@@ -52,21 +58,28 @@ class Item(Struct):
     summary: list[Thought] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | list[Part] | None = None
 
 
-class FunctionTool(Struct):
+class AnyTool(Struct):
+    """A tool of any type. A namespace has `tools`; a custom one is called with a text, in a `format` if it says so."""
+
     type: str
     name: str | None = None
     description: str | None = None
     parameters: Raw = UNSET_RAW
     strict: bool | None = None
+    tools: list[AnyTool] | None = None
+    format: Raw = UNSET_RAW
 
 
 class NamedTool(Struct):
     type: str
     name: str | None = None
+    namespace: str | None = None
 
 
 class TextFormat(Struct):
@@ -90,7 +103,7 @@ class ResponsesBody(OwnFields, kw_only=True):
     input: str | list[Item]
     model: str | None = None
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -146,6 +159,7 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
         messages=messages,
         sampling=_sampling(body, limits),
         tools=tools,
+        left_out=left_out([tool.type for tool in body.tools or ()], _TOOL_TYPES),
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         output_format=_output_format(body.text, limits),
@@ -216,13 +230,17 @@ def _repeated(body: ResponsesBody, choice: ToolChoice, limits: Limits) -> dict[s
         "metadata": body.metadata or {},
         "text": {"format": shown, **({"verbosity": text.verbosity} if text.verbosity else {})},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "tool_choice": {"type": "function", "name": choice.name} if choice.mode == "named" else choice.mode,
+        "tool_choice": _shown(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else choice.mode,
         "user": body.user,
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,
         "service_tier": "default" if body.service_tier else None,
         **({"prompt_cache_diagnostics": None} if _diagnosed(body) else {}),
     }
+
+
+def _shown(choice: NamedTool) -> dict[str, str]:
+    return {name: value for name, value in msgspec.structs.asdict(choice).items() if value is not None}
 
 
 def _diagnosed(body: ResponsesBody) -> bool:
@@ -232,19 +250,34 @@ def _diagnosed(body: ResponsesBody) -> bool:
 # Tools
 
 
-def _tools(bodies: Sequence[FunctionTool] | None, limits: Limits) -> tuple[Tool, ...]:
-    check_length(bodies or (), limits.tools, "tools")
-    return tuple(_tool(body, f"tools[{number}]", limits) for number, body in enumerate(bodies or ()))
+def _tools(bodies: Sequence[AnyTool] | None, limits: Limits) -> tuple[Tool, ...]:
+    found: list[Tool] = []
+    for number, body in enumerate(bodies or ()):
+        path = f"tools[{number}]"
+        if body.type == "namespace":
+            inner = enumerate(body.tools or ())
+            found += [_tool(one, f"{path}.tools[{place}]", limits, _named(body, path)) for place, one in inner]
+        elif body.type in _TOOL_TYPES:
+            found.append(_tool(body, path, limits))
+    check_length(found, limits.tools, "tools")
+    return tuple(found)
 
 
-def _tool(body: FunctionTool, path: str, limits: Limits) -> Tool:
-    if body.type != "function":
-        raise refuse(
-            f"{path}.type", f"this server has no tool of type {body.type[:40]!r}; only functions of the client"
-        )
-    if body.name is None:
-        raise refuse(f"{path}.name", "is required")
-    return make_tool(body.name, body.description, body.parameters, bool(body.strict), path, limits)
+def _tool(body: AnyTool, path: str, limits: Limits, namespace: str = "") -> Tool:
+    name, parameters = flat_name(namespace, _named(body, path)), body.parameters
+    if one_of(body.type, ("function", "custom"), f"{path}.type") == "custom":
+        parameters = _FREE_TEXT
+    made = make_tool(name, body.description, parameters, bool(body.strict), path, limits)
+    return replace(made, namespace=namespace, free_text=body.type == "custom")
+
+
+def _named(body: AnyTool, path: str) -> str:
+    return str(_required(body.name, f"{path}.name"))
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """The name by which the model knows a tool, as at vLLM."""
+    return f"{namespace}__{name}" if namespace else name
 
 
 def _choice(choice: str | NamedTool | None, tools: Sequence[Tool]) -> ToolChoice:
@@ -254,11 +287,13 @@ def _choice(choice: str | NamedTool | None, tools: Sequence[Tool]) -> ToolChoice
         return ToolChoice("none")
     if choice == "required":
         return require(ToolChoice("required"), tools)
-    if isinstance(choice, str) or choice.type != "function":
+    if isinstance(choice, str):
         raise refuse("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": "..."}')
+    if choice.type not in ("function", "custom"):
+        raise refuse("tool_choice", f"this server has no tool of type {choice.type[:40]!r}; only those of the client")
     if choice.name is None:
         raise refuse("tool_choice.name", "is required")
-    return require(ToolChoice("named", choice.name), tools)
+    return require(ToolChoice("named", flat_name(choice.namespace, choice.name)), tools)
 
 
 # Input
@@ -304,7 +339,7 @@ def _add(item: Item, path: str, turn: _Turn, messages: list[Message], options: C
         if turn.text or turn.calls:
             messages.append(turn.take())
         turn.reasoning += _thoughts(item)
-    elif kind == "function_call":
+    elif kind in ("function_call", "custom_tool_call"):
         turn.calls.append(_call(item, path))
     elif kind == "message" and item.role == "assistant":
         if turn.text:
@@ -313,7 +348,8 @@ def _add(item: Item, path: str, turn: _Turn, messages: list[Message], options: C
     else:
         if turn.begun:
             messages.append(turn.take())
-        messages.append(_result(item, path) if kind == "function_call_output" else _said(item, kind, path, options))
+        is_result = kind in ("function_call_output", "custom_tool_call_output")
+        messages.append(_result(item, path) if is_result else _said(item, kind, path, options))
 
 
 def _thoughts(item: Item) -> list[str]:
@@ -323,7 +359,10 @@ def _thoughts(item: Item) -> list[str]:
 
 def _call(item: Item, path: str) -> ToolCall:
     name, call_id = _required(item.name, f"{path}.name"), _required(item.call_id, f"{path}.call_id")
-    return ToolCall(call_id, name, item.arguments or "{}")
+    text = item.arguments or "{}"
+    if item.type == "custom_tool_call":
+        text = msgspec.json.encode({"input": item.input or ""}).decode()
+    return ToolCall(call_id, flat_name(item.namespace, name), text)
 
 
 def _result(item: Item, path: str) -> Message:

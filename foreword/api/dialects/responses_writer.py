@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from foreword.api import logprobs
 from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, responses_diagnostics, to_json
 from foreword.api.output import ChoiceDelta, Piece, TokenEntry, Usage
@@ -33,6 +35,7 @@ class ResponsesWriter(BaseWriter):
     def __init__(self, request: GenerateRequest, head: ResponseHead) -> None:
         super().__init__(request, head)
         self._answer = self.choice(0)
+        self._tools = {tool.name: tool for tool in request.tools if tool.namespace or tool.free_text}
         self._number = 0
         self._open: Block | None = None
         self._started = False
@@ -68,7 +71,8 @@ class ResponsesWriter(BaseWriter):
             events = [*self._close(), *self._begin(block)]
         elif block is not self._open:
             raise ReplicaFailed("arguments of one call came after another call began")
-        text = getattr(piece, "text", "")
+        # A free text is known when its JSON is complete.
+        text = "" if self._free_text(block) else getattr(piece, "text", "")
         return [*events, self._delta(block, text)] if text else events
 
     def _begin(self, block: Block) -> list[bytes]:
@@ -99,7 +103,21 @@ class ResponsesWriter(BaseWriter):
 
     def _call_done(self, block: Block) -> list[bytes]:
         where = {"item_id": self._item_id(block), "output_index": self._index(block)}
-        return [self._event("function_call_arguments.done", **where, name=block.name, arguments=block.text)]
+        if self._free_text(block):
+            text, kind = _input(block.text), "custom_tool_call_input"
+            return [self._event(f"{kind}.delta", **where, delta=text), self._event(f"{kind}.done", **where, input=text)]
+        name = self._named(block)["name"]
+        return [self._event("function_call_arguments.done", **where, name=name, arguments=block.text)]
+
+    def _free_text(self, block: Block) -> bool:
+        return block.kind == "call" and block.name in self._tools and self._tools[block.name].free_text
+
+    def _named(self, block: Block) -> dict[str, str]:
+        """The name of a call's tool as its client knows it."""
+        tool = self._tools.get(block.name)
+        if tool is None or not tool.namespace:
+            return {"name": block.name}
+        return {"name": tool.own_name, "namespace": tool.namespace}
 
     def _part_done(self, block: Block) -> list[bytes]:
         place, part = self._place(block), self._part(block)
@@ -156,7 +174,9 @@ class ResponsesWriter(BaseWriter):
             "top_p": sampling.get("top_p", 1.0),
             "top_logprobs": sampling.get("logprobs") or 0,
             "tools": [
-                {
+                {"type": "custom", "name": tool.name, "description": tool.description}
+                if tool.free_text
+                else {
                     "type": "function",
                     "name": tool.name,
                     "description": tool.description,
@@ -173,8 +193,10 @@ class ResponsesWriter(BaseWriter):
     def _item(self, block: Block, status: str, *, empty: bool = False) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            arguments = "" if empty else block.text
-            return {**head, "type": "function_call", "call_id": block.id, "name": block.name, "arguments": arguments}
+            arguments, named = "" if empty else block.text, {"call_id": block.id, **self._named(block)}
+            if self._free_text(block):
+                return {**head, "type": "custom_tool_call", **named, "input": _input(arguments)}
+            return {**head, "type": "function_call", **named, "arguments": arguments}
         content = [] if empty else [self._part(block)]
         if block.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": content}
@@ -204,6 +226,18 @@ class ResponsesWriter(BaseWriter):
         data = to_json({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _input(arguments: str) -> str:
+    """The text that a custom tool is called with."""
+    try:
+        return msgspec.json.decode(arguments, type=_Input).input
+    except msgspec.DecodeError:
+        return arguments
+
+
+class _Input(msgspec.Struct):
+    input: str
 
 
 def _entries(found: Sequence[TokenEntry]) -> list[dict[str, Any]]:
