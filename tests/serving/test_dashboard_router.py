@@ -26,6 +26,7 @@ from router_parts import QUICK, Loop
 from scripted_replica import ScriptedReplica
 from shared_server import until, words
 
+from foreword.dashboard.pages import PAGE, files
 from foreword.router.replica_metrics import parse_metrics
 
 HOSTILE_LABEL = '"<img src=x onerror=window.hacked=1>"'
@@ -419,3 +420,78 @@ def test_screen_readers(fleet: Fleet, page: Page, scheme: str) -> None:
     page.scheme("light")
     assert len(done["passes"]) > 20
     assert [(one["id"], one["nodes"][0]["html"]) for one in done["violations"]] == []
+
+
+class ThousandReplicas:
+    """What the page asks of a router of a thousand replicas: one slow, one failing, and a prefix on three."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.url: str = loop.call(self._start)
+
+    async def _start(self) -> str:
+        app = web.Application()
+        for path, answer in (("kind", self._kind), ("history", self._history), ("now", self._now)):
+            app.router.add_get(f"/ui/data/{path}", answer)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/ui", self._moved)
+        app.router.add_get("/ui/{name:.*}", self._page)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
+        return f"http://{host}:{port}"
+
+    async def _moved(self, request: web.Request) -> web.Response:
+        return web.Response(status=307, headers={"location": "/ui/"})
+
+    async def _page(self, request: web.Request) -> web.Response:
+        file = files()[request.match_info["name"] or PAGE]
+        return web.Response(body=file.content, headers={"content-type": file.media_type})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text="process_start_time_seconds 1\n")
+
+    async def _kind(self, request: web.Request) -> web.Response:
+        return web.json_response({"kind": "router", "version": "0", "welcome": True, "closed": ""})
+
+    async def _history(self, request: web.Request) -> web.Response:
+        return web.json_response({"every": 5, "series": [], "times": [], "values": []})
+
+    async def _now(self, request: web.Request) -> web.Response:
+        replicas = [_replica(f"http://replica-{number:03}:8000") for number in range(1000)]
+        replicas[700] |= {"ttft": [0.9, 2.0, 40]}
+        replicas[701] |= {"failures": 8, "problem": "it says 500: boom", "ttft": None, "itl": None}
+        tiers = "".join("0" if number in (3, 4, 999) else "-" for number in range(1000))
+        prefix = {"tenants": ["ann"], "names": ["rules"], "tokens": 2048, "prompts": 40, "of": 100, "request_id": "r"}
+        known = {"time": 100.0, "state": {"status": "ready", "reason": ""}, "subject": "router of m", "decisions": []}
+        prefixes = [{**prefix, "tiers": tiers, "shared": False, "model": "m", "replicas": 1000}]
+        fleet = {"ttft": [0.05, 0.2, 8000], "itl": [0.01, 0.02, 8000]}
+        more = {"fleet": fleet, "replicas": replicas, "reads_prompts": True, "prefixes": prefixes, "misses": []}
+        return web.json_response({**known, **more})
+
+
+def _replica(url: str) -> dict[str, Any]:
+    load = {"in_flight": 1, "waiting": 0, "queued_tokens": 0, "known_blocks": 5, "kv_events": True, "speed": None}
+    recent = {"ttft": [0.05, 0.1, 40], "itl": [0.01, 0.02, 40], "ended": 8, "failures": 0, "problem": ""}
+    memory = {"usage": 0.5, "device": None, "tiers": []}
+    return {"replica": url, "role": "both", "reason": None, "drained": False, **load, **recent, **memory}
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_thousand_replicas(page: Page, width: int) -> None:
+    """Of a thousand replicas the slow one, the failing one and the holders of a prefix are named on the first screen; few rows
+    are drawn; any cell of the strip leads to its replica."""
+    page.size(width, 844 if width < 600 else 900, phone=width < 600)
+    page.open(ThousandReplicas(Loop()).url)
+    page.wait(lambda: page.text("[data-finding=failing]").startswith("replica-701:8000 fails"))
+    assert page.text("[data-finding=slow]").startswith("replica-700:8000 is slow TTFT median 0.90 s, 18 times")
+    assert "rules on 3 of 1000: replica-003:8000, replica-004:8000, replica-999:8000" in page.text(
+        "[data-finding=prefix]"
+    )
+    for name in ("failing", "slow", "prefix"):
+        assert page.run(SEEN, f"[data-finding={name}]") is True, name
+    assert rows(page) == 2 and page.attribute("#replicas summary", "data-rest") == "998"
+    assert page.run("return document.querySelectorAll('[data-cell]').length") == 1000
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    page.click("#cell-999")
+    page.wait(lambda: rows(page) == 3)
