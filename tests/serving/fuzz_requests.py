@@ -193,7 +193,8 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
     return value
 
 
-def _body(draw: Random, path: str) -> bytes:
+def fuzz_body(draw: Random, path: str) -> bytes:
+    """A body of a path, changed or not."""
     body = copy.deepcopy(BODIES[path])
     # Some of the optional fields, so that bodies are often valid.
     for name in [one for one in body if one not in _KEPT and draw.random() < 0.65]:
@@ -244,7 +245,7 @@ def fuzz_request(draw: Random) -> FuzzRequest:
             method, path, heads, b"", _encode(method, path, "1.1", heads, b""), method != "CONNECT", False
         )
     path = draw.choice((*BODIES, *GENERATED * 3))
-    body, method = _body(draw, path), "PUT" if path.endswith("/fuzz") else "POST"
+    body, method = fuzz_body(draw, path), "PUT" if path.endswith("/fuzz") else "POST"
     heads = {"Host": "x", "Content-Type": "application/json"}
     if draw.random() < 0.12:
         heads |= draw.choice(_ODD_HEADS)
