@@ -69,6 +69,8 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
         prompt = await router.prompts.tokenize(request, pool)
         if not prompt.exact:
+            if request.prefix is not None:  # they refuse an unknown name
+                router.prefixes.registry.get(call.tenant.name, request.prefix)
             raise NoReplica("No replica of this model can count tokens now")
         return {"input_tokens": len(prompt.tokens)}
 

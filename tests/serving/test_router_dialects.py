@@ -175,6 +175,8 @@ def test_failover_of_translated_streams(shared: SharedServers, loop: Loop) -> No
             assert final.content[0].text == whole.content[0].text and final.stop_reason == whole.stop_reason
             assert final.usage.output_tokens == whole.usage.output_tokens
         count = claude.messages.count_tokens(model=shared.open.model, messages=messages)
+        with pytest.raises(anthropic.NotFoundError, match="No prefix named 'no-such'"):
+            claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "no-such"})
         assert count.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
         assert router.metric("foreword:router_continuations_total", outcome="continued") >= 1
     finally:
