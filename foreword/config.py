@@ -113,8 +113,9 @@ class EngineConfig:
             (Triton on CUDA; on CPUs for each shape the faster of native and torch, measured at the first start).
         quantization: `none`, or `int8`: on CPUs, weights of linear layers as 8-bit integers with one scale for each output.
             KV is not shared with the unquantized model.
-        batch_invariant: on CPUs, compute each token's KV and logits with the same bits in whatever chunks and batch, so that a
-            hit equals the computation bit for bit.
+        batch_invariant: compute each token's KV and logits with the same bits in whatever chunks and batch, so that a hit
+            equals the computation bit for bit: `auto` (wherever the engine can keep it: on CPUs, by the compiled kernels), `on`
+            (an error where it cannot be kept) or `off` (the fastest kernels; KV is shared with other processors and builds).
         self_check: compare the engine with the model's own forward pass at start, and refuse a model that differs.
         trust_remote_code: run Python code that a checkpoint contains.
         generation_config: sampling where a request says nothing: `model` (temperature, top_p, top_k, min_p and
@@ -148,7 +149,7 @@ class EngineConfig:
     linear_memory: str = "auto"
     kernels: str = _one_of(("auto", "native", "torch", "triton"), "auto")
     quantization: str = _one_of(("none", "int8"), "none")
-    batch_invariant: bool = False
+    batch_invariant: str = _one_of(("auto", "on", "off"), "auto")
     self_check: bool = True
     trust_remote_code: bool = False
     generation_config: str = _one_of(("model", "openai"), "model")

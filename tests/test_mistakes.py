@@ -98,7 +98,7 @@ SERVE = [
     ("--store peer://10.0.0.7:9100", "secret"),
     ("--store peer://somewhere", "peer://host:port"),
     ("--store memory:// --no-enable-prefix-caching", "needs prefix caching"),
-    ("--store disk://{folder}/x?codec=int8 --batch-invariant", "needs stores without a lossy codec"),
+    ("--store disk://{folder}/x?codec=int8 --batch-invariant on", "needs stores without a lossy codec"),
     ("--store-integrity-secrets short", "ID:SECRET"),
     # The server
     ("--port 99999", "server.port must be between 0 and 65535"),

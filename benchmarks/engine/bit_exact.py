@@ -1,30 +1,37 @@
 """Batch invariance: does a hit equal the computation bit for bit, and what does it cost?
 
-    python -m benchmarks.engine.bit_exact [MODEL] --pairs 10000 [--redis redis://HOST:PORT]
-    python -m benchmarks.engine.bit_exact MODEL --speed --rounds 5
+    python -m benchmarks.engine.bit_exact [MODEL] --pairs 10000 [--redis redis://HOST:PORT] [--s3 s3://BUCKET/...]
+    python -m benchmarks.engine.bit_exact --kinds llama windows experts gpt2 latent tied --dtype float32 bfloat16 float16 \
+        --pairs 20000
+    python -m benchmarks.engine.bit_exact MODEL --speed --rounds 5 [--json FILE]
 
 Each prompt is computed once alone, cold and in one step. Each pair computes one of them again, with a random hit, from a
-random source, in chunks of a random size and in a random batch, and compares the logits of its tokens with those of the
-first computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: computed
-again, this engine's device, its memory tier, what another engine wrote to a disk or Redis and this one loads, a prompt that
-another instance prefills, and a request that migrates between two instances while it generates 32 tokens. The campaign has
-rounds of 200 pairs with prompts of their own, seeded by `--seed` and the round's number.
+random source, in chunks of a random size and in a random batch, and compares the logits of its tokens with those of the first
+computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: computed again,
+this engine's device, its memory tier, what another engine wrote to a disk, Redis or an object store and this one loads,
+answers that outgrow the memory and are preempted, a prompt that another instance prefills, and a request that migrates
+between two instances while it generates 32 tokens. The campaign has rounds of 200 pairs with prompts of their own, seeded by
+`--seed` and the round's number. `--kinds` makes small random models of these kinds; each has a share of the pairs in each
+dtype.
 
-`--speed` measures the engine with `batch_invariant` against the same engine without it, in its fastest mode: prefill of
-2,048 tokens, decode after 128 tokens at batch 1 and 16, after 8,192 tokens, and of 16 sequences behind a prefix of 2,048.
+`--speed` measures the engine with default settings against the same engine in its fastest mode (`batch_invariant` off), by
+turns: prefill of 512, 2,048 and 8,192 tokens, decode after 128 tokens at batch 1, 16 and 64, after 8,192 tokens, and of 16
+sequences behind a prefix of 2,048.
 """
 
 import argparse
 import hashlib
+import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.harness import cores, machine, median, set_up, table
+from benchmarks.engine.random_model import KINDS, SIZES, make
+from benchmarks.harness import cores, machine, median, set_up, table, write_figures
 
 # Of a round: pairs and prompts. Tokens of the longest prompt and of outputs; requests in a batch.
 ROUND, PROMPTS = 200, 60
@@ -34,9 +41,12 @@ COLUMNS = ("pairs", "hits", "cached", "different")
 SHARED_TOKENS, NEW_DECODED = 2_048, 32
 # Prompts, their own tokens, and those of a prefix that they share.
 TASKS = {
-    "prefill": (1, 2_048, 0),
+    "prefill 512": (1, 512, 0),
+    "prefill 2,048": (1, 2_048, 0),
+    "prefill 8,192": (1, 8_192, 0),
     "decode, batch 1": (1, 128, 0),
     "decode, batch 16": (16, 128, 0),
+    "decode, batch 64": (64, 128, 0),
     "decode, 8k context": (1, 8_192, 0),
     "decode, shared prefix": (16, 8, SHARED_TOKENS),
 }
@@ -144,19 +154,22 @@ class Campaign:
         counts: of pairs, hits, cached tokens and differences, by source.
     """
 
-    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
-        options = {"batch_invariant": True, "dtype": arguments.dtype, "threads": arguments.threads, "self_check": False}
+    def __init__(self, arguments: argparse.Namespace, folder: Path, model: str | None, dtype: str) -> None:
+        options = {"batch_invariant": "on", "dtype": dtype, "threads": arguments.threads, "self_check": False}
         options |= {"kv_memory": f"{4 * BATCH * (LONGEST + 64)} tokens"}
-        self._seed = arguments.seed
-        self._truth = Engine(arguments.model, **options, enable_prefix_caching=False)
+        self._seed = f"{arguments.seed} {dtype}"
+        self._truth = Engine(model, **options, enable_prefix_caching=False)
         self._vocabulary = self._truth.llm.info.vocab_size
-        self._engines = {"computed": self._truth, "device": Engine(arguments.model, **options)}
-        self._engines["memory"] = Engine(arguments.model, **options, store="memory://?size=64MiB")
-        self._pair = Pair(arguments.model, **options)
-        stores = {"disk": f"disk://{folder}/store"} | ({"redis": arguments.redis} if arguments.redis else {})
-        self._writer = Engine(arguments.model, **options, store=list(stores.values()))
+        self._engines = {"computed": self._truth, "device": Engine(model, **options)}
+        self._engines["memory"] = Engine(model, **options, store="memory://?size=64MiB")
+        small = {"kv_memory": f"{LONGEST + 2 * LONG_OUTPUT} tokens", "reserve": 0.0, "lookahead_blocks": 0}
+        self._engines["preempted"] = Engine(model, **options | small)
+        self._pair = Pair(model, **options)
+        given = {"disk": f"disk://{folder}/store", "redis": arguments.redis, "s3": arguments.s3}
+        stores = {name: url for name, url in given.items() if url}
+        self._writer = Engine(model, **options, store=list(stores.values()))
         for source, url in stores.items():
-            self._engines[source] = Engine(arguments.model, **options, store=url + "?read_only=1" * (source == "disk"))
+            self._engines[source] = Engine(model, **options, store=url + "?read_only=1" * (source == "disk"))
         known = [*self._engines, "prefilled", "migrated"]
         self.counts = {source: Counter[str]() for source in known if source in (arguments.sources or known)}
 
@@ -173,11 +186,11 @@ class Campaign:
         self._writer.llm.flush()
         while pairs > 0:
             source = chance.choice(list(self.counts))
-            migrated = source == "migrated"
-            known = long if migrated else count
+            longer = source in ("migrated", "preempted")
+            known = long if longer else count
             drawn = chance.sample(range(known), min(pairs, known, chance.randint(1, BATCH)))
             pairs -= len(drawn)
-            new_tokens = LONG_OUTPUT if migrated else chance.randint(1, NEW_TOKENS)
+            new_tokens = LONG_OUTPUT if longer else chance.randint(1, NEW_TOKENS)
             found = self._hit(source, [prompts[one] for one in drawn], new_tokens, chance)
             for drawn_one, (cached, digests) in zip(drawn, found, strict=True):
                 different = digests != expected[drawn_one][:new_tokens]
@@ -195,12 +208,6 @@ class Campaign:
             return self._pair.hit(source, prompts, parts if chance.random() < 0.5 else [], new_tokens, chance)
         return self._engines[source].hit(prompts, parts if source in ("device", "memory") else [], new_tokens, chance)
 
-    def table(self) -> str:
-        """Hits and differences by source."""
-        rows = [[source, *(f"{count[name]:,}" for name in COLUMNS)] for source, count in self.counts.items()]
-        total = sum(self.counts.values(), Counter())
-        return table(["source", *COLUMNS], [*rows, ["all", *(f"{total[name]:,}" for name in COLUMNS)]])
-
     def close(self) -> None:
         self._pair.pair.__exit__()
         for engine in [*self._engines.values(), self._writer]:
@@ -208,20 +215,39 @@ class Campaign:
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> str:
-    """Compute the pairs, in rounds; a table of hits and differences by source."""
-    campaign = Campaign(arguments, folder)
-    started, done = time.monotonic(), 0
-    while done < arguments.pairs:
-        number = arguments.first_round + done // ROUND
-        pairs = min(ROUND, arguments.pairs - done)
-        campaign.run(number, pairs)
-        done += pairs
-        different = sum(count["different"] for count in campaign.counts.values())
-        by_source = ", ".join(f"{source} {count['pairs']}" for source, count in campaign.counts.items())
-        seconds = time.monotonic() - started
-        print(f"{seconds:,.0f} s, round {number}: {done:,} pairs ({by_source}), {different} different", flush=True)
-    campaign.close()
-    return campaign.table()
+    """Compute the pairs, in rounds; tables of hits and differences by source and by model."""
+    models: dict[str, str | None] = {kind: str(folder / kind) for kind in arguments.kinds} or {"": arguments.model}
+    for kind in arguments.kinds:
+        make(SIZES["tiny"], folder / kind, arguments.seed, kind)
+    started = time.monotonic()
+    campaigns: dict[str, dict[str, Counter[str]]] = {}
+    for kind, model in models.items():
+        for dtype in arguments.dtype:
+            name = f"{kind} {dtype}".strip()
+            campaign = Campaign(arguments, folder / "stores" / name.replace(" ", "-"), model, dtype)
+            campaigns[name] = campaign.counts
+            done, share = 0, -(-arguments.pairs // (len(models) * len(arguments.dtype)))
+            while done < share:
+                number = arguments.first_round + done // ROUND
+                pairs = min(ROUND, share - done)
+                campaign.run(number, pairs)
+                done += pairs
+                different = sum(count["different"] for count in campaign.counts.values())
+                seconds = time.monotonic() - started
+                print(f"{seconds:,.0f} s, {name}, round {number}: {done:,} pairs, {different} different", flush=True)
+            campaign.close()
+    by_source: dict[str, Counter[str]] = {}
+    for counts in campaigns.values():
+        for source, count in counts.items():
+            by_source.setdefault(source, Counter()).update(count)
+    by_model = {name: sum(counts.values(), Counter()) for name, counts in campaigns.items()}
+    return "\n\n".join(_table(what, counts) for what, counts in (("source", by_source), ("model", by_model)))
+
+
+def _table(what: str, counts: Mapping[str, Counter[str]]) -> str:
+    """Hits and differences, and of all."""
+    every = {**counts, "all": sum(counts.values(), Counter())}
+    return table([what, *COLUMNS], [[name, *(f"{one[column]:,}" for column in COLUMNS)] for name, one in every.items()])
 
 
 class Plain:
@@ -231,8 +257,9 @@ class Plain:
         from foreword import LLM, SamplingParams
 
         self._sampling: Any = SamplingParams
+        self._processor_time = arguments.processor_time
         self.llm: Any = LLM(
-            arguments.model, dtype=arguments.dtype, threads=arguments.threads, kv_memory="16384 tokens", **options
+            arguments.model, dtype=arguments.dtype[0], threads=arguments.threads, kv_memory="24576 tokens", **options
         )
 
     def seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
@@ -240,36 +267,50 @@ class Plain:
         self.llm.clear_cache()
         if len(prompts) > 1 and prompts[0][:SHARED_TOKENS] == prompts[1][:SHARED_TOKENS]:
             self._generate([prompts[0][:SHARED_TOKENS]], 1)
-        start = time.perf_counter()
+        clock = time.process_time if self._processor_time else time.perf_counter
+        start = clock()
         self._generate(prompts, new_tokens)
-        return time.perf_counter() - start
+        return clock() - start
 
     def _generate(self, prompts: Sequence[list[int]], new_tokens: int) -> None:
         self.llm.generate(prompts, self._sampling(max_tokens=new_tokens, temperature=0.0, ignore_eos=True))
 
 
-def measure(arguments: argparse.Namespace) -> str:
+def measure(arguments: argparse.Namespace, facts: dict[str, str]) -> str:
     """Tokens per second of both modes, which take turns on the same prompts; medians."""
-    modes = {"fastest": Plain(arguments), "batch_invariant": Plain(arguments, batch_invariant=True)}
+    modes = {"fastest": Plain(arguments, batch_invariant="off"), "default": Plain(arguments)}
+    if inexact := modes["default"].llm.info.inexact:
+        raise SystemExit(f"the default mode is not batch-invariant: {inexact}")
     vocabulary = modes["fastest"].llm.info.vocab_size
     chance = Random(arguments.seed)
     speeds: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in TASKS} for mode in modes}
     for number in range(arguments.rounds + 1):
-        for name, (batch, length, shared) in TASKS.items():
+        for name in arguments.tasks or TASKS:
+            batch, length, shared = TASKS[name]
             prefix = [chance.randrange(3, vocabulary) for _ in range(shared)]
             prompts = [[*prefix, *(chance.randrange(3, vocabulary) for _ in range(length))] for _ in range(batch)]
             for mode in sorted(modes, reverse=number % 2 == 0):
                 first = modes[mode].seconds(prompts, 1)
-                if name == "prefill":
+                if name.startswith("prefill"):
                     speed = length / first
                 else:
                     speed = batch * NEW_DECODED / (modes[mode].seconds(prompts, NEW_DECODED + 1) - first)
                 if number:
                     speeds[mode][name].append(speed)
-    rows = [[mode, *(f"{median(mine[name]):,.1f}" for name in TASKS)] for mode, mine in speeds.items()]
-    pairs = {name: zip(*(mine[name] for mine in speeds.values()), strict=True) for name in TASKS}
-    shares = [f"{100 * median(ours / theirs for theirs, ours in pairs[name]):.0f} %" for name in TASKS]
-    return table(["tokens per second", *TASKS], [*rows, ["share, median of rounds", *shares]])
+    rows = []
+    for name in arguments.tasks or TASKS:
+        fast, ours = speeds["fastest"][name], speeds["default"][name]
+        share = median(mine / theirs for mine, theirs in zip(ours, fast, strict=True))
+        rows.append([name, f"{median(fast):,.0f}", f"{median(ours):,.0f}", f"{share:.0%}"])
+    head = ["tokens per second", "fastest", "default", "default / fastest, median of rounds"]
+    if arguments.json is not None:
+        write_figures(arguments.json, "Batch invariance, by turns", head, rows, facts | load_of(), speeds=speeds)
+    return table(head, rows)
+
+
+def load_of() -> dict[str, str]:
+    """What else the machine computed."""
+    return {"load of the machine": ", ".join(f"{load:.1f}" for load in os.getloadavg()[:2])}
 
 
 def main() -> None:
@@ -280,17 +321,25 @@ def main() -> None:
     parser.add_argument(
         "--first-round", type=int, default=0, help="continue a campaign: the round after the last printed"
     )
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], nargs="+", default=["bfloat16"])
+    parser.add_argument("--kinds", choices=sorted(KINDS), nargs="+", default=[])
     parser.add_argument("--threads", type=int, default=cores())
     parser.add_argument("--redis", help="URL of a Redis server whose database is used as a store")
+    parser.add_argument("--s3", help="URL of an object store")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="with --speed and one thread: beside other processes"
+    )
+    parser.add_argument("--tasks", choices=list(TASKS), nargs="+", help="with --speed, only these")
+    parser.add_argument("--json", type=Path, help="with --speed, write the table to this file (docs/figures)")
     parser.add_argument("--sources", nargs="+", help="only these sources; by default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speed", action="store_true", help="measure the cost instead")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    print(set_up({**machine(), "threads": str(arguments.threads), "dtype": arguments.dtype}), flush=True)
+    facts = {**machine(), "threads": str(arguments.threads), "dtype": ", ".join(arguments.dtype)}
+    print(set_up(facts | load_of()), flush=True)
     if arguments.speed:
-        print(f"\n{measure(arguments)}")
+        print(f"\n{measure(arguments, facts)}")
         return
     with tempfile.TemporaryDirectory() as folder:
         print(f"\n{compare(arguments, Path(folder))}")

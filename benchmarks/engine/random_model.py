@@ -1,9 +1,10 @@
 """Makes a model with random weights, as a Hugging Face folder, for measuring speed.
 
-    python -m benchmarks.engine.random_model 88m OUTDIR [--kind llama|windows|recurrent]
+    python -m benchmarks.engine.random_model 88m OUTDIR [--kind KIND]
 
-Kinds: a Llama; a Gemma 3 with five layers of 512-token windows to one with full attention; a Qwen3-Next with three layers of
-gated delta net to one with full attention.
+Kinds: a Llama, also with one embedding for input and output (tied); a Gemma 3 with five layers of 512-token windows to one with
+full attention (windows); a Mixtral (experts); a GPT-2; a DeepSeek V3 (latent); a Qwen3-Next with three layers of gated delta
+net to one with full attention (recurrent). The size `tiny` has ten times the usual weights: its attention is sharp.
 
 Speed does not depend on what the weights say, so nothing has to be downloaded or trained. The weights are seeded and
 stored in bfloat16; the tokenizer is that of the model that ships with Foreword, or a byte-level one if there is none.
@@ -34,6 +35,7 @@ class Size:
     kv_heads: int
     feed_forward: int
     vocabulary: int
+    deviation: float = 0.02  # of the weights
 
     def count(self) -> int:
         """The parameters this shape has."""
@@ -47,6 +49,7 @@ class Size:
 
 
 SIZES = {
+    "tiny": Size("tiny", 1_800_000, 4, 128, 4, 2, 192, 4_096, deviation=0.2),
     "88m": Size("88m", 88_000_000, 12, 768, 12, 4, 2_048, 8_192),
     "370m": Size("370m", 370_000_000, 24, 1_024, 16, 8, 3_584, 16_384),
 }
@@ -79,6 +82,7 @@ def llama_config(size: Size) -> Any:
         head_dim=HEAD_SIZE,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
+        initializer_range=size.deviation,
         dtype="bfloat16",
         bos_token_id=None,
         eos_token_id=0,
@@ -94,6 +98,61 @@ def windows_config(size: Size) -> Any:
     shape = llama_config(size).to_dict()
     return Gemma3TextConfig(
         **{name: shape[name] for name in _SHAPE}, sliding_window=512, layer_types=kinds, query_pre_attn_scalar=HEAD_SIZE
+    )
+
+
+def tied_config(size: Size) -> Any:
+    """A Llama with one embedding for input and output."""
+    config = llama_config(size)
+    config.tie_word_embeddings = True
+    return config
+
+
+def experts_config(size: Size) -> Any:
+    """The same shape with four experts of a quarter of the size, of which two compute a token."""
+    from transformers import MixtralConfig
+
+    shape = llama_config(size).to_dict()
+    sizes = {"intermediate_size": size.feed_forward // 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return MixtralConfig(**{name: shape[name] for name in _SHAPE} | sizes)
+
+
+def gpt2_config(size: Size) -> Any:
+    """A GPT-2 of these layers."""
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=size.vocabulary,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_positions=2_048,
+        initializer_range=size.deviation,
+        dtype="bfloat16",
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+
+
+def latent_config(size: Size) -> Any:
+    """The same layers with latent attention, and experts behind the first layer."""
+    from transformers import DeepseekV3Config
+
+    shape = llama_config(size).to_dict()
+    return DeepseekV3Config(
+        **{name: shape[name] for name in _SHAPE} | {"num_key_value_heads": size.heads, "head_dim": HEAD_SIZE // 2},
+        kv_lora_rank=size.hidden // 2,
+        q_lora_rank=size.hidden // 2,
+        qk_nope_head_dim=HEAD_SIZE,
+        qk_rope_head_dim=HEAD_SIZE // 2,
+        v_head_dim=HEAD_SIZE,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size.feed_forward // 4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
     )
 
 
@@ -131,8 +190,17 @@ _SHAPE = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
+    "initializer_range",
 )
-KINDS = {"llama": llama_config, "windows": windows_config, "recurrent": recurrent_config}
+KINDS = {
+    "llama": llama_config,
+    "tied": tied_config,
+    "windows": windows_config,
+    "experts": experts_config,
+    "gpt2": gpt2_config,
+    "latent": latent_config,
+    "recurrent": recurrent_config,
+}
 
 
 def copy_tokenizer(size: Size, folder: Path) -> None:

@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, kernels=torch": {"dtype": "bfloat16", "kernels": "torch"},
-    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": True},
+    "bfloat16, batch-invariant": {"dtype": "bfloat16", "batch_invariant": "on"},
 }
 ROUND = 60
 SOURCES = ("device", "memory", "disk", "redis", "instance")

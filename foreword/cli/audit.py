@@ -76,7 +76,7 @@ def _recompute(report: dict[str, Any], model: str | None) -> list[dict[str, Any]
     described = report["model"]
     exact = report["tolerance"] == 0.0  # only the audit of a batch-invariant engine has no tolerance
     given: dict[str, Any] = {name: described[name] for name in ("dtype", "block_size")}
-    parts = build_engine(EngineConfig(model=model, **given, batch_invariant=exact))
+    parts = build_engine(EngineConfig(model=model, **given, batch_invariant="on" if exact else "off"))
     if parts.info.fingerprint != described["fingerprint"]:
         raise BadRequest(f"the report is about {described['name']}, whose weights are not those of {parts.info.name}")
     layers = parts.runner.group_layers(report["group"])

@@ -227,6 +227,9 @@ def _model(config: Config, verbose: bool) -> Iterator[Finding]:
         text + f"up to {info.max_model_len} tokens, KV memory for {info.kv_tokens} tokens at "
         f"{info.kv_bytes_per_token} bytes each",
     )
+    yield Finding(
+        "exact", f"not batch-invariant: {info.inexact}" if info.inexact else "a hit has the bits of a computation"
+    )
     for line in info.backends if verbose else ():
         yield Finding("chosen", line)
 

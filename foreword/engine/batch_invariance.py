@@ -2,37 +2,48 @@
 
 Chunks, batch, length of the hit, number of threads and the place of blocks do not change them, so a hit equals the
 computation bit for bit. The compiled kernels give this where they compute everything: a product adds up in the order of
-its inputs for any number of rows (kernels/product.h), attention takes keys from fixed positions on (kernels/attention.h)
-and does not cut them, and all else is computed row by row. vLLM has the same property as `VLLM_BATCH_INVARIANT`.
+its inputs for any number of rows (kernels/product.h), attention takes keys in order and from fixed positions on
+(kernels/attention.h), and all else is computed row by row. vLLM has the same property as `VLLM_BATCH_INVARIANT`.
 
-Whether it holds for a model is tried at load (`check_bits` in self_check.py).
+What a model is made of decides whether it can be kept (`obstacle`); whether it holds is tried at load (`check_bits` in
+self_check.py).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from foreword.engine.attention.backend import LayerRecorder
+from foreword.engine.experts import ExpertsForward, is_experts
 from foreword.engine.kernels.kernel_choice import COMPILED
-from foreword.engine.kernels.native import Kernels
+from foreword.engine.kernels.native import TYPES, Kernels, PackedWeight
 from foreword.engine.linear import PackedForward, Patch
-from foreword.errors import ConfigError, ModelUnsupported
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 # Numbers below which PyTorch does not divide an operation among threads, and of which its vectors are divisors.
-_SHARE, _VECTORS = 32_767, 128
+_SHARE, _VECTORS = 32_767, 64
 
 
-def scoped_fingerprint(fingerprint: bytes, kernels: Kernels) -> bytes:
-    """The model's fingerprint under batch invariance. KV that was computed without it, by another build of the kernels
-    or on another processor has other bits, so it has other keys: it is a miss."""
+def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> bytes:
+    """What a model's KV is named by under batch invariance: its fingerprint, what the bits of a computation depend on, and
+    `probe`, a digest of the bits of one. KV that was computed without it, by another build or on another processor has other
+    bits, so it has other keys: it is a miss."""
     parts = (
         fingerprint,
         kernels.name.encode(),
         torch.__version__.encode(),
+        transformers.__version__.encode(),
         torch.backends.cpu.get_cpu_capability().encode(),
+        probe,
     )
     digest = hashlib.sha256(b"batch-invariant")
     for part in parts:
@@ -40,33 +51,64 @@ def scoped_fingerprint(fingerprint: bytes, kernels: Kernels) -> bytes:
     return digest.digest()
 
 
-def prepare(model: nn.Module) -> None:
-    """Give activations a `forward` whose bits do not depend on the other rows. Raises ConfigError or ModelUnsupported unless
-    the compiled kernels multiply by all weights, for any number of rows."""
+def obstacle(model: nn.Module, recorder: LayerRecorder) -> str:
+    """Why this model cannot be computed by the compiled kernels alone; empty if it can."""
+    for layer, layout in recorder.layouts.items():
+        if recorder.dtype == torch.bfloat16 and layout.key_dim % 2:
+            return f"no kernel attends with heads of {layout.key_dim} in bfloat16 (layer {layer})"
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            forward = module.__dict__.get("forward")
-            if not isinstance(forward, PackedForward) or set(forward.product.served) != {COMPILED}:
-                raise ConfigError(
-                    f"engine.batch_invariant needs a packed copy of every weight, but {name} has none; "
-                    "raise engine.linear_memory (--linear-memory)"
-                )
-        elif not isinstance(module, nn.Embedding):
-            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-                raise ModelUnsupported(
-                    f"engine.batch_invariant (--batch-invariant) does not hold for {name}, a {type(module).__name__}: "
-                    "only products of linear layers are batch-invariant"
-                )
-            if type(module).__module__ in _ACTIVATIONS:
-                setattr(module, "forward", ActivationForward(module))  # noqa: B010 - a method is replaced
+        weights = [one for one in module.parameters(recurse=False) if one.dim() > 1]
+        if not weights or isinstance(module, nn.Embedding) or is_experts(module):
+            continue
+        plain = type(module) is nn.Linear or (len(weights) == 1 and not list(module.children()))
+        if not plain or weights[0].dim() != 2:
+            return f"{name}, a {type(module).__name__}, has weights that no kernel multiplies by"
+        if weights[0].dtype not in TYPES or weights[0].shape[1] % 2:
+            return f"no kernel multiplies {weights[0].shape[1]} inputs in {weights[0].dtype} ({name})"
+    return ""
 
 
-class ActivationForward(Patch):
-    """`forward` of an activation, a few rows at a time.
+def prepare(model: nn.Module, kernels: Kernels) -> str:
+    """Give routers, experts and activations of a packed model a `forward` whose bits do not depend on the other rows. Returns
+    why it does not; empty if it does."""
+    forwards: dict[nn.Module, Patch] = {}
+    experts = []
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            packed = module.__dict__.get("forward")
+            if not isinstance(packed, PackedForward) or set(packed.product.served) != {COMPILED}:
+                return f"{name} has no packed copy of its weight"
+        elif is_experts(module):
+            experts.append(module)
+        elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            if not isinstance(module, nn.Embedding):
+                forwards[module] = router = RouterForward(module, kernels)
+                if not router.fits():
+                    return f"{name}, a {type(module).__name__}, does not choose row by row"
+        elif type(module).__module__ in _ACTIVATIONS:
+            forwards[module] = ActivationForward(module)
+    forwards |= {module: ExpertsForward(module, kernels, by_rows) for module in experts}
+    for module, forward in forwards.items():
+        setattr(module, "forward", forward)  # noqa: B010 - a method is replaced
+    return ""
+
+
+def by_rows(function: Callable[[Tensor], Any], x: Tensor, width: int, fewest: int = 1) -> list[Any]:
+    """What a function makes of `x` `[rows, n]`, a few rows at a time, and of at least `fewest`; zeros follow the last row. It
+    computes each row by itself, and numbers one by one, `width` of a row.
 
     PyTorch computes numbers in vectors, and what is left at the end of a thread's share one by one, which rounds
     otherwise. Here a share is one of whole rows and of whole vectors, or a single row.
     """
+    rows = max(fewest, _VECTORS // math.gcd(_VECTORS, width))
+    share = max(_SHARE // (rows * width) * rows, fewest)
+    if share >= rows and len(x) % rows:
+        x = functional.pad(x, (0, 0, 0, -len(x) % rows))
+    return [function(part) for part in torch.split(x, share)]
+
+
+class ActivationForward(Patch):
+    """`forward` of an activation, a few rows at a time."""
 
     __slots__ = ("_module",)
 
@@ -74,7 +116,65 @@ class ActivationForward(Patch):
         self._module = module
 
     def __call__(self, x: Tensor) -> Tensor:
-        width = x.shape[-1]
-        rows = 1 if width % _VECTORS else max(1, _SHARE // width)
-        parts = [type(self._module).forward(self._module, part) for part in torch.split(x.reshape(-1, width), rows)]
-        return torch.cat(parts).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1])
+        parts = by_rows(type(self._module).forward.__get__(self._module), rows, x.shape[-1])
+        return torch.cat(parts)[: len(rows)].view(x.shape)
+
+
+class RouterForward(Patch):
+    """`forward` of a module that multiplies by one weight of its own, `[experts, inputs]`, and chooses from the products row by
+    row. The kernels multiply."""
+
+    __slots__ = ("_module", "_products")
+
+    def __init__(self, module: nn.Module, kernels: Kernels) -> None:
+        self._module = module
+        weight = next(one for one in module.parameters(recurse=False) if one.dim() > 1)
+        self._products = _Products(weight, kernels)
+
+    def __call__(self, x: Tensor) -> Any:
+        x = x.reshape(-1, x.shape[-1])
+        forward = type(self._module).forward.__get__(self._module)
+        with self._products:
+            # At least two rows: of a single one PyTorch adds up numbers as of one long row.
+            found = by_rows(forward, x, self._products.outputs, fewest=2)
+        if isinstance(found[0], Tensor):
+            return torch.cat(found)[: len(x)]
+        return tuple(torch.cat(parts)[: len(x)] for parts in zip(*found, strict=True))
+
+    @torch.inference_mode()
+    def fits(self) -> bool:
+        """Whether it gives tensors of the same kinds as the module's own `forward`."""
+        weight = next(one for one in self._module.parameters(recurse=False) if one.dim() > 1)
+        x = weight[:1].expand(3, -1).contiguous()
+
+        def kinds(found: Any) -> list[tuple[torch.Size, torch.dtype]]:
+            return [(one.shape, one.dtype) for one in ([found] if isinstance(found, Tensor) else found)]
+
+        try:
+            return kinds(self(x)) == kinds(type(self._module).forward(self._module, x))
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError):
+            return False
+
+
+class _Products(TorchFunctionMode):
+    """While it is active, the kernels compute products with one weight `[outputs, inputs]`, as it is or in another dtype."""
+
+    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+        super().__init__()
+        self.outputs = weight.shape[0]
+        self._weight, self._kernels = weight, kernels
+        self._packed: dict[torch.dtype, PackedWeight] = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear:
+            return self._multiply(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = self._packed.get(weight.dtype)
+        if packed is None:
+            if not torch.equal(weight, self._weight.to(weight.dtype)):
+                raise RuntimeError("a router multiplies by another weight than its own")
+            packed = self._packed[weight.dtype] = self._kernels.pack([weight], [] if bias is None else [bias])
+        return self._kernels.multiply(packed, input)

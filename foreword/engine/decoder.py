@@ -37,7 +37,7 @@ from foreword.engine.linear import ChosenProduct, PackedForward, Patch
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
 # the input, beside what rounding the output itself may change.
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3}
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _TRIAL_BLOCK = 4
 _TRIAL_LENGTHS = (11, 1, 6)
 

@@ -4,8 +4,8 @@ Products of one input with the weights are of these kinds:
 
 - compiled: the weight in panels, by the kernels of kernels/product.h, as 8-bit integers if it is quantized (`quantize`);
 - onednn: the weight in oneDNN's packed layout;
-- wide: a float32 copy of a bfloat16 weight in oneDNN's packed layout, for processors without bfloat16 units. A product of
-  two bfloat16 numbers is exact in float32, so the sums are the same;
+- wide: a float32 copy of a 16-bit weight in oneDNN's packed layout, for processors without units for such numbers. A product
+  of two of them is exact in float32, so the sums are the same;
 - plain: PyTorch's operator on the layer's own weight.
 
 Which kind serves which number of rows is measured at load (measure.py, kernels/kernel_choice.py). A layer whose packed copies
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from foreword.engine.kernels.kernel_choice import COMPILED, ONEDNN, PLAIN, ROWS, WIDE, Times, choose, row_bucket
 from foreword.engine.kernels.native import TYPES, Kernels
@@ -32,7 +33,7 @@ from foreword.engine.kernels.native import TYPES, Kernels
 _SCALE = "weight_scale"
 _LARGEST = 127
 # Error that rounding explains, relative to the product.
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Inputs and outputs of a product.
 Shape = tuple[int, int]
 
@@ -118,7 +119,7 @@ def kinds(dtype: torch.dtype, inputs: int, kernels: Kernels | None) -> list[str]
     """The kinds of products that there may be for a weight, the preferred ones first."""
     found = [PLAIN]
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        found = [ONEDNN, *([WIDE] if dtype == torch.bfloat16 else []), PLAIN]
+        found = [ONEDNN, *([WIDE] if dtype != torch.float32 else []), PLAIN]
     # A word of the kernels holds two numbers of bfloat16.
     if kernels is not None and dtype in TYPES and inputs % 2 == 0:
         found.insert(0, COMPILED)
@@ -207,13 +208,22 @@ class ChosenProduct(Product):
         return output
 
 
+def replace_transposed(model: nn.Module) -> None:
+    """Replace layers that keep a weight as `[inputs, outputs]` (GPT-2's) by linear layers with the same numbers."""
+    for name, module in list(model.named_modules()):
+        if type(module) is Conv1D:
+            inputs, outputs = module.weight.shape
+            layer = nn.Linear(inputs, outputs, device="meta")
+            layer.weight = nn.Parameter(module.weight.detach().t().contiguous(), requires_grad=False)
+            layer.bias = nn.Parameter(module.bias.detach(), requires_grad=False)
+            model.set_submodule(name, layer)
+
+
 def packable(model: nn.Module) -> Iterator[nn.Linear]:
-    """The plain linear layers of a model, in the dtypes that packing makes faster."""
+    """The plain linear layers of a model on a CPU, in the dtypes that packing makes faster."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
-            dtype = module.weight.dtype
-            if dtype in (torch.float32, torch.bfloat16):
-                yield module
+        if type(module) is nn.Linear and module.weight.device.type == "cpu" and module.weight.dtype in TYPES:
+            yield module
 
 
 def groups(model: nn.Module, siblings: Sequence[Sequence[nn.Linear]] = ()) -> list[list[nn.Linear]]:

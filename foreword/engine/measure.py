@@ -34,6 +34,7 @@ from foreword.engine.kernels.kernel_choice import (
     Times,
     TimesFile,
     fastest,
+    row_bucket,
 )
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.linear import Shape, kinds, make_product, scale_of, set_scale
@@ -49,6 +50,8 @@ _SAMPLE = 1 << 21
 _HOPELESS = 4.0
 _CLOCK_STEP = 1e-7
 _MIN_TURNS, _MAX_TURNS = 3, 9
+# KV heads that stand for all, with their query heads.
+_MEASURED_HEADS = 2
 _BLOCK = 16
 # Length of the runs of consecutive blocks in a sequence's block table.
 _RUN = 4
@@ -66,6 +69,25 @@ class Measured:
         served = {name: fastest(times, (COMPILED, TORCH)) for name, times in self.attention.items()}
         names = {layer: _attention_name(recorder, layer) for layer in recorder.layouts}
         return AttentionChoice({layer: served[name] for layer, name in names.items() if name in served})
+
+    def cost(self, groups: Sequence[Sequence[nn.Linear]], recorder: LayerRecorder) -> tuple[float, str]:
+        """The largest share of a step's speed that is lost if the compiled kernels compute all products and all attention
+        instead of the fastest, and in which steps. Infinite times count as a loss of everything."""
+        worst, where = 0.0, ""
+        for place, (rows, keys) in enumerate(ATTENTION_SHAPES):
+            columns = []
+            for group in groups:
+                shape = linear.shape_of(group)
+                at = {kind: times[row_bucket(rows)] for kind, times in self.products[shape].items()}
+                columns.append((shape[1] / _sampled_outputs(shape), at))
+            for layer, layout in recorder.layouts.items():
+                at = {kind: times[place] for kind, times in self.attention[_attention_name(recorder, layer)].items()}
+                columns.append((layout.kv_heads / min(layout.kv_heads, _MEASURED_HEADS), at))
+            fastest_time = sum(scale * min(at.values()) for scale, at in columns)
+            lost = 1 - fastest_time / sum(scale * at.get(COMPILED, math.inf) for scale, at in columns)
+            if lost > worst:
+                worst, where = lost, f"{'prefill' if rows > 16 else 'decode'} of {rows} tokens after {keys}"
+        return worst, where
 
 
 def measure(
@@ -203,8 +225,7 @@ def _attention_name(recorder: LayerRecorder, layer: int) -> str:
 @torch.inference_mode()
 def _measure_attention(recorder: LayerRecorder, layer: int, kernels: Kernels, seconds: float) -> Times:
     layout, params = recorder.layouts[layer], recorder.params[layer]
-    # A few KV heads, with their query heads, stand for all.
-    kv_heads = min(layout.kv_heads, 2)
+    kv_heads = min(layout.kv_heads, _MEASURED_HEADS)
     heads = recorder.heads[layer] // layout.kv_heads * kv_heads
     layout = LayerLayout(kv_heads, layout.key_dim, layout.value_dim)
     params = AttentionParams(params.scale, None, params.softcap, None if params.sinks is None else params.sinks[:heads])

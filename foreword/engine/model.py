@@ -9,7 +9,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -27,7 +27,7 @@ from foreword.engine.attention import backend as attention
 from foreword.engine.attention.backend import LayerRecorder
 from foreword.engine.kernels import native
 from foreword.engine.kernels.build import CannotBuild, is_compiled
-from foreword.engine.kernels.kernel_choice import AttentionChoice
+from foreword.engine.kernels.kernel_choice import COMPILED, AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers
 from foreword.engine.linear import quantize
@@ -49,6 +49,10 @@ _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 # convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of
 # them only beyond a length that no short check reaches.
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+# Shares of the fastest mode's speed that batch invariance costs, by what is measured at load: from where on the log says so,
+# and from where on `auto` does without it. Between them lies what varies from one measurement to the next; beyond the second
+# are processors whose own units the compiled kernels do not use (AMX).
+_WORTH_SAYING, _MOST_LOST = 0.03, 0.6
 # What a forward pass raises where a model and this engine do not fit.
 FORWARD_ERRORS = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError)
 
@@ -58,7 +62,7 @@ class LoadedModel:
     """A model that was loaded for the engine.
 
     Attributes:
-        fingerprint: SHA-256 over configuration and weights (not their path); part of every block's key.
+        fingerprint: SHA-256 over configuration and weights (not their path).
         layers: by KV group, with what each keeps per token in numbers of `kv_dtype`.
         end_tokens: end-of-sequence tokens, from the generation configuration.
         sampling: fields of `SamplingParams` from the same file.
@@ -66,6 +70,8 @@ class LoadedModel:
         triton: the Triton kernels compute attention.
         choice: which attention the compiled kernels serve; None for all.
         backends: which kernels serve which shapes, in words.
+        inexact: why the bits of a token's KV depend on the batch; empty if they do not.
+        namespace: part of every block's key: the fingerprint, and under batch invariance what the bits depend on as well.
     """
 
     model: Any
@@ -85,6 +91,8 @@ class LoadedModel:
     triton: bool = False
     choice: AttentionChoice | None = None
     backends: tuple[str, ...] = ()
+    inexact: str = ""
+    namespace: bytes = b""
 
     def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
         """What computes its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
@@ -140,19 +148,24 @@ def prepare_model(
     model = model.to(device)
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     recorder = _record(model, settings)
-    kernels = open_kernels(config, dtype, device, progress)
-    if config.batch_invariant:
-        assert kernels is not None
-        fingerprint = batch_invariance.scoped_fingerprint(fingerprint, kernels)
+    kernels, inexact = open_kernels(config, device, progress)
+    if device.type == "cpu":
+        linear.replace_transposed(model)
+    if kernels is not None and not inexact:
+        inexact = batch_invariance.obstacle(model, recorder)
+    inexact = _decided(config, inexact)
     trial = decoder.watch(model, recorder, vocab_size) if kernels is not None else None
-    measured = _pack(model, config, recorder, kernels, progress) if device.type == "cpu" else None
+    measured = None
+    if device.type == "cpu":
+        measured, inexact = _pack(model, config, recorder, kernels, inexact, progress)
     if kernels is not None and trial is not None:
         decoder.fuse(model, recorder, kernels, trial)
     triton = use_triton(config, device)
     if triton:
         decoder.fuse_norms(model)
-    if config.batch_invariant:
-        batch_invariance.prepare(model)
+    if not inexact:
+        assert kernels is not None
+        inexact = _decided(config, batch_invariance.prepare(model, kernels))
     _trim_heap()
     max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
@@ -172,23 +185,33 @@ def prepare_model(
         sampling=_sampling(source) if config.generation_config == "model" else {},
         kernels=kernels,
         triton=triton,
-        choice=_attention_choice(config, measured, recorder),
+        choice=_attention_choice(inexact, measured, recorder),
         backends=describe(model, measured),
+        inexact=inexact,
+        namespace=fingerprint,
     )
+
+
+def _decided(config: EngineConfig, inexact: str) -> str:
+    """Why the engine is not batch-invariant, in the words of its status; empty if it is. Raises ConfigError if it must be and
+    cannot."""
+    if config.batch_invariant == "off":
+        return "engine.batch_invariant is off"
+    if inexact and config.batch_invariant == "on":
+        raise ConfigError(f"engine.batch_invariant is on (--batch-invariant), but it cannot be kept here: {inexact}")
+    return inexact
 
 
 def _quantize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Raises ConfigError where there are no kernels for it, and ModelUnsupported for a model without linear layers."""
-    if device.type != "cpu" or dtype not in native.TYPES:
-        raise ConfigError("engine.quantization is int8, which needs a CPU and float32 or bfloat16")
+    if device.type != "cpu":
+        raise ConfigError("engine.quantization is int8, which needs a CPU")
     if not quantize(linear.packable(model)):
         raise ModelUnsupported("engine.quantization is int8, but this model has no plain linear layers")
 
 
-def _attention_choice(
-    config: EngineConfig, measured: Measured | None, recorder: LayerRecorder
-) -> AttentionChoice | None:
-    if config.batch_invariant:
+def _attention_choice(inexact: str, measured: Measured | None, recorder: LayerRecorder) -> AttentionChoice | None:
+    if not inexact:
         return AttentionChoice({}, batch_invariant=True)
     return None if measured is None else measured.attention_choice(recorder)
 
@@ -310,34 +333,28 @@ def _record(model: Any, settings: Any) -> LayerRecorder:
 
 
 def open_kernels(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device, progress: Callable[[str], None] = lambda _: None
-) -> Kernels | None:
-    """The compiled kernels, if the configuration and this machine allow them; else the log says why not. Raises
-    ConfigError if `native` or `batch_invariant` is configured and there are none."""
-    if config.kernels in ("torch", "triton") and not config.batch_invariant:
-        return None
-    reason = None
+    config: EngineConfig, device: torch.device, progress: Callable[[str], None] = lambda _: None
+) -> tuple[Kernels | None, str]:
+    """The compiled kernels, if the configuration and this machine allow them; else why not, which the log says too. Raises
+    ConfigError if `native` is configured and there are none."""
     if config.kernels in ("torch", "triton"):
-        reason = f"engine.kernels is {config.kernels}"
-    elif device.type != "cpu":
+        return None, f"engine.kernels is {config.kernels}"
+    if device.type != "cpu":
         reason = f"they are for CPUs, and the model is on {device.type}"
-    elif dtype not in native.TYPES:
-        reason = f"they compute in float32 and bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
     else:
         try:
             if is_compiled():
                 progress("loading the compiled kernels")
             else:
                 progress("compiling the kernels, which takes some seconds at the first start")
-            return native.load()
+            return native.load(), ""
         except CannotBuild as error:
             reason = str(error)
-    if config.kernels == "native" or config.batch_invariant:
-        wish = "batch_invariant needs the native kernels" if config.batch_invariant else "kernels is native"
-        raise ConfigError(f"engine.{wish}, but native kernels are not available: {reason}")
+    if config.kernels == "native":
+        raise ConfigError(f"engine.kernels is native, but native kernels are not available: {reason}")
     if device.type == "cpu":
         log.warning("the native kernels are not in use (PyTorch's operators compute instead, slower): %s", reason)
-    return None
+    return None, f"the native kernels are not available: {reason}"
 
 
 def use_triton(config: EngineConfig, device: torch.device) -> bool:
@@ -358,21 +375,49 @@ def use_triton(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _pack(
-    model: Any, config: EngineConfig, recorder: LayerRecorder, kernels: Kernels | None, progress: Callable[[str], None]
-) -> Measured | None:
+    model: Any,
+    config: EngineConfig,
+    recorder: LayerRecorder,
+    kernels: Kernels | None,
+    inexact: str,
+    progress: Callable[[str], None],
+) -> tuple[Measured | None, str]:
     """Give linear layers packed copies of their weights, within `linear_memory`. Returns what was measured to choose the
-    kernels: nothing where the configuration names them."""
+    kernels, nothing where the configuration names them, and `inexact`, which is what measurement and memory say too."""
     auto = config.linear_memory == "auto"
     budget = psutil.virtual_memory().available // 2 if auto else parse_bytes(config.linear_memory)
     siblings = linear.find_siblings(model, lambda: record_layers(model))
+    groups = linear.groups(model, siblings)
     measured = None
-    if config.kernels != "native" and not config.batch_invariant:
+    if config.kernels != "native":
         progress("choosing kernels")
         measured = measure(model, siblings, recorder, kernels)
+    if not inexact:
+        inexact = _decided(config, _too_costly(config, groups, budget, recorder, measured))
     progress("packing the weights")
     released = linear.replaceable(model, lambda: record_layers(model), FORWARD_ERRORS)
-    linear.pack(model, budget, siblings, kernels, None if measured is None else measured.products, released)
-    return measured
+    times = measured.products if measured is not None and inexact else None
+    linear.pack(model, budget, siblings, kernels, times, released)
+    return measured, inexact
+
+
+def _too_costly(
+    config: EngineConfig,
+    groups: Sequence[Sequence[nn.Linear]],
+    budget: int,
+    recorder: LayerRecorder,
+    measured: Measured | None,
+) -> str:
+    """Why memory or time speak against batch invariance; empty if they do not."""
+    if sum(linear.size_of(COMPILED, group) for group in groups) > budget:
+        return "engine.linear_memory (--linear-memory) is too small for packed copies of all weights"
+    lost, where = (0.0, "") if measured is None else measured.cost(groups, recorder)
+    said = f"batch invariance costs {lost:.0%} of the speed of {where} here, as measured at load"
+    if config.batch_invariant == "auto" and lost > _MOST_LOST:
+        return said
+    if lost > _WORTH_SAYING:
+        log.warning("%s; engine.batch_invariant (--batch-invariant) off is faster", said)
+    return ""
 
 
 def _trim_heap() -> None:

@@ -51,8 +51,8 @@ def check(
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
     check_stores_and_peers(stores.urls, transfer, encryption or EncryptionConfig())
-    if config.batch_invariant and loss_of(stores.urls):
-        raise ConfigError("engine.batch_invariant (--batch-invariant) needs stores without a lossy codec")
+    if config.batch_invariant == "on" and loss_of(stores.urls):
+        raise ConfigError("engine.batch_invariant is on (--batch-invariant), which needs stores without a lossy codec")
     KeyRing.of(stores, encryption)
 
 

@@ -3,6 +3,7 @@ whether a token's bits depend on chunks and batch."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
@@ -19,24 +20,38 @@ from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.errors import ModelUnsupported
 
-# Tokens of the check's prompts: a few blocks of keys of the kernels, and few words of a vector.
+# Tokens of the check's prompts: a few blocks of keys of the kernels, and few words of a vector; and of the probe's.
 _LENGTHS = (150, 37, 3)
-# The check computes its prompts anew at least and at most so often, and tokens times parameters in between.
-_FEWEST, _MOST, _WORK = 2, 8, 10**11
+_PROBE_LENGTHS, _PROBE_BLOCK = (21, 1), 16
+# So often the check computes its prompts anew.
+_TIMES = 2
 
 
 def check_bits(loaded: LoadedModel, block_size: int) -> None:
     """Compute random prompts, each at once and alone, then in random chunks and batches, and compare the bits of all KV
-    and logits. Raises ModelUnsupported if any differ."""
+    and logits. Raises ModelUnsupported if any differ, or if anything fails."""
     chance = random.Random(0)
-    longest = loaded.max_model_len - 1
-    prompts = [[chance.randrange(loaded.vocab_size) for _ in range(min(size, longest))] for size in _LENGTHS]
+    try:
+        trial = _alone(loaded, block_size, _LENGTHS)
+        for _ in range(_TIMES):
+            trial.compute(range(len(_LENGTHS)), lambda left: chance.choice((0, 1, chance.randint(1, left))))
+    except FORWARD_ERRORS as failure:
+        raise ModelUnsupported(f"a prompt cannot be computed in random chunks: {first_line(failure)}") from failure
+
+
+def probe_bits(loaded: LoadedModel) -> bytes:
+    """A digest of the bits of KV and logits of a few tokens: equal where the same is computed."""
+    return _alone(loaded, _PROBE_BLOCK, _PROBE_LENGTHS).digest()
+
+
+def _alone(loaded: LoadedModel, block_size: int, lengths: Sequence[int]) -> _Trial:
+    """Random prompts of these lengths, each computed at once and alone."""
+    chance = random.Random(0)
+    prompts = [[chance.randrange(loaded.vocab_size) for _ in range(size)] for size in lengths]
     trial = _Trial(loaded, block_size, prompts)
     for number in range(len(prompts)):
         trial.compute([number], lambda left: left)
-    times = _WORK // (loaded.parameters * sum(map(len, prompts)))
-    for _ in range(max(_FEWEST, min(_MOST, times))):
-        trial.compute(range(len(prompts)), lambda left: chance.choice((0, 1, 1, chance.randint(1, left))))
+    return trial
 
 
 class _Trial:
@@ -73,6 +88,13 @@ class _Trial:
         for one in sequences.values():
             self._cache.release(one.table)
 
+    def digest(self) -> bytes:
+        """Of all bits that are kept."""
+        found = hashlib.sha256()
+        for place, bits in sorted(self._known.items(), key=lambda item: item[0]):
+            found.update(f"{place}".encode() + bits.contiguous().view(torch.uint8).numpy().tobytes())
+        return found.digest()
+
     def _sequence(self, tokens: Sequence[int]) -> SequenceState:
         request = Request("batch invariance", tuple(tokens), SamplingParams())
         table = self._cache.open(tokens)
@@ -86,8 +108,7 @@ class _Trial:
                 if not torch.equal(known.view(torch.uint8), found.view(torch.uint8)):
                     raise ModelUnsupported(
                         f"{self._loaded.model.config.model_type} is not batch-invariant: the {what} of a token differ "
-                        f"between chunks of a prompt (token {position} of {len(self._prompts[number])}); "
-                        "leave out engine.batch_invariant (--batch-invariant)"
+                        f"between chunks of a prompt (token {position} of {len(self._prompts[number])})"
                     )
 
     def _results(self, table: BlockTable, position: int, logits: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -61,7 +61,7 @@ class TorchRunner:
         self._model = model
         self._device: torch.device = model.device
         self._block_size = block_size
-        self.share_prefixes = share_prefixes and not (choice is not None and choice.batch_invariant)
+        self.share_prefixes = share_prefixes
         self.on_written: Callable[[int], None] | None = None
         self._grouped = layers
         self._columns = [PagedLayer(one, dtype, num_blocks, block_size, self._device) for one in layers.columns]

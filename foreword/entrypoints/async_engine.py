@@ -345,7 +345,7 @@ class AsyncEngine:
 
     def _find_common(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
         size, pool = self.info.block_size, self._core.cache.pool
-        root = Scope(bytes.fromhex(self.info.fingerprint), size, salt).root()
+        root = Scope(bytes.fromhex(self.info.namespace), size, salt).root()
         found = common_prefixes(texts, size, limit)
         # A lookup only reads; outside the engine's thread its result may be a step old.
         return [replace(one, on_device=len(pool.lookup(chain_keys(root, one.tokens, size)))) for one in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -28,20 +29,21 @@ from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine import preflight
+from foreword.engine.batch_invariance import scoped_fingerprint
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
-from foreword.engine.self_check import check_bits, self_check
+from foreword.engine.self_check import check_bits, probe_bits, self_check
 from foreword.engine.sequence import SequenceState
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block
 from foreword.entrypoints.hit_reports import build_audit
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, ModelUnsupported
 from foreword.events import BlocksRemoved, BlocksStored, Observer
 from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
@@ -59,6 +61,8 @@ from foreword.store.sealing import KeyRing
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import loss_of, open_store, parse
 
+log = logging.getLogger(__name__)
+
 # Shares of the memory that is free. What a GPU's pool leaves is for sampling, CUDA graphs and fragmentation.
 _HOST_SHARE = 1 / 3
 _DEVICE_SHARE = 0.9
@@ -68,9 +72,10 @@ _FEWEST_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. `fingerprint` is hexadecimal; `max_model_len` counts prompt and output; a block of the pool has the
-    KV of one of the `kv_groups`. `sampling` has the model's own values of fields of `SamplingParams`. `backends` says which
-    kernels serve which shapes, and why."""
+    """What is served. `fingerprint` of the weights and `namespace`, which names their KV, are hexadecimal; `max_model_len`
+    counts prompt and output; a block of the pool has the KV of one of the `kv_groups`. `sampling` has the model's own values
+    of fields of `SamplingParams`. `backends` says which kernels serve which shapes, and why; `inexact` why the bits of KV
+    depend on the batch, and is empty if they do not."""
 
     name: str
     max_model_len: int
@@ -85,6 +90,8 @@ class ModelInfo:
     kv_groups: int = 1
     sampling: Mapping[str, float] = field(default_factory=dict)
     backends: tuple[str, ...] = ()
+    inexact: str = ""
+    namespace: str = ""
 
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Parameters of a request: those given, then the model's, then the defaults. Raises BadRequest."""
@@ -165,7 +172,7 @@ class EngineParts:
             )
             memory = [tier.store for url, tier in tiers if parse(url).reach is Reach.PROCESS]
         else:
-            layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.fingerprint)), []
+            layout, memory = layout_of(self.runner.layers, bytes.fromhex(self.info.namespace)), []
         slots = min(num_frame_slots(layout.block_bytes), max(2 * self.runner.num_blocks, _FEWEST_SLOTS))
         staging = StagingArena([tensors_of(self.runner.layers)], slots)
         return BlockServer(layout, self.core.cache.pool, self.chains, post, staging, memory)
@@ -197,6 +204,9 @@ def build_engine(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     _keep_freed_memory()
+    if config.batch_invariant == "auto" and loss_of(stores.urls):
+        log.warning("not batch-invariant: a store has a lossy codec")
+        config = replace(config, batch_invariant="off")
     loaded = models.load_model(config, progress)
     if readable or any(parse(url).reach is Reach.INSTANCE for url in stores.urls):
         # What other instances read and write has all layers in a block.
@@ -205,9 +215,7 @@ def build_engine(
     if config.self_check:
         progress("checking the engine against the model's own forward pass")
         self_check(loaded, config.block_size)
-    if config.batch_invariant:
-        progress("checking that bits do not depend on the batch")
-        check_bits(loaded, config.block_size)
+    loaded = _in_namespace(config, loaded, progress)
     runner = _take_kv_memory(config, loaded, progress, stores.staging_bytes(loaded.device.type) if stores.urls else 0)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)
@@ -220,16 +228,38 @@ def build_engine(
     kept = _kept_prefixes(prefixes, info, cache)
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
     if offload is not None:
-        offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
+        offload.describe(info.name, bytes.fromhex(info.namespace), cache.groups)
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
-        pins = StorePins(offload, info.fingerprint, cache.groups)
+        pins = StorePins(offload, info.namespace, cache.groups)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
     kept_there = pins, retentions, erasures, data_keys
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
+
+
+def _in_namespace(
+    config: EngineConfig, loaded: models.LoadedModel, progress: Callable[[str], None]
+) -> models.LoadedModel:
+    """The model, checked for batch invariance, with what its KV is named by. Raises ModelUnsupported if `batch_invariant` is on
+    and does not hold."""
+    if not loaded.inexact and config.self_check:
+        progress("checking that bits do not depend on the batch")
+        try:
+            check_bits(loaded, config.block_size)
+        except ModelUnsupported as error:
+            if config.batch_invariant == "on":
+                raise
+            loaded = replace(loaded, inexact=error.message)
+    if loaded.inexact:
+        level = logging.INFO if config.batch_invariant == "off" else logging.WARNING
+        log.log(level, "not batch-invariant: %s", loaded.inexact)
+        return loaded
+    assert loaded.kernels is not None
+    namespace = scoped_fingerprint(loaded.fingerprint, loaded.kernels, probe_bits(loaded))
+    return replace(loaded, namespace=namespace)
 
 
 def _take_kv_memory(
@@ -260,6 +290,8 @@ def _model_info(config: EngineConfig, loaded: models.LoadedModel, runner: TorchR
         kv_groups=len(cache.groups),
         sampling=loaded.sampling,
         backends=loaded.backends,
+        inexact=loaded.inexact,
+        namespace=loaded.namespace.hex(),
     )
 
 
@@ -332,7 +364,7 @@ def _prefix_cache(
         num_blocks,
         config.block_size,
         groups=loaded.layers.kv_groups(config.block_size),
-        model=loaded.fingerprint,
+        model=loaded.namespace,
         enabled=config.enable_prefix_caching,
         partial_reuse=config.partial_reuse,
         lookahead_blocks=config.lookahead_blocks,
@@ -353,7 +385,7 @@ def _open_stores(
     """Open the stores for a runner's blocks. Raises StoreError."""
     loss, groups = loss_of(config.urls), [{n: runner.layers[n] for n in group} for group in loaded.layers.groups]
     layouts = [
-        replace(layout_of(layers, loaded.fingerprint, loss), group=name)
+        replace(layout_of(layers, loaded.namespace, loss), group=name)
         for layers, name in zip(groups, loaded.layers.names(), strict=True)
     ]
     largest = max(layouts, key=lambda layout: layout.block_bytes)

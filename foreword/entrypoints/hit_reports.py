@@ -38,9 +38,9 @@ def build_audit(
     """The audit of an engine, and the chains in quarantine, which it also honours without an audit of its own. `info` is
     that of the model, for reports."""
     if offload is None:
-        quarantine, labels, loss = ChainQuarantine(None, info["fingerprint"]), [], ""
+        quarantine, labels, loss = ChainQuarantine(None, info["namespace"]), [], ""
     else:
-        quarantine = ChainQuarantine(offload.store, info["fingerprint"], offload.erase_queued)
+        quarantine = ChainQuarantine(offload.store, info["namespace"], offload.erase_queued)
         labels, loss = [tier.label for tier in offload.store.tiers], offload.units[0].layouts[0].loss
 
     def differs(mismatch: Mismatch) -> None:
@@ -51,7 +51,7 @@ def build_audit(
     audit = HitAudit(
         runner, cache, quarantine, differs,
         every=config.audit_every, budget=config.audit_budget, labels=labels, loss=loss,
-        exact=config.batch_invariant,
+        exact=not info["inexact"],
     )  # fmt: skip
     return audit, quarantine
 

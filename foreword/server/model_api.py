@@ -116,6 +116,8 @@ def _describe(engine: AsyncEngine, created: int) -> dict[str, Any]:
         "fingerprint": info.fingerprint,
         "dtype": info.dtype,
         "device": info.device,
+        "batch_invariant": not info.inexact,
+        **({"inexact": info.inexact} if info.inexact else {}),
     }
 
 

@@ -26,21 +26,35 @@ Make = Callable[..., LLM]
     [
         ({"kernels": "torch"}, "engine.kernels is torch"),
         ({"linear_memory": "0"}, "linear_memory"),
-        ({"dtype": "float16"}, "float16"),
         ({"store": "disk://FOLDER?size=1MiB&codec=int8"}, "lossy"),
     ],
 )
-def test_refused_settings(options: dict[str, Any], reason: str, engine: Make, tmp_path: Path) -> None:
-    """Settings under which it cannot hold are refused, with the reason."""
+def test_where_it_cannot_be_kept(
+    options: dict[str, Any], reason: str, engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Settings under which it cannot hold are refused where it is on; by default the log and the status give the reason."""
     options = {name: value.replace("FOLDER", str(tmp_path)) for name, value in options.items()}
     with pytest.raises(ConfigError, match=reason):
-        engine("llama", **options, batch_invariant=True)
+        engine("llama", **options, batch_invariant="on")
+    with caplog.at_level("WARNING"), engine("llama", **options) as llm:
+        assert llm.info.inexact
+    assert any("not batch-invariant" in line and reason in line for line in caplog.messages)
 
 
-def test_refused_family(engine: Make) -> None:
-    """A family whose products are not those of the kernels is refused."""
-    with pytest.raises(ModelUnsupported, match="Conv1D"):
-        engine("gpt2", batch_invariant=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_default(family: str, dtype: str, engine: Make) -> None:
+    """Every family is batch-invariant by default, and passes the checks at start."""
+    llm = engine(family, dtype=dtype, self_check=True)
+    assert llm.info.inexact == ""
+
+
+def test_weights_that_no_kernel_multiplies_by(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family with products of another kind is served as it is, and refused where batch invariance is on."""
+    monkeypatch.setattr(batch_invariance, "is_experts", lambda module: False)
+    assert "MixtralExperts" in engine("mixtral").info.inexact
+    with pytest.raises(ConfigError, match="MixtralExperts"):
+        engine("mixtral", batch_invariant="on")
 
 
 def test_what_rounds_otherwise_is_found(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,26 +63,39 @@ def test_what_rounds_otherwise_is_found(engine: Make, monkeypatch: pytest.Monkey
     scale = {True: 1.0, False: 1.0 + 2**-20}
     monkeypatch.setattr(Kernels, "multiply", lambda self, weight, x: multiply(self, weight, x) * scale[x.numel() < 640])
     with pytest.raises(ModelUnsupported, match="not batch-invariant"):
-        engine("gemma2", batch_invariant=True)
+        engine("gemma2", batch_invariant="on", self_check=True)
+    assert "not batch-invariant" in engine("gemma2", self_check=True).info.inexact
 
 
 def test_kv_of_its_own(engine: Make) -> None:
-    """KV that was computed with batch invariance has other keys than KV that was computed without it."""
-    with_it, without = engine("llama", batch_invariant=True), engine("llama")
-    assert with_it.info.fingerprint != without.info.fingerprint
-    assert with_it.info.fingerprint == engine("llama", batch_invariant=True).info.fingerprint
+    """KV that was computed with batch invariance has other keys than KV that was computed without it, and the same weights."""
+    with_it, without = engine("llama", batch_invariant="on"), engine("llama", batch_invariant="off")
+    assert with_it.info.fingerprint == without.info.fingerprint == without.info.namespace
+    assert with_it.info.namespace != without.info.namespace
+    assert with_it.info.namespace == engine("llama", block_size=16, max_model_len=64).info.namespace
+
+
+def test_kv_of_what_computes_otherwise(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose products differ in the last bits has keys of its own, whatever it says of itself."""
+    before = engine("llama").info
+    multiply = Kernels.multiply
+    monkeypatch.setattr(Kernels, "multiply", lambda self, weight, x: multiply(self, weight, x) * (1.0 + 2**-20))
+    after = engine("llama").info
+    assert (after.fingerprint, after.inexact) == (before.fingerprint, "")
+    assert after.namespace != before.namespace
 
 
 def test_activations_by_rows() -> None:
     """An activation of any width has the same bits alone and among many rows, on any number of threads."""
     threads = torch.get_num_threads()
     try:
-        for width in (48, 128, 1152):
+        for width in (48, 128, 601, 1152):
             module = torch.nn.GELU(approximate="tanh")
             forward = batch_invariance.ActivationForward(module)
             x = torch.randn(1, 97, width, generator=torch.Generator().manual_seed(width))
             torch.set_num_threads(3)
             whole = forward(x)
+            assert torch.allclose(whole, module(x), atol=1e-6)
             torch.set_num_threads(1)
             assert torch.equal(whole, torch.cat([forward(x[:, row : row + 1]) for row in range(97)], dim=1))
     finally:
@@ -81,7 +108,7 @@ def test_hits_equal_the_computation(family: str, engine: Make, tmp_path: Path) -
     """In bfloat16, log-probabilities of prompts and outputs are equal to the last bit: cold and alone, in random chunks and
     batches, after hits of random lengths on the device, and after hits of another engine's blocks in a store."""
     chance = random.Random(5)
-    options = {"dtype": "bfloat16", "batch_invariant": True, "kv_memory": "4096 tokens", "lookahead_blocks": 0}
+    options = {"dtype": "bfloat16", "batch_invariant": "on", "kv_memory": "4096 tokens", "lookahead_blocks": 0}
     prompts = [tiny.prompt(chance.randint(1, 150), seed) for seed in range(20)]
 
     def compute(llm: LLM, numbers: list[int], chunk: int) -> list[Any]:

@@ -157,7 +157,7 @@ def test_wrong_kv_on_the_device(engine: Make) -> None:
 def test_exact_under_batch_invariance(engine: Make, tmp_path: Path) -> None:
     """A batch-invariant engine allows no difference: one bit of a block is found, and the report can be computed again."""
     tokens, reports = prompt(61, 3), tmp_path / "reports"
-    options = {"dtype": "bfloat16", "batch_invariant": True, "audit_reports": str(reports), "audit_evidence": True}
+    options = {"dtype": "bfloat16", "batch_invariant": "on", "audit_reports": str(reports), "audit_evidence": True}
     with engine("llama", **AUDITED, **options) as llm:
         llm.generate(tokens, greedy(1))
         [block] = llm._core.cache.lookup(llm._core.cache.open(tokens)).blocks[7:8]

@@ -66,7 +66,7 @@ class ConnectorKeeper(Keeper):
     def __init__(self, llm: LLM, url: str, group: StoredGroup) -> None:
         self._llm = llm
         self._store = open_store([url])
-        model = bytes.fromhex(llm.info.fingerprint)
+        model = bytes.fromhex(llm.info.namespace)
         self._retentions = ConnectorRetentions(self._store, [group], model, BLOCK, BLOCK, 1)
 
     def _apply(self, text: str, action: CacheAction) -> None:
@@ -107,7 +107,7 @@ class ServerNames(Keeper):
             assert isinstance(content, str)
             return llm.tokenizer.encode(content)
 
-        pins = PrefixPins(self._store, llm.info.fingerprint, [group])
+        pins = PrefixPins(self._store, llm.info.namespace, [group])
         storage = StoredPrefixes(self._store, pins, "m", BLOCK)
         self._service = PrefixService(tokenize, lambda name, tokens: Nothing(), storage)
 

@@ -80,7 +80,7 @@ class Giver:
 
     def names(self, tokens: Sequence[int], salt: Salt = NO_SALT) -> list[bytes]:
         info = self.engine.info
-        root = Scope(bytes.fromhex(info.fingerprint), info.block_size, salt).root()
+        root = Scope(bytes.fromhex(info.namespace), info.block_size, salt).root()
         prefix = chain_prefix(self.served.layout.fingerprint, root)
         return [prefix + key for key in chain_keys(root, tokens, info.block_size)]
 

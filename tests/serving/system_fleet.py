@@ -23,7 +23,7 @@ from shared_server import until
 import foreword
 
 MODEL = Path(foreword.__file__).parent / "models" / "stdlib-nano"
-ENGINE = ["--dtype", "float32", "--batch-invariant", "--no-self-check"]
+ENGINE = ["--dtype", "float32", "--batch-invariant", "on", "--no-self-check"]
 # The device holds less than the prompts of a round, each tier less than the next.
 SMALL = ["--kv-memory", "2560 tokens", "--max-num-seqs", "8", "--max-batch-tokens", "128"]
 MEMORY, DISK, FILE_SYSTEM, REDIS = "8MiB", "32MiB", 48 << 20, "64mb"

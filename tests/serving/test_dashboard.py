@@ -152,7 +152,7 @@ def test_hostile_text(site: DashboardServer, page: Page) -> None:
     not its own, which another instance may have put into the shared store, is not shown."""
     off = site.engine.offload
     assert off is not None
-    word = f"prefixes/{site.engine.info.fingerprint[:32]}/{tenant_digest(b'')}/evil"
+    word = f"prefixes/{site.engine.info.namespace[:32]}/{tenant_digest(b'')}/evil"
     info = site.engine.info
     records = SharedRecords(off.store, PREFIXES)
     facts: dict[str, Any] = {"name": "evil", "version": 1, "kind": "text", "content": "x = 1\n" * 20, "last_key": ""}

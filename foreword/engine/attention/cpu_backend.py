@@ -36,6 +36,7 @@ TILE_ROWS = 192
 MIN_KEYS = 256
 # As in kernels/attention.h.
 MAX_ROWS_OF_ALL_HEADS = 256
+ALONE_AFTERWARDS, SHARED_KEYS = -2, 64
 # Items of work per thread: with several, the threads finish at about the same time.
 _ITEMS_PER_THREAD = 4
 
@@ -45,7 +46,8 @@ class AttentionTask:
     """Rows of the step over keys `[low, high)` of the block table that begins at `table` (attention.h).
 
     `position` is that of the first row, -1 if every row sees all keys. If not `whole`, other tasks have other keys of
-    the rows, and the results are merged.
+    the rows, and the results are merged. With `own` each row sees keys of its own from `high` on: where its block table begins,
+    and the end of its keys.
     """
 
     rows: Sequence[int]
@@ -54,10 +56,11 @@ class AttentionTask:
     high: int
     position: int
     whole: bool = True
+    own: Sequence[tuple[int, int]] = ()
 
     @property
     def cost(self) -> int:
-        return len(self.rows) * (self.high - self.low)
+        return len(self.rows) * (self.high - self.low) + sum(end - self.high for _, end in self.own)
 
 
 def _pack_tasks(
@@ -72,6 +75,7 @@ def _pack_tasks(
         first_part = -1 if task.whole else num_parts
         numbers += (len(rows), len(task.rows), task.table, task.low, task.high, task.position, first_part)
         rows += task.rows
+        rows += itertools.chain.from_iterable(task.own)
         if not task.whole:
             for row in task.rows:
                 parts_of_row.setdefault(row, []).append(num_parts)
@@ -118,7 +122,7 @@ class CpuLayers:
         keys = self._layers[layer].k
         if keys.dtype not in TYPES or query.dtype != keys.dtype:
             return False
-        return keys.dtype == torch.float32 or keys.shape[2] % 2 == 0
+        return keys.dtype != torch.bfloat16 or keys.shape[2] % 2 == 0
 
     def serves(self, layer: int, metadata: AttentionMetadata) -> bool:
         """Whether the kernels are chosen for this layer in this step."""
@@ -248,9 +252,11 @@ class CpuAttention:
         key = (window, layer.kv_heads, layer.group, layer.value_dim)
         packed = self._tasks.get(key)
         if packed is None:
-            tasks = [*self._prefill_tasks(window, layer.group), *self._decode_tasks(window)]
-            if not self.layers.batch_invariant:
-                tasks = _cut_keys(tasks, layer, torch.get_num_threads())
+            tasks, threads = self._prefill_tasks(window, layer.group), torch.get_num_threads()
+            if self.layers.batch_invariant:
+                tasks += self._whole_decode_tasks(window, -(-threads // layer.kv_heads))
+            else:
+                tasks = _cut_keys([*tasks, *self._decode_tasks(window)], layer, threads)
             # The longest first: the last items to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
             part_floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
@@ -280,6 +286,24 @@ class CpuAttention:
                 low = group.shared if window is None else max(group.shared, chunk.end - window)
                 table, whole = self._table_at[chunk], not group.shared
                 tasks.append(AttentionTask((chunk.row,), table, low, chunk.end, chunk.start, whole=whole))
+        return tasks
+
+    def _whole_decode_tasks(self, window: int | None, parts: int) -> list[AttentionTask]:
+        """Tasks that see all keys of their rows. A shared prefix is read once for each of at most so many parts of a group."""
+        tasks = []
+        for group in self._metadata.decode_groups(window):
+            shared = group.shared // SHARED_KEYS * SHARED_KEYS
+            size = -(-len(group.chunks) // parts) if shared else 1
+            for chunks in (group.chunks[low : low + size] for low in range(0, len(group.chunks), size)):
+                first = chunks[0]
+                table = self._table_at[first]
+                if shared:
+                    own = [(self._table_at[chunk], chunk.end) for chunk in chunks]
+                    rows = [chunk.row for chunk in chunks]
+                    tasks.append(AttentionTask(rows, table, 0, shared, ALONE_AFTERWARDS, own=own))
+                else:
+                    low = 0 if window is None else max(0, first.end - window)
+                    tasks.append(AttentionTask((first.row,), table, low, first.end, first.start))
         return tasks
 
 

@@ -4,11 +4,12 @@
 // chunk, a decoding sequence, or all sequences that share a prefix. For each KV head the queries of its query heads are
 // rows of one matrix, so a key is read once for all of them. Keys are taken KEYS at a time: transposed into words,
 // multiplied by the queries, weighted by an online softmax (base 2), and their values, paired, are added up
-// (FlashAttention, Dao et al. 2022). The parts of a sequence that is cut into several tasks are merged afterwards
+// (FlashAttention, Dao et al. 2022). Where a processor has no units for the model's numbers, words are floats. The parts of a sequence that is cut into several tasks are merged afterwards
 // from each part's output and log-sum-exp.
 //
 // Keys are taken from multiples of KEYS on, wherever a task begins, and keys that a row does not see add exactly zero:
-// where a row is not cut into parts its result depends on its own keys alone, not on the task's other rows.
+// where a row is not cut into parts its result depends on its own keys alone, not on the task's other rows. Sequences that
+// share a prefix can therefore see it in one task and each its own keys afterwards, with the bits of a task of its own.
 #pragma once
 
 #include <utility>
@@ -23,9 +24,14 @@ struct AttentionTask {
     int64_t rows_at, rows;  // in `AttentionTasks.rows`
     int64_t table_at;       // in `AttentionTasks.tables`
     int64_t low, high;      // positions of the keys
-    int64_t position;       // of the first row; -1: every row sees all keys
+    int64_t position;       // of the first row; -1: every row sees all keys; ALONE_AFTERWARDS
     int64_t part;           // the rows' first part in `AttentionTasks.parts`; -1: the result is whole
 };
+
+// Every row sees all keys `[low, high)`, and then its own from `high` on: behind the task's rows in `AttentionTasks.rows` are,
+// for each, where its table begins and the end of its keys. `high` is a multiple of SHARED_KEYS.
+constexpr int64_t ALONE_AFTERWARDS = -2, SHARED_KEYS = 64;
+static_assert(SHARED_KEYS % KEYS == 0);
 
 struct Merge {
     int64_t row, first, count;  // parts `[first, first + count)` of `AttentionTasks.merged`
@@ -71,12 +77,13 @@ struct ArrayAllocator {
 template <class T>
 struct Tile {
     typedef typename T::Element Element;
+    typedef typename T::Tiled N;  // what words are made of
 
     const AttentionTasks& step;
     const AttentionLayer& layer;
     const AttentionTask& task;
     int64_t count = task.rows * layer.group;           // rows: a token and a query head each
-    int64_t words = layer.key_dim / T::PER_WORD;       // of a query and of a key
+    int64_t words = layer.key_dim / N::PER_WORD;       // of a query and of a key
     int64_t width = round_up(layer.value_dim, LANES);  // of a row of `out`
 
     // The head's own.
@@ -87,8 +94,8 @@ struct Tile {
     // Used by one head after the other.
     int32_t* keys = nullptr;     // [words][KEYS]
     int32_t* values = nullptr;   // [KEYS / PER_WORD][width]
-    Element* weights = nullptr;  // [QUERY_ROWS][KEYS]
-    Element* zeros = nullptr;    // as many as a token's keys or values have
+    typename N::Element* weights = nullptr;  // [QUERY_ROWS][KEYS]
+    Element* zeros = nullptr;                // as many as a token's keys or values have
 
     int64_t zero_count() const { return layer.kv_heads * max(layer.key_dim, layer.value_dim); }
 
@@ -101,8 +108,8 @@ struct Tile {
 
     void place_common_arrays(ArrayAllocator& memory) {
         keys = memory.take<int32_t>(words * KEYS);
-        values = memory.take<int32_t>(KEYS / T::PER_WORD * width);
-        weights = memory.take<Element>(QUERY_ROWS * KEYS);
+        values = memory.take<int32_t>(KEYS / N::PER_WORD * width);
+        weights = memory.take<typename N::Element>(QUERY_ROWS * KEYS);
         zeros = memory.take<Element>(zero_count());
     }
 };
@@ -176,24 +183,31 @@ struct KeyBlock {
 };
 
 // LANES keys' words `[word, word + LANES)`, or as many as there are, transposed. A key's words begin at `offset`.
-template <bool WHOLE, class E>
-INLINE void transpose_keys(const E* const* keys, int64_t offset, int64_t word, int64_t words, int32_t* to,
-                           LinesAhead<1>& ahead) {
+template <bool WHOLE, class T>
+INLINE void transpose_keys(const typename T::Element* const* keys, int64_t offset, int64_t word, int64_t words,
+                           int32_t* to, LinesAhead<1>& ahead) {
+    typedef typename T::Tiled N;
     Words block[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
-        const int32_t* from = (const int32_t*)(keys[i] + offset) + word;
+        const typename T::Element* from = keys[i] + offset + word * N::PER_WORD;
         ahead();
-        block[i] = Words{};
-        if (WHOLE)
-            block[i] = load<Words>(from);
-        else
-            memcpy(&block[i], from, (words - word) * 4);
+        block[i] = WHOLE ? words_of<T, N>(from) : some_words<T, N>(from, words - word);
     }
     transpose(block);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++)
         if (WHOLE || word + i < words) store(to + (word + i) * KEYS, block[i]);
+}
+
+// `words` words from `from` on; zeros follow, up to `room` words.
+template <class T, class N>
+INLINE void put_words(const typename T::Element* from, int64_t words, int32_t* to, int64_t room) {
+    int64_t i = 0;
+    for (; i + LANES <= words; i += LANES) store(to + i, words_of<T, N>(from + i * N::PER_WORD));
+    if (i == words) return;
+    const Words last = some_words<T, N>(from + i * N::PER_WORD, words - i);
+    memcpy(to + i, &last, min(LANES, room - i) * 4);
 }
 
 // Lay out a head's keys as `[words][KEYS]` and their values in pairs as `[KEYS / PER_WORD][width]`; meanwhile prefetch
@@ -206,12 +220,17 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     for (int64_t i = 0; i < KEYS; i += LANES) {
         int64_t word = 0;
         for (; word + LANES <= words; word += LANES)
-            transpose_keys<true>(current.keys + i, key, word, words, tile.keys + i, ahead);
-        if (word < words) transpose_keys<false>(current.keys + i, key, word, words, tile.keys + i, ahead);
+            transpose_keys<true, T>(current.keys + i, key, word, words, tile.keys + i, ahead);
+        if (word < words) transpose_keys<false, T>(current.keys + i, key, word, words, tile.keys + i, ahead);
     }
-    for (int64_t i = 0; i < KEYS; i += T::PER_WORD)
-        T::pair_rows(current.values[i] + value, current.values[i + T::PER_WORD - 1] + value, value_dim,
-                     tile.values + i / T::PER_WORD * tile.width);
+    typedef typename T::Tiled N;
+    for (int64_t i = 0; i < KEYS; i += N::PER_WORD) {
+        int32_t* to = tile.values + i / N::PER_WORD * tile.width;
+        if constexpr (IN_MEMORY<T, N>)
+            T::pair_rows(current.values[i] + value, current.values[i + N::PER_WORD - 1] + value, value_dim, to);
+        else
+            put_words<T, N>(current.values[i] + value, value_dim, to, tile.width);
+    }
 }
 
 // out = out * decay + weights x values, for some columns.
@@ -224,7 +243,8 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++)
             sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
-    multiply<T, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / T::PER_WORD, tile.values + column,
+    typedef typename T::Tiled N;
+    multiply<N, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / N::PER_WORD, tile.values + column,
                                tile.width, steps, ahead);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
@@ -255,7 +275,8 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     if (widest == 0) return;
     // The scores of all rows, then one row at a time: mask, softmax, weights.
     Floats scores[ROWS][KEY_VECTORS] = {};
-    multiply<T, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
+    typedef typename T::Tiled N;
+    multiply<N, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
                                    ahead);
     float decay[ROWS];
     Floats products[ROWS * KEY_VECTORS];
@@ -293,12 +314,12 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         for (int c = 0; c < KEY_VECTORS; c++) {
             const Floats weight = exp2_of<T::EXP_DEGREE>(values[c] - origin);
             sum += weight;
-            T::write(tile.weights + r * KEYS + c * LANES, weight);
+            N::write(tile.weights + r * KEYS + c * LANES, weight);
         }
         store(tile.sums + (row + r) * LANES, sum);
         tile.largest[row + r] = new_largest;
     }
-    const int64_t steps = (widest + T::PER_WORD - 1) / T::PER_WORD;
+    const int64_t steps = (widest + N::PER_WORD - 1) / N::PER_WORD;
     int64_t column = 0;
     for (; column + KEY_VECTORS * LANES <= tile.width; column += KEY_VECTORS * LANES)
         add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps, ahead);
@@ -348,8 +369,8 @@ static void start_head(const Tile<T>& tile, int64_t head, const QueryRows& rows)
     for (int64_t row = 0; row < tile.count; row++) {
         tile.largest[row] = -INFINITE;
         const int64_t token = tile.step.rows[tile.task.rows_at + row / group], query_head = head * group + row % group;
-        memcpy(tile.queries + row * tile.words, at<T>(rows.q, token * rows.q_token + query_head * rows.q_head),
-               tile.words * 4);
+        put_words<T, typename T::Tiled>(at<T>(rows.q, token * rows.q_token + query_head * rows.q_head), tile.words,
+                                        tile.queries + row * tile.words, tile.words);
     }
 }
 
@@ -375,23 +396,32 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
         switch_to(head);
         start_head(tile, head, rows);
     }
-    KeyBlock<T> blocks[2], *current = blocks, *next = blocks + 1;
-    const int64_t start = task.low / KEYS * KEYS;
-    current->find(step, layer, task, start, tile.zeros);
-    for (int64_t first = start; first < task.high; first += KEYS) {
-        const int64_t begin = max(0, task.low - first);
-        const int64_t count = min(KEYS, task.high - first);
-        next->find(step, layer, task, first + KEYS, tile.zeros);
-        for (int64_t head = first_head; head < last_head; head++) {
-            switch_to(head);
-            BlockAhead ahead = next->ahead(layer, first_head, head, last_head);
-            gather(tile, head, *current, ahead.keys);
-            for (int64_t row = 0; row < tile.count; row += QUERY_ROWS)
-                attend_some<T>(min(QUERY_ROWS, tile.count - row), tile, row, first, begin, count, ahead.values);
-            ahead.finish();
+    // Rows `[first_row, last_row)` of the tile over the keys of `seen`.
+    auto attend_keys = [&](const AttentionTask& seen, int64_t first_row, int64_t last_row) {
+        KeyBlock<T> blocks[2], *current = blocks, *next = blocks + 1;
+        const int64_t start = seen.low / KEYS * KEYS;
+        current->find(step, layer, seen, start, tile.zeros);
+        for (int64_t first = start; first < seen.high; first += KEYS) {
+            const int64_t begin = max(0, seen.low - first);
+            const int64_t count = min(KEYS, seen.high - first);
+            next->find(step, layer, seen, first + KEYS, tile.zeros);
+            for (int64_t head = first_head; head < last_head; head++) {
+                switch_to(head);
+                BlockAhead ahead = next->ahead(layer, first_head, head, last_head);
+                gather(tile, head, *current, ahead.keys);
+                for (int64_t row = first_row; row < last_row; row += QUERY_ROWS)
+                    attend_some<T>(min(QUERY_ROWS, last_row - row), tile, row, first, begin, count, ahead.values);
+                ahead.finish();
+            }
+            std::swap(current, next);
         }
-        std::swap(current, next);
-    }
+    };
+    attend_keys(task, 0, tile.count);
+    if (task.position == ALONE_AFTERWARDS)
+        for (int64_t i = 0; i < task.rows; i++) {
+            const int64_t* own = step.rows + task.rows_at + task.rows + 2 * i;
+            attend_keys(AttentionTask{0, 1, own[0], task.high, own[1], -1, -1}, i * layer.group, (i + 1) * layer.group);
+        }
     for (int64_t head = first_head; head < last_head; head++) {
         switch_to(head);
         finish(tile, head, rows);

@@ -17,7 +17,9 @@ from foreword.engine import huge_pages
 from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Of a packed weight, and of one of 8-bit integers.
+_WORD_BYTES = {torch.float32: (4, 1), torch.bfloat16: (4, 2), torch.float16: (2, 1)}
 
 
 def _fields(pointers: str, integers: str = "", floats: str = "", doubles: str = "") -> list[tuple[str, Any]]:
@@ -141,8 +143,8 @@ class Kernels:
         kind, inputs = TYPES[weights[0].dtype], weights[0].shape[1]
         outputs = sum(weight.shape[0] for weight in weights)
         known = [scale for scale in scales if scale is not None]
-        # Bytes of the numbers that a word of 32 bits stands for.
-        word = 4 // weights[0].element_size() if known else 4
+        # Bytes that a word of 32 bits takes.
+        word = _WORD_BYTES[weights[0].dtype][bool(known)]
         words = self._lib.fw_packed_words(kind, inputs, outputs)
         packed = huge_pages.zeros(words * word, dtype=torch.int8)
         bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None

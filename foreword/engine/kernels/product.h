@@ -95,7 +95,7 @@ static void multiply_rows(const PackedWeight& weight, const int32_t* panel, int6
     Floats sums[ROWS][PANEL_VECTORS] = {};
     const int64_t steps = weight.inputs / T::PER_WORD, stride = PANEL / T::PACKING;
     Lines<(T::PACKING > 1 && LINES > 1 ? 1 : LINES)> lines{ahead};
-    if (LINES < 2 || (T::TILED_WORDS > 1 && tile != nullptr)) {
+    if (LINES < 2 || T::CONVERTED || (T::TILED_WORDS > 1 && tile != nullptr)) {
         multiply_tiled<T, ROWS, PANEL_VECTORS>(sums, tile, panel, stride, steps, lines);
     } else {
         const int32_t* words = (const int32_t*)at<T>(operands.x, row * operands.x_stride);
@@ -122,12 +122,13 @@ static int64_t tile_words(int64_t inputs) {
 // cache, and bfloat16 would be widened once for each panel.
 template <class T>
 static void lay_out_tile(const Operands& operands, int64_t inputs, int64_t row, int rows, int32_t* tile) {
-    const int64_t words = inputs / T::PER_WORD, stride = operands.x_stride / T::PER_WORD;
-    const int32_t* from = (const int32_t*)operands.x + row * stride;
+    const int64_t words = inputs / T::PER_WORD, stride = operands.x_stride;
+    const typename T::Element* from = at<T>(operands.x, row * stride);
     int64_t word = 0;
     for (; word + LANES <= words; word += LANES) {
         Words block[LANES];
-        for (int r = 0; r < LANES; r++) block[r] = r < rows ? load<Words>(from + r * stride + word) : Words{};
+        for (int r = 0; r < LANES; r++)
+            block[r] = r < rows ? words_of<T>(from + r * stride + word * T::PER_WORD) : Words{};
         transpose(block);
         for (int i = 0; i < LANES; i++)
             for (int half = 0; half < T::TILED_WORDS; half++)
@@ -137,7 +138,7 @@ static void lay_out_tile(const Operands& operands, int64_t inputs, int64_t row, 
         for (int half = 0; half < T::TILED_WORDS; half++)
             for (int r = 0; r < rows; r++)
                 tile[(word * T::TILED_WORDS + half) * rows + r] =
-                    tiled_words<T>(broadcast(from[r * stride + word]), half)[0];
+                    tiled_words<T>(some_words<T>(from + r * stride + word * T::PER_WORD, 1), half)[0];
 }
 
 // A panel of 8-bit integers as the words that it stands for.
@@ -164,7 +165,7 @@ static void multiply_weights(const PackedWeight& weight, const Operands& operand
     static thread_local Scratch scratch;
     const int64_t pitch = tile_words<T>(weight.inputs);
     int32_t* laid_out = nullptr;
-    if (tiles > 1 || (T::TILED_WORDS > 1 && operands.rows > 2)) {
+    if (tiles > 1 || T::CONVERTED || (T::TILED_WORDS > 1 && operands.rows > 2)) {
         laid_out = (int32_t*)scratch.reserve(tiles * pitch * 4);
         team.share(tiles, [&](int64_t i) {
             const int64_t row = operands.rows * i / tiles;
@@ -201,5 +202,5 @@ static void multiply_weights(const PackedWeight& weight, const Operands& operand
 template <class T>
 static void multiply_packed(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
     if (weight.scales != nullptr) return multiply_weights<Int8<T>>(weight, operands, team);
-    multiply_weights<T>(weight, operands, team);
+    multiply_weights<std::conditional_t<std::is_same_v<T, Float16>, StoredFloat16, T>>(weight, operands, team);
 }

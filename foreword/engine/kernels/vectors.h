@@ -1,13 +1,15 @@
 // Vectors of the widest registers that the compiler may use, and the two number formats.
 //
 // Matrices are read in words of 32 bits: one float, or a pair of bfloat16 numbers side by side. A dot product
-// over words is the same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float.
+// over words is the same loop for both: `Number::multiply_add(sum, words, words)`. Sums are float. Numbers of float16 are
+// converted into words of one float each.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -140,6 +142,8 @@ INLINE Floats tanh_of(Floats x) {
 
 struct Float32 {
     typedef float Element;
+    typedef Float32 Tiled;
+    static constexpr bool CONVERTED = false;
     static constexpr int PER_WORD = 1;
     static constexpr int TILED_WORDS = 1;
     static constexpr int EXP_DEGREE = 6;
@@ -167,11 +171,15 @@ struct Float32 {
 
 struct BFloat16 {
     typedef uint16_t Element;
+    static constexpr bool CONVERTED = false;
     static constexpr int PER_WORD = 2;
+    // `Tiled`: as what attention lays out queries, keys and values, each of which it uses many times.
 #if defined(__AVX512BF16__)
     static constexpr int TILED_WORDS = 1;
+    typedef BFloat16 Tiled;
 #else
     static constexpr int TILED_WORDS = 2;
+    typedef Float32 Tiled;
 #endif
     static constexpr int EXP_DEGREE = 4;
     typedef BFloat16 Number;
@@ -229,6 +237,75 @@ struct BFloat16 {
         store(to + i, pair(a, b));
     }
 };
+
+struct Float16 {
+    typedef uint16_t Element;
+    typedef Float32 Tiled;
+    typedef Float16 Number;
+    static constexpr bool CONVERTED = true;
+    static constexpr int PER_WORD = 1;
+    static constexpr int TILED_WORDS = 1;
+    static constexpr int EXP_DEGREE = 6;
+    static constexpr int PACKING = 1;
+    INLINE Words columns(const int32_t* from) { return load<Words>(from); }
+
+    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    INLINE Floats read(const Element* from) { return floats(load<Halves>(from)); }
+    INLINE Floats floats(Halves v) {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_cvtph_ps((__m256i)v);
+#elif defined(__F16C__)
+        return (Floats)_mm256_cvtph_ps((__m128i)v);
+#else
+        const Bits bits = widen(v), size = (bits & 0x7fffu) << 13;
+        const Bits normal = (Bits)((Floats)size * 0x1p112f);  // the exponents' biases are 112 apart
+        return (Floats)((((Words)size >= (0x7c00 << 13)) ? (size | 0x7f800000u) : normal) | (bits & 0x8000u) << 16);
+#endif
+    }
+    INLINE Halves halves(Floats value) {
+#if defined(__AVX512F__)
+        return (Halves)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+        return (Halves)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+        const Bits sign = (Bits)value & 0x80000000u, size = (Bits)value ^ sign;
+        // Below the smallest normal number an addition rounds; a NaN stays one.
+        const Bits small = (Bits)((Floats)size + 0.5f) - 0x3f000000u;
+        const Bits normal = (size - (112u << 23) + 0xfffu + ((size >> 13) & 1u)) >> 13;
+        const Bits large = (Words)size > 0x7f800000 ? (Bits{} + 0x7e00u) : (Bits{} + 0x7c00u);
+        const Bits found = (Words)size >= 0x477ff000 ? large : ((Words)size < (113 << 23) ? small : normal);
+        return __builtin_convertvector(found | sign >> 16, Halves);
+#endif
+    }
+    INLINE void write(Element* to, Floats value) { store(to, halves(value)); }
+    INLINE float to_float(Element value) { return floats(Halves{} + value)[0]; }
+    INLINE Element from_float(float value) { return halves(broadcast(value))[0]; }
+    INLINE Floats rounded(Floats value) { return floats(halves(value)); }
+};
+
+// Weights of float16 as they are stored.
+struct StoredFloat16 : Float16 {
+    static constexpr int PACKING = 2;
+    INLINE Words columns(const int32_t* from) { return (Words)floats(load<Halves>(from)); }
+};
+
+// Words of N from elements of T: those of memory, or each element converted.
+template <class T, class N = T>
+constexpr bool IN_MEMORY = std::is_same_v<T, N> && !T::CONVERTED;
+
+template <class T, class N = T>
+INLINE Words words_of(const typename T::Element* from) {
+    if constexpr (IN_MEMORY<T, N>) return load<Words>(from);
+    else return (Words)T::read(from);
+}
+
+// The first `count` words; zeros follow.
+template <class T, class N = T>
+INLINE Words some_words(const typename T::Element* from, int64_t count) {
+    typename T::Element some[LANES * N::PER_WORD] = {};
+    memcpy(some, from, count * N::PER_WORD * sizeof *from);
+    return words_of<T, N>(some);
+}
 
 // Numbers of type T that are stored as 8-bit integers, in the same order: PACKING words of T fit into one.
 template <class T>
