@@ -27,6 +27,7 @@ from foreword.engine.experts import ExpertsForward, is_experts
 from foreword.engine.kernels.kernel_choice import COMPILED
 from foreword.engine.kernels.native import TYPES, Kernels, PackedWeight
 from foreword.engine.linear import PackedForward, Patch
+from foreword.errors import ModelUnsupported
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 # Numbers below which PyTorch does not divide an operation among threads, and of which its vectors are divisors.
@@ -70,7 +71,7 @@ def obstacle(model: nn.Module, recorder: LayerRecorder) -> str:
 
 def prepare(model: nn.Module, kernels: Kernels) -> str:
     """Give routers, experts and activations of a packed model a `forward` whose bits do not depend on the other rows. Returns
-    why it does not; empty if it does."""
+    why it does not; empty if it does. Raises ModelUnsupported if a layer's experts are unlike the others'."""
     forwards: dict[nn.Module, Patch] = {}
     experts = []
     for name, module in model.named_modules():
@@ -79,7 +80,7 @@ def prepare(model: nn.Module, kernels: Kernels) -> str:
             if not isinstance(packed, PackedForward) or set(packed.product.served) != {COMPILED}:
                 return f"{name} has no packed copy of its weight"
         elif is_experts(module):
-            experts.append(module)
+            experts.append((name, module))
         elif any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             if not isinstance(module, nn.Embedding):
                 forwards[module] = router = RouterForward(module, kernels)
@@ -87,7 +88,13 @@ def prepare(model: nn.Module, kernels: Kernels) -> str:
                     return f"{name}, a {type(module).__name__}, does not choose row by row"
         elif type(module).__module__ in _ACTIVATIONS:
             forwards[module] = ActivationForward(module)
-    forwards |= {module: ExpertsForward(module, kernels, by_rows) for module in experts}
+    for name, module in experts:
+        forwards[module] = packed_experts = ExpertsForward(module, kernels, by_rows)
+        if not packed_experts.fits():
+            if module is experts[0][1]:
+                return f"{name}, a {type(module).__name__}, does something else than the kernels"
+            raise ModelUnsupported(f"{name} does not compute what other layers' experts do; its weights may be damaged")
+        packed_experts.release()
     for module, forward in forwards.items():
         setattr(module, "forward", forward)  # noqa: B010 - a method is replaced
     return ""
@@ -144,17 +151,22 @@ class RouterForward(Patch):
 
     @torch.inference_mode()
     def fits(self) -> bool:
-        """Whether it gives tensors of the same kinds as the module's own `forward`."""
+        """Whether it computes what the module's own `forward` does. Which experts it chooses is not compared, but their weights
+        are: where two are nearly equal, rounding may choose the other."""
         weight = next(one for one in self._module.parameters(recurse=False) if one.dim() > 1)
-        x = weight[:1].expand(3, -1).contiguous()
+        x = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
 
-        def kinds(found: Any) -> list[tuple[torch.Size, torch.dtype]]:
-            return [(one.shape, one.dtype) for one in ([found] if isinstance(found, Tensor) else found)]
+        def parts(found: Any) -> list[Tensor]:
+            listed: list[Tensor] = [found] if isinstance(found, Tensor) else list(found)
+            return [one.sort(dim=-1).values if one.is_floating_point() else one[..., :0] for one in listed]
 
         try:
-            return kinds(self(x)) == kinds(type(self._module).forward(self._module, x))
+            pairs = list(zip(parts(self(x)), parts(type(self._module).forward(self._module, x)), strict=True))
         except (TypeError, AttributeError, RuntimeError, ValueError, LookupError):
             return False
+        return all(a.dtype == b.dtype and a.shape == b.shape for a, b in pairs) and all(
+            torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.02) for a, b in pairs
+        )
 
 
 class _Products(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foreword.engine.kernels.native import Kernels, PackedWeight
-from foreword.engine.linear import Patch
+from foreword.engine.linear import ROUNDING, Patch
 
 _NAMES = ("gate_up_proj", "down_proj")
 # Computes an elementwise function of rows, some at a time, with the same bits for any rows (`batch_invariance.by_rows`).
@@ -34,10 +34,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 class ExpertsForward(Patch):
-    """`forward` of experts. Packed copies replace their weights.
-
-    `by_rows` computes the gate, where it is not SiLU's.
-    """
+    """`forward` of experts, by packed copies of their weights. `by_rows` computes the gate, where it is not SiLU's."""
 
     __slots__ = ("_by_rows", "_down", "_gate", "_gate_up", "_inner", "_kernels", "_module")
 
@@ -54,8 +51,29 @@ class ExpertsForward(Patch):
         for number, weight in enumerate(weights):
             outputs = weight.t().contiguous() if module.is_transposed else weight
             packed.append(self._kernels.pack([outputs], [] if biases is None else [biases[number]]))
-        setattr(module, name, nn.Parameter(weights.to("meta"), requires_grad=False))
         return packed
+
+    @torch.inference_mode()
+    def fits(self) -> bool:
+        """Whether it computes what the module's own `forward` does, which the engine's self-check would not see: both of its
+        passes use this one."""
+        down: Tensor = self._module.down_proj
+        noise = torch.Generator().manual_seed(0)
+        x = torch.randn(5, self._gate_up[0].inputs, generator=noise).to(down.dtype)
+        chosen = torch.stack([torch.randperm(len(self._down), generator=noise)[:2] for _ in x])
+        weights = torch.rand(chosen.shape, generator=noise).to(down.dtype)
+        try:
+            expected = type(self._module).forward(self._module, x, chosen, weights).float()
+        except (TypeError, AttributeError, RuntimeError, ValueError, LookupError):
+            return False
+        error = torch.linalg.vector_norm(self(x, chosen, weights).float() - expected)
+        return bool(error <= 2 * ROUNDING[down.dtype] * torch.linalg.vector_norm(expected))
+
+    def release(self) -> None:
+        """Take the weights from the module."""
+        for name in _NAMES:
+            weight = getattr(self._module, name).detach()
+            setattr(self._module, name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
     def _is_silu(self) -> bool:
         """Whether the gates are the first half of the outputs, and SiLU's."""

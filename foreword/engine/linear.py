@@ -33,7 +33,7 @@ from foreword.engine.kernels.native import TYPES, Kernels
 _SCALE = "weight_scale"
 _LARGEST = 127
 # Error that rounding explains, relative to the product.
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 # Inputs and outputs of a product.
 Shape = tuple[int, int]
 
@@ -161,7 +161,7 @@ def _is_product(product: Product) -> bool:
     x = torch.randn(2, first.shape[1], generator=torch.Generator().manual_seed(0)).to(first.dtype)
     expected = PlainProduct(product.layers).multiply(x).float()
     error = torch.linalg.vector_norm(product.multiply(x).float() - expected)
-    return bool(error <= _ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
+    return bool(error <= ROUNDING[first.dtype] * torch.linalg.vector_norm(expected))
 
 
 class ChosenProduct(Product):

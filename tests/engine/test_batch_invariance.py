@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 
 from foreword.engine import batch_invariance
 from foreword.engine.kernels.native import Kernels
@@ -55,6 +56,20 @@ def test_weights_that_no_kernel_multiplies_by(engine: Make, monkeypatch: pytest.
     assert "MixtralExperts" in engine("mixtral").info.inexact
     with pytest.raises(ConfigError, match="MixtralExperts"):
         engine("mixtral", batch_invariant="on")
+
+
+def test_experts_that_do_something_else(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts and routers whose own code does not do what the kernels do are left to it, and the status says so."""
+    for name in ("Experts", "TopKRouter"):
+        kind = getattr(transformers.models.mixtral.modeling_mixtral, f"Mixtral{name}")
+        forward = kind.forward
+
+        def other(self: Any, x: torch.Tensor, *rest: Any, forward: Any = forward) -> Any:
+            return forward(self, x * (1.5 if len(x) == 5 else 1.0), *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", other)
+            assert f"Mixtral{name}" in engine("mixtral").info.inexact
 
 
 def test_what_rounds_otherwise_is_found(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
