@@ -90,11 +90,13 @@ class DataKey:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one key: itself if there is one, until when that counts, and when the key store last said so."""
+    """What is known of one key: itself if there is one, until when that counts, when the key store last said so, and whether it
+    is one of this key store that has ended."""
 
     key: DataKey | None
     until: float
     checked: float
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -190,10 +192,18 @@ class DataKeys:
 
     def opening(self, tenant: bytes, number: int) -> DataKey | None:
         """The tenant's key with this id; None if there is none (any more), or none that can be known now."""
+        return self._entry(tenant, number).key
+
+    def ended(self, tenant: bytes, number: int) -> bool:
+        """Whether the tenant's key with this id is known to have ended: what it encrypted is of no use to anybody. A key that
+        this key store does not have may be one of another key store."""
+        return self._entry(tenant, number).ended
+
+    def _entry(self, tenant: bytes, number: int) -> _Entry:
         entry = self._entries.get((tenant, number))
         if entry is None or time.monotonic() >= entry.until:
             entry = self._checked(tenant, number, entry)
-        return entry.key
+        return entry
 
     def sealing(self, tenant: bytes) -> DataKey | None:
         """The key that encrypts what the tenant stores now, a new one if it never had any; None for a tenant whose keys were
@@ -260,11 +270,13 @@ class DataKeys:
                 until = min(until, checked + self._config.outage_seconds)
             else:
                 key = None
+        ended = before.ended
         if key is not None:
             left = key.ends - time.time()
-            key, until = (key, min(until, now + left)) if left > 0 else (None, until)
+            ended = left <= 0
+            key, until = (None, until) if ended else (key, min(until, now + left))
         _bound(self._entries)
-        self._entries[tenant, number] = found = _Entry(key, until, checked)
+        self._entries[tenant, number] = found = _Entry(key, until, checked, ended)
         if destructions != self._destructions:  # one may lie between reading the key store and this entry
             found.until = 0.0
         return found

@@ -134,13 +134,16 @@ class KeyRing:
         """A data key, None if it is not known (any more)."""
         return None if self.data is None else self.data.opening(tenant, number)
 
+    def ended(self, tenant: bytes, number: int) -> bool:
+        return self.data is not None and self.data.ended(tenant, number)
+
 
 class SealedStore(FormChanger):
     """Seals what is written to `inner`, and passes on only what is sealed, as it was before.
 
     A frame whose tag is not that of its key is returned with a key id that no reader has: `frame.check` refuses it as
     `unauthenticated`, and the tier deletes it. One without a tag, or with the tag of an unknown or destroyed key, is FOREIGN;
-    the first is replaced when the block is put. What belongs to a tenant whose data keys were destroyed is not written. Records
+    the first is replaced when the block is put, and so is one whose data key is known to have ended. What belongs to a tenant whose data keys were destroyed is not written. Records
     that are not sealed count as missing. They are bound to their keys.
     """
 
@@ -192,6 +195,8 @@ class SealedStore(FormChanger):
         if number & ENCRYPTED:
             key = self._keys.opening(tenant_of(name), number)
             sound = None if key is None else self._decrypted(name, data, key, nonce)
+            if key is None and self._keys.ended(tenant_of(name), number):
+                self.note_replaceable(name)
         else:
             cipher = self._keys.verifying(number, scope)
             sound = None if cipher is None else self._verified(data, cipher, nonce, tag)

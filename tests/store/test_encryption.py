@@ -337,6 +337,30 @@ def test_a_new_data_key(tmp_path: Path, stack: ExitStack) -> None:
     inner.close()
 
 
+def test_what_an_ended_key_left_is_replaced(tmp_path: Path, stack: ExitStack) -> None:
+    """Blocks whose data key has ended are misses until they are put again, also by a process that starts later. Those of a key
+    that the key store does not have, which may be another one's, stay as they are."""
+    inner, others = MemoryStore(1 << 20), MemoryStore(1 << 20)
+    keys = keys_in(stack, tmp_path, check_seconds=0.01)
+    sealed(inner, keys).put(FRAMES, deadline=soon())
+    elsewhere = keys_in(stack, tmp_path / "elsewhere", check_seconds=0.01)
+    sealed(others, elsewhere).put(FRAMES, deadline=soon())
+    foreign = read(others, FRAMES)
+    assert keys.rotate(TENANT, 0.0) is not None
+    for number in range(2):
+        some = FRAMES[6 * number :][:6]
+        store = sealed(inner, keys_in(stack, tmp_path))
+        assert read(store, some) == [None] * 6
+        store.put(some, deadline=soon())
+        assert read(store, some) == whole(some)
+    beside = sealed(others, keys)
+    assert read(beside, FRAMES) == [None] * len(FRAMES)
+    beside.put(FRAMES, deadline=soon())
+    assert read(others, FRAMES) == foreign and read(sealed(others, elsewhere), FRAMES) == whole(FRAMES)
+    inner.close()
+    others.close()
+
+
 def test_switching_on_and_rotating_a_fleet(tmp_path: Path, stack: ExitStack) -> None:
     """Four servers that read and write while encryption is switched on one by one, and then the master key is changed one by
     one: a server always finds what one with its keys has written, or one without encryption while it reads plain blocks.
