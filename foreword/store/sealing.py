@@ -143,8 +143,8 @@ class SealedStore(FormChanger):
 
     A frame whose tag is not that of its key is returned with a key id that no reader has: `frame.check` refuses it as
     `unauthenticated`, and the tier deletes it. One without a tag, or with the tag of an unknown or destroyed key, is FOREIGN;
-    the first is replaced when the block is put, and so is one whose data key is known to have ended. What belongs to a tenant whose data keys were destroyed is not written. Records
-    that are not sealed count as missing. They are bound to their keys.
+    the first is replaced when the block is put, and so is one whose data key is known to have ended. What belongs to a tenant
+    whose data keys were destroyed is not written. Records that are not sealed count as missing. They are bound to their keys.
     """
 
     authenticates = True

@@ -21,6 +21,8 @@ from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import Buffer
 
 _PIECE: Final = 256 << 10
+# A stranger has no more than this: it grows for a peer that fills it.
+_FIRST: Final = 16 << 10
 _BEGIN: Final = "-----BEGIN CERTIFICATE-----"
 _END: Final = "-----END CERTIFICATE-----"
 
@@ -98,7 +100,7 @@ class TlsStream(SocketStream):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=bool(certificate))
         self._certificate = certificate
-        self._raw = memoryview(bytearray(_PIECE))
+        self._raw = memoryview(bytearray(_FIRST))
         self._state = threading.Lock()
 
     def begin(self, deadline: float) -> None:
@@ -167,6 +169,8 @@ class TlsStream(SocketStream):
                 return 0
             with self._state:
                 self._incoming.write(self._raw[:count])
+            if count == len(self._raw) < _PIECE:
+                self._raw = memoryview(bytearray(4 * count))
             done = self._decrypt(view)
         if not done:
             raise BlockingIOError

@@ -293,7 +293,7 @@ class Process:
         deadline = time.monotonic() + SETTLE
         while self.levels()[1] > files and time.monotonic() < deadline:
             time.sleep(0.2)
-        time.sleep(1.0)
+        time.sleep(6.0)  # the picker returns memory every five seconds
         return self.levels()
 
 

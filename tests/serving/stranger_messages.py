@@ -188,7 +188,7 @@ def tls_huge(draw: random.Random) -> Pieces:
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-def _h2(kind: int, flags: int, stream: int, data: bytes, length: int | None = None) -> bytes:
+def h2_frame(kind: int, flags: int, stream: int, data: bytes, length: int | None = None) -> bytes:
     return (
         struct.pack(">I", len(data) if length is None else length)[1:] + struct.pack(">BBI", kind, flags, stream) + data
     )
@@ -204,7 +204,7 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + number(len(name)) + name + number(len(value)) + value
 
 
-def _call(method: bytes, *more: tuple[bytes, bytes]) -> bytes:
+def call_head(method: bytes, *more: tuple[bytes, bytes]) -> bytes:
     heads = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", method), (b":authority", b"x")]
     heads += [(b"content-type", b"application/grpc"), (b"te", b"trailers"), *more]
     return b"".join(_literal(*one) for one in heads)
@@ -238,7 +238,7 @@ _METHODS_OF_GRPC = (
 
 def grpc_call(method: bytes) -> Pieces:
     """A connection and the head of one call."""
-    return [_PREFACE + _h2(4, 0, 0, b""), _h2(1, 4, 1, _call(method))]
+    return [_PREFACE + h2_frame(4, 0, 0, b""), h2_frame(1, 4, 1, call_head(method))]
 
 
 def grpc(paths: Sequence[str]) -> Maker:
@@ -246,14 +246,14 @@ def grpc(paths: Sequence[str]) -> Maker:
     every = sorted({*paths, *_PATHS})
 
     def make(draw: random.Random) -> Pieces:
-        pieces = [_PREFACE + _h2(4, 0, 0, b"")]
+        pieces = [_PREFACE + h2_frame(4, 0, 0, b"")]
         for number in range(draw.choice((1, 1, 5))):
             stream = 2 * number + 1
-            pieces.append(_h2(1, 4, stream, _call(draw.choice(_METHODS_OF_GRPC))))
+            pieces.append(h2_frame(1, 4, stream, call_head(draw.choice(_METHODS_OF_GRPC))))
             first = _processing(draw, every)
             body = _length_delimited(4, _length_delimited(1, json.dumps(draw.choice(_BODIES)).encode()))
             for data in (first, body) if draw.random() < 0.5 else (first,):
-                pieces.append(_h2(0, 0, stream, struct.pack(">BI", 0, len(data)) + data))
+                pieces.append(h2_frame(0, 0, stream, struct.pack(">BI", 0, len(data)) + data))
         return pieces
 
     return make
@@ -261,37 +261,45 @@ def grpc(paths: Sequence[str]) -> Maker:
 
 def grpc_huge(draw: random.Random) -> Pieces:
     """Frames of HTTP/2 of greatest length, in floods, and messages of up to 4 GiB."""
-    begin = _PREFACE + _h2(4, 0, 0, b"")
-    process = _call(_METHODS_OF_GRPC[0])
+    begin = _PREFACE + h2_frame(4, 0, 0, b"")
+    process = call_head(_METHODS_OF_GRPC[0])
     kind = draw.randrange(9)
     if kind == 0:
         return [
             begin,
-            _h2(1, 4, 1, process),
-            _h2(0, 0, 1, b"\0" + struct.pack(">I", 1 << draw.randrange(16, 32)) + bytes(5000)),
+            h2_frame(1, 4, 1, process),
+            h2_frame(0, 0, 1, b"\0" + struct.pack(">I", 1 << draw.randrange(16, 32)) + bytes(5000)),
         ]
     if kind == 1:
-        return [begin, _h2(1, 0, 1, process), _h2(9, 0, 1, _literal(b"x", b"y" * 9_000)) * 60]
+        return [begin, h2_frame(1, 0, 1, process), h2_frame(9, 0, 1, _literal(b"x", b"y" * 9_000)) * 60]
     if kind == 2:
         return [
             begin,
-            b"".join(_h2(1, 4, 2 * one + 1, process) + _h2(3, 0, 2 * one + 1, bytes(4)) for one in range(300)),
+            b"".join(
+                h2_frame(1, 4, 2 * one + 1, process) + h2_frame(3, 0, 2 * one + 1, bytes(4)) for one in range(300)
+            ),
         ]
     if kind == 3:
-        return [begin, _h2(6, 0, 0, bytes(8)) * 2000]
+        return [begin, h2_frame(6, 0, 0, bytes(8)) * 2000]
     if kind == 4:
-        return [begin, _h2(4, 0, 0, struct.pack(">HI", 4, 1 << 30) * 50) * 100]
+        return [begin, h2_frame(4, 0, 0, struct.pack(">HI", 4, 1 << 30) * 50) * 100]
     if kind == 5:
         return [
             begin,
-            _h2(draw.randrange(12), draw.randrange(256), 1, draw.randbytes(100), draw.choice((1 << 14, (1 << 24) - 1))),
+            h2_frame(
+                draw.randrange(12), draw.randrange(256), 1, draw.randbytes(100), draw.choice((1 << 14, (1 << 24) - 1))
+            ),
         ]
     if kind == 6:
-        return [begin, _h2(8, 0, 0, struct.pack(">I", 0x7FFFFFFF)) * 3]
+        return [begin, h2_frame(8, 0, 0, struct.pack(">I", 0x7FFFFFFF)) * 3]
     if kind == 7:
-        return [begin, _h2(1, 4, 1, process), _h2(0, 0, 1, b"\1" + struct.pack(">I", 9000) + draw.randbytes(9000))]
+        return [
+            begin,
+            h2_frame(1, 4, 1, process),
+            h2_frame(0, 0, 1, b"\1" + struct.pack(">I", 9000) + draw.randbytes(9000)),
+        ]
     heads = [(b"x-%d" % one, draw.randbytes(40).hex().encode()) for one in range(100)]
-    return [begin, _h2(1, 4, 1, _call(_METHODS_OF_GRPC[0], *heads))]
+    return [begin, h2_frame(1, 4, 1, call_head(_METHODS_OF_GRPC[0], *heads))]
 
 
 class Recorder:

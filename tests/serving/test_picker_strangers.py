@@ -13,9 +13,10 @@ import pytest
 from envoy_gateway import free_port
 from hostile_replica import HostileReplica
 from router_parts import Loop, RouterThread
-from stranger_messages import grpc_call
+from stranger_messages import call_head, grpc_call, h2_frame
 
 grpc = pytest.importorskip("grpc")
+RESET = b"\x00\x00\x04\x03\x00\x00\x00\x00\x01"  # a frame that ends the first stream
 METHOD = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 
@@ -65,14 +66,46 @@ class Exchange:
 
 
 def test_a_method_without_a_valid_name(port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Calls of methods whose names are not UTF-8, or that there are not, are refused or wait: exchanges that are under way and
-    new ones are answered, and the log has no traceback."""
+    """Calls of methods whose names are not UTF-8, or that there are not, are cancelled: exchanges that are under way and new
+    ones are answered, and the log has no traceback."""
     with caplog.at_level(logging.INFO), contextlib.ExitStack() as stack:
         under_way = Exchange(port)
         for method in (b"/x\xb6/y", b"/x/y") * 20:
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
             stranger.sendall(b"".join(grpc_call(method)))
-            assert stranger.recv(1 << 16)
+            assert RESET in _received(stranger, RESET)
             assert "x-gateway-destination-endpoint" in Exchange(port).end()
         assert "x-gateway-destination-endpoint" in under_way.end()
     assert not [one for one in caplog.records if one.exc_info]
+
+
+def test_calls_that_are_cancelled_at_once(port: int) -> None:
+    """Strangers who begin calls and cancel them, by thousands, do not take the place of a gateway's."""
+    begin, call = grpc_call(METHOD.encode())[0], call_head(METHOD.encode())
+    flood = b"".join(h2_frame(1, 4, 2 * one + 1, call) + h2_frame(3, 0, 2 * one + 1, bytes(4)) for one in range(300))
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            for _ in range(5):
+                stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+                stranger.sendall(begin + flood)
+            assert "x-gateway-destination-endpoint" in Exchange(port).end()
+
+
+def test_what_is_malformed_is_no_traceback(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A message that is none of the protocol, and a header that is not UTF-8, leave no traceback in the log."""
+    with caplog.at_level(logging.INFO):
+        for more, data in (((), b"\xff" * 20), (((b"x-\xb6", b"y"),), b"")):
+            with socket.create_connection(("127.0.0.1", port), 60) as stranger:
+                head = h2_frame(1, 4, 1, call_head(METHOD.encode(), *more))
+                message = b"\0" + len(data).to_bytes(4) + data
+                stranger.sendall(grpc_call(METHOD.encode())[0] + head + h2_frame(0, 1, 1, message))
+                assert _received(stranger, b"grpc-status")
+        assert "x-gateway-destination-endpoint" in Exchange(port).end()
+    assert not [one for one in caplog.records if one.exc_info]
+
+
+def _received(stranger: socket.socket, until: bytes) -> bytes:
+    data = b""
+    while until not in data and (more := stranger.recv(1 << 16)):
+        data += more
+    return data

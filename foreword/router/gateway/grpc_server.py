@@ -1,8 +1,8 @@
 """A gRPC server of registered methods alone.
 
 The library's own asks for calls of any method and decodes their names; a name that is not UTF-8, which every stranger can send,
-ends it. This one asks for calls of registered methods only. What calls another one waits in the library's core, which refuses
-calls above its limit, until the client leaves.
+ends it. This one handles calls of registered methods only, and cancels others without looking at them: those that nobody asked
+for would stay in the library's core, also when their clients have left.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, Final
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
-# Calls that came in one turn of the event loop, or of methods that there are not.
-_WAITING: Final = 500
+# Calls that the event loop has not taken yet, also of clients that have cancelled them; the core cancels what comes above.
+_WAITING: Final = 4096
 
 
 class _Calls(cygrpc.AioServer):  # type: ignore[misc]
     async def _request_call(self) -> None:
-        """Of any method. Never returns."""
-        await asyncio.Event().wait()
+        """Of any method but the registered ones. Never returns."""
+        while True:
+            await super()._request_call()  # its state is dropped, and with it the call
 
 
 class RegisteredServer(grpc.aio._server.Server):  # type: ignore[misc,name-defined]

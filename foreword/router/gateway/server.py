@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import gc
 import logging
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +26,15 @@ _HEALTH: Final = "grpc.health.v1.Health"
 _SERVING: Final = 1
 _NOT_SERVING: Final = 2
 _FLUSH_SECONDS: Final = 2.0
+_GIVE_BACK_SECONDS: Final = 5.0
 _OPTIONS: Final = (
     # A body in one message, and its envelope.
     ("grpc.max_receive_message_length", MAX_BODY_BYTES + (1 << 20)),
     ("grpc.max_send_message_length", MAX_BODY_BYTES + (1 << 20)),
     ("grpc.max_metadata_size", 64 << 10),
     ("grpc.so_reuseport", 0),
+    # Calls per connection, also those that were cancelled and are not taken yet. A gateway opens one connection more.
+    ("grpc.max_concurrent_streams", 100),
     # A gateway that disappeared without a word: its streams end, and with them their requests' load.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -59,8 +65,10 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         serving = request.service == "liveness" or router.ready() is None
         return envoy.HealthCheckResponse(status=_SERVING if serving else _NOT_SERVING)
 
-    # It writes a line for each stream at level DEBUG.
-    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.INFO)
+    # It writes a line for each stream at level DEBUG, and a traceback for what a client sent or did not wait for.
+    library = logging.getLogger("grpc._cython.cygrpc")
+    library.setLevel(logging.INFO)
+    library.addFilter(_is_own_fault)
     exchanges = Exchanges(Picker(router))
 
     async def process(requests: Any, context: Any) -> None:
@@ -86,11 +94,36 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(limits.drain_seconds)
 
     router.background(leave())
+    giving = asyncio.create_task(_give_back())
     logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
     try:
         yield
     finally:
+        giving.cancel()
+        library.removeFilter(_is_own_fault)
         await server.stop(_FLUSH_SECONDS)
+
+
+_FAULTS_OF_CLIENTS: Final = ("ExecuteBatchError", "DecodeError", "UnicodeDecodeError")
+
+
+def _is_own_fault(record: logging.LogRecord) -> bool:
+    error = record.exc_info and record.exc_info[0]
+    if not error or error.__name__ not in _FAULTS_OF_CLIENTS:
+        return True
+    logger.debug("a client of the picker: %s", record.getMessage())
+    return False
+
+
+async def _give_back() -> None:
+    """Return memory of ended calls to the system. The library's calls are in reference cycles, with all that their clients sent
+    outside Python's heap; and the C library keeps what the library's threads free."""
+    with suppress(AttributeError):  # another C library
+        trim = ctypes.CDLL(None).malloc_trim
+        while True:
+            await asyncio.sleep(_GIVE_BACK_SECONDS)
+            gc.collect(1)
+            await asyncio.to_thread(trim, 0)
 
 
 def check_config(config: RouterConfig) -> None:
