@@ -566,10 +566,13 @@ def at_port(fleet: Fleet, port: Port, messages: int, seed: int) -> Row:
     row.most -= before[0]
     text = port.process.command.text
     row.log = (len(text) - logged) / messages
-    row.crash = text.count("Traceback") - tracebacks + port.process.command.ended()
-    row.notes.update(
+    found = [
         one.strip()[-600:] for one in re.findall(r"Traceback (?:.*\n)+?(?=\d{4}-|\S*Error|\S*Exc).*", text[logged:])
-    )
+    ]
+    # gRPC prints one, past the log, if a client leaves in the middle of a refusal.
+    printed = sum("_send_error_status_from_server" in one for one in found)
+    row.crash = text.count("Traceback") - tracebacks - printed + port.process.command.ended()
+    row.notes.update(found)
     return row
 
 
