@@ -30,9 +30,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from benchmarks.harness import machine, median, set_up, table, version_of
-from foreword.config import EncryptionConfig, StoreConfig
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
 from foreword.prefixes.erasure import destroy_keys
-from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -40,6 +39,7 @@ from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
+from foreword.transfer.peer import opener
 
 TOTAL, BATCH = 64 << 20, 8 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -102,8 +102,9 @@ def forget(folder: Path, count: int) -> None:
     """Print how long it takes to the point from which nothing can be read."""
     keys, length = data_keys(folder), 64
     inner = MemoryStore(2 * count * (length + HEADER_BYTES))
-    down = [f"redis://127.0.0.1:{port}?socket_connect_timeout=0.2" for port in (9, 19)]
-    with closing(TieredStore([KeyRing(data=keys).sealed(one) for one in (inner, *map(_opened, down))])) as store:
+    redis, peer = parse("redis://127.0.0.1:9?socket_connect_timeout=0.2"), parse("peer://127.0.0.1:19")
+    down = redis.type.open(redis, None), opener(TransferConfig())(peer, None)
+    with closing(TieredStore([KeyRing(data=keys).sealed(one) for one in (inner, *down)])) as store:
         blocks = (
             frame(Header(bytes(16), bytes(16), n.to_bytes(32, "big"), bytes(32), 0, RAW, length, length), bytes(length))
             for n in range(count)
@@ -118,11 +119,6 @@ def forget(folder: Path, count: int) -> None:
         seconds = time.perf_counter() - began
         assert done.keys and set(store.tiers[0].get(names, buffers, LATER)) == {None}
     print(f"{count:,} blocks: {seconds * 1000:.1f} ms, {len(done.keys)} key destroyed")
-
-
-def _opened(url: str) -> Store:
-    parsed = parse(url)
-    return parsed.type.open(parsed, None)
 
 
 def functions() -> list[list[str]]:
