@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import http_client
+import httpx
 import pytest
 from server_process import ServerProcess
 from servers import RedisServer
@@ -93,7 +94,7 @@ class Fleet:
         headers = {"authorization": f"Bearer {KEYS[tenant]}"}
         try:
             found = http_client.post(f"{server.url()}/v1/completions", json=body, headers=headers, timeout=120)
-        except http_client.httpx.TransportError:
+        except httpx.TransportError:
             assert self.servers[number] is not server, "a server that runs does not answer"
             return
         if found.status_code == 503 and self.servers[number] is not server:
