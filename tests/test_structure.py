@@ -102,11 +102,11 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 47_040),
+        ("statements", statements, 47_510),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 30_950),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_600),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 30_960),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_980),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
