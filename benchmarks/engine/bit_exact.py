@@ -7,7 +7,7 @@
 
 Each prompt is computed once alone, cold and in one step. Each pair computes one of them again, with a random hit, from a
 random source, in chunks of a random size and in a random batch, and compares the logits of its tokens with those of the first
-computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: computed again,
+computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: recomputed,
 this engine's device, its memory tier, what another engine wrote to a disk, Redis or an object store and this one loads,
 answers that outgrow the memory and are preempted, a prompt that another instance prefills, and a request that migrates
 between two instances while it generates 32 tokens. The campaign has rounds of 200 pairs with prompts of their own, seeded by

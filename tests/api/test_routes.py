@@ -14,6 +14,7 @@ from foreword.api.rights import Right, Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
+from foreword.events import TokenUsage
 from foreword.server.model_api import DetokenizeBody
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
@@ -99,7 +100,7 @@ def test_a_forgotten_charge_is_an_error(charges: bool, status: int) -> None:
 
     async def handler(call: Call) -> dict[str, Any]:
         if charges:
-            call.charge(3)
+            call.charge(TokenUsage(3))
         return {}
 
     async def run() -> int:

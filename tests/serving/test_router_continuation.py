@@ -107,15 +107,21 @@ def test_stop_strings_across_a_failover(
             assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), (events, stop)
 
 
+SIGNS = "\U0001f98a\u00e9\u6f22"
+# The model copies what stands in its prompt.
+SIGNS_TEXT = {**TEXT, "prompt": SIGNS * 12}
+SIGNS_CHAT = {**CHAT, "messages": [{"role": "user", "content": SIGNS * 12}]}
+
+
 def half_characters(client: httpx.Client) -> dict[str, int]:
     """A logit bias that makes tokens with parts of characters likely, so that nearly every token holds text back."""
     found: set[int] = set()
-    for sign in "\U0001f98a\u00e9\u6f22":
+    for sign in SIGNS:
         found |= set(client.post("/v1/tokenize", json={"prompt": sign, "add_special_tokens": False}).json()["tokens"])
     return {str(token): 100 for token in found}
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", SIGNS_CHAT), ("/v1/completions", SIGNS_TEXT)])
 def test_characters_split_by_a_failover(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
@@ -123,6 +129,7 @@ def test_characters_split_by_a_failover(
     with shared.open.http() as client:
         asked = {**body, "max_tokens": 9, "logit_bias": half_characters(client), "ignore_eos": True}
     whole = stream(shared.open.url, path, asked)
+    assert set(text(whole)) & set(SIGNS)
     for events in range(1, len(whole) + 1):
         scissors.cut_after(events)
         chunks = stream(router.url, path, asked)
@@ -139,7 +146,7 @@ def test_replicas_that_detokenize_otherwise(shared: SharedServers, scissors: Sci
     try:
         with shared.open.http() as client:
             bias = half_characters(client)
-        asked = {**TEXT, "max_tokens": 24, "logit_bias": bias}
+        asked = {**SIGNS_TEXT, "max_tokens": 24, "logit_bias": bias}
         whole = stream(shared.open.url, "/v1/completions", asked)
         before = continued(router)
         for events in range(1, len(whole) + 1):

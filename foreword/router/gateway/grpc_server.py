@@ -1,8 +1,8 @@
 """A gRPC server of registered methods alone.
 
 The library's own asks for calls of any method and decodes their names; a name that is not UTF-8, which every stranger can send,
-ends it. This one handles calls of registered methods only, and cancels others without looking at them: those that nobody asked
-for would stay in the library's core, also when their clients have left.
+ends it. This one handles calls of registered methods only, and cancels others without looking at them: those that no
+method takes would stay in the library's core, also when their clients have left.
 """
 
 from __future__ import annotations
