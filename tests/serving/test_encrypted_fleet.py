@@ -72,7 +72,7 @@ class Fleet:
         stores = [part for one in self.urls for part in ("--store", one)]
         patient = [f"--store-{name}" for name in ("lookup-timeout", "load-timeout", "flush-seconds")]
         fresh = ServerProcess(
-            *("--dtype", "float32", "--batch-invariant", "--no-self-check", "--kv-memory", "768 tokens"),
+            *("--dtype", "float32", "--no-self-check", "--kv-memory", "768 tokens"),
             *(*stores, *keys, "--tenant-secret", SECRET, *(part for one in patient for part in (one, "60")), *flags),
         )
         fresh.wait_ready()

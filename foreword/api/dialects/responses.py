@@ -251,6 +251,7 @@ def _diagnosed(body: ResponsesBody) -> bool:
 
 
 def _tools(bodies: Sequence[AnyTool] | None, limits: Limits) -> tuple[Tool, ...]:
+    check_length([one for body in bodies or () for one in (body.tools or (body,))], limits.tools, "tools")
     found: list[Tool] = []
     for number, body in enumerate(bodies or ()):
         path = f"tools[{number}]"
@@ -259,7 +260,6 @@ def _tools(bodies: Sequence[AnyTool] | None, limits: Limits) -> tuple[Tool, ...]
             found += [_tool(one, f"{path}.tools[{place}]", limits, _named(body, path)) for place, one in inner]
         elif body.type in _TOOL_TYPES:
             found.append(_tool(body, path, limits))
-    check_length(found, limits.tools, "tools")
     return tuple(found)
 
 
