@@ -125,7 +125,10 @@ def test_counts_are_bounded() -> None:
     for dialect, fields in (
         ("chat", {"messages": [message] * 5000}),
         ("chat", {"messages": [message], "tools": [tool] * 1025}),
-        ("responses", {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "f"}] * 513}] * 2}),
+        (
+            "responses",
+            {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "f"}] * 513}] * 2},
+        ),
         ("chat", {"messages": [message], "guided_choice": ["x"] * 5000}),
         ("chat", {"messages": [message], "stop_token_ids": [1] * 1025}),
         ("completions", {"prompt": ["x"] * 3000}),
