@@ -553,6 +553,7 @@ def step_hits(shapes: Shapes, device: Any, tiny: bool) -> Rows:
                 "kv_memory": f"{4 * (shapes.prefill + 64)} tokens",
             }  # fmt: skip
             bench = Bench(model, settings, device, options, store)
+            bench.offload.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
             bench.first_token(random_tokens(shapes.prefill, shapes.vocabulary, 1), shapes.steps)
             runs = [ttft_by_path(bench, shapes, seed) for seed in (2, 3, 4)]
             status = bench.offload.status()
@@ -566,12 +567,11 @@ def step_hits(shapes: Shapes, device: Any, tiny: bool) -> Rows:
                     {"what": "the same from the prefix cache", "figure": f"{device_hit * 1e3:.1f} ms"},
                 ]
             same = sum(run[1] for run in runs)
-            rate = shapes.prefill * shapes.kv_bytes / stored
             rows.append(
                 {
-                    "what": f"the same from {tier}, {status.loaded} blocks loaded, {status.dropped} not saved",
+                    "what": f"the same from {tier}, {status.loaded} of {len(runs) * (shapes.prefill // 16)} blocks loaded",
                     "figure": f"{stored * 1e3:.1f} ms",
-                    "share": f"{stored / computed:.0%} of computing, {rate / 1e9:.1f} GB/s",
+                    "share": f"{stored / computed:.0%} of computing",
                 }
             )
             rows.append({"what": f"first tokens as computed, {tier}", "figure": f"{same} of {2 * len(runs)}"})
@@ -650,7 +650,7 @@ class PlanStep:
 
 
 STEPS = {
-    "kernels-float32": PlanStep(functools.partial(step_kernels, "float32", 1e-4), 280, timed=False),
+    "kernels-float32": PlanStep(functools.partial(step_kernels, "float32", 1e-4), 200, timed=False),
     "kernels-bfloat16": PlanStep(functools.partial(step_kernels, "bfloat16", 5e-2), 150, timed=False),
     "kernels-float16": PlanStep(functools.partial(step_kernels, "float16", 1e-2), 150, timed=False),
     "tokens": PlanStep(step_tokens, 100, timed=False),

@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 _QUEUE_LENGTH: Final = 4096
 _FLUSH_SECONDS: Final = 1.0
+_CLOSE_SECONDS: Final = 5.0
 
 
 class LineFile(Generic[T]):
@@ -57,7 +58,7 @@ class LineFile(Generic[T]):
         raise NotImplementedError
 
     def reopened(self, file: IO[bytes]) -> IO[bytes]:
-        """The file to go on with: called about once a second. Raises OSError."""
+        """The file to go on with: called before each write, and at least about once a second. Raises OSError."""
         return file
 
     def add(self, item: T) -> None:
@@ -68,10 +69,12 @@ class LineFile(Generic[T]):
             self._lose("it is written too slowly")
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
+        """Write what is queued and close the file. A disk that hangs is not waited for long."""
+        with suppress(queue.Full):
+            self._queue.put(None, timeout=_CLOSE_SECONDS)
+        self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._queue.put(None)
-            self._thread.join()
+            logger.error("the %s %s was not written to its end: its disk does not answer", self._what, self.path)
         if self.dropped:
             logger.warning("%d requests are missing in the %s %s", self.dropped, self._what, self.path)
 

@@ -253,7 +253,7 @@ class Fleet:
         self._shortlist.update(replica.name, replica.role, costs.prefill, queued, load.recent_rank())
 
     def holders(self, ends: Iterable[bytes]) -> tuple[dict[str, CacheTier], bool]:
-        """Which replicas hold one of these blocks, as far as it is known, and in which tier; whether a shared store does."""
+        """Which replicas are known to hold one of these blocks, and in which tier; whether a shared store does."""
         found, shared = dict[str, CacheTier](), False
         for key in ends:
             held = self.directory.lookup([key])

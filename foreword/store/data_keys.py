@@ -195,7 +195,7 @@ class DataKeys:
         return self._entry(tenant, number).key
 
     def ended(self, tenant: bytes, number: int) -> bool:
-        """Whether the tenant's key with this id is known to have ended: what it encrypted is of no use to anybody. A key that
+        """Whether the tenant's key with this id is known to have ended: what it encrypted is never read again. A key that
         this key store does not have may be one of another key store."""
         return self._entry(tenant, number).ended
 

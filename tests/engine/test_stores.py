@@ -427,7 +427,7 @@ def test_a_queue_that_is_full(engine: Make) -> None:
 
 
 def test_a_prompt_longer_than_the_queue(engine: Make, reference: Find) -> None:
-    """A prompt of more blocks than the write queue holds is saved from its beginning, as far as there was room, so that its
+    """A prompt of more blocks than the write queue holds is saved from its first block on, while there is room, so that its
     first blocks hit. What had no room is saved in later steps while its request runs."""
     tokens, saved = prompt(400, 3), []
     for new_tokens, delay in ((1, 0.01), (100, 0.0)):
@@ -442,7 +442,7 @@ def test_a_prompt_longer_than_the_queue(engine: Make, reference: Find) -> None:
             llm.clear_cache()
             [again] = unhurried(llm).generate(tokens, greedy(new_tokens))
             reference("llama").check(tokens, again.outputs[0], new_tokens)
-            assert again.cached_tokens == min(status.saved * 4, 399), "a beginning was saved, without holes"
+            assert again.cached_tokens == min(status.saved * 4, 399), "the first blocks were saved, without holes"
             llm.check()
     assert saved[0] < saved[1]
 

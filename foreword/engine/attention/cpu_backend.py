@@ -289,7 +289,7 @@ class CpuAttention:
         return tasks
 
     def _whole_decode_tasks(self, window: int | None, parts: int) -> list[AttentionTask]:
-        """Tasks that see all keys of their rows. A shared prefix is read once for each of at most so many parts of a group."""
+        """Tasks that see all keys of their rows. A shared prefix is read once for each part of a group."""
         tasks = []
         for group in self._metadata.decode_groups(window):
             shared = group.shared // SHARED_KEYS * SHARED_KEYS
