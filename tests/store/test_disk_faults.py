@@ -12,6 +12,7 @@ import signal
 import socket
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -47,6 +48,7 @@ PAYLOAD = 20_000
 BUDGET = 10 * (HEADER_BYTES + PAYLOAD)
 NO_TENANT = 65534
 Journal = Literal["wal", "delete"]
+CALLS_OF_WRITES = 40_000  # of Python and C: opening a folder takes about 1,000, a put of some blocks a few thousand
 
 
 def on_disk(folder: Path) -> dict[str, int]:
@@ -67,8 +69,26 @@ def branches(count: int, payload: int = PAYLOAD) -> list[list[Frame]]:
     ]
 
 
-def write_forever(folder: Path, chains: Sequence[Sequence[Frame]], seed: int, journal: Journal = "wal") -> None:
+def die_at_call(number: int) -> None:
+    """Make this process kill itself at the `number`th call or return, of Python or C, in any thread that it starts or in
+    this one. So a busy machine does not change where it dies."""
+    calls = itertools.count(1)
+
+    def count(_frame: object, _event: str, _argument: object) -> None:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.setprofile(count)
+    sys.setprofile(count)
+
+
+def write_forever(
+    folder: Path, chains: Sequence[Sequence[Frame]], seed: int, journal: Journal = "wal", dies_at: int = 0
+) -> None:
+    """Write, read and delete blocks until the process is killed, or kills itself at its call number `dies_at`."""
     draw = random.Random(seed)
+    if dies_at:
+        die_at_call(dies_at)
     store = DiskStore(folder, BUDGET, journal=journal)
     while True:
         chain = draw.choice(chains)
@@ -132,20 +152,16 @@ def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> N
     """A writing process is killed many times. Each time the folder opens, blocks are intact, and the budget is kept."""
     chains = branches(4)
     draw = random.Random(1)
-    recovered = blocks = number = 0
-    pause = 1.0
-    while number < kills or not recovered or blocks <= kills:
-        number += 1
-        assert number < 5 * kills, "no process was killed while it wrote"
-        child = start(lambda number=number: write_forever(tmp_path, chains, number, journal))
-        time.sleep(draw.uniform(0.002, 0.03) * pause)
-        assert kill(child) == -signal.SIGKILL
+    recovered = blocks = 0
+    for number in range(kills):
+        last = round(draw.uniform(1, CALLS_OF_WRITES**0.5) ** 2)
+        child = start(lambda number=number, last=last: write_forever(tmp_path, chains, number, journal, last))
+        assert wait(child) == -signal.SIGKILL
         assert sum(on_disk(tmp_path).values()) <= BUDGET
         with closing(DiskStore(tmp_path, BUDGET, journal=journal)) as store:
             recovered += store.status().notes["recovered"]
-            found = assert_sound(store, tmp_path, chains)
-        blocks += found
-        pause *= 1.0 if found else 1.2  # on a busy machine they die before they have written
+            blocks += assert_sound(store, tmp_path, chains)
+    assert recovered and blocks > kills, "processes were killed before, while and after they wrote"
 
 
 @pytest.mark.slow
@@ -154,19 +170,15 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
     chains = branches(4)
     draw = random.Random(2)
     with closing(DiskStore(tmp_path, BUDGET)) as store:
-        rounds = 0
-        while (
-            rounds < 60 or not store.status().notes["recovered"]
-        ):  # on a busy machine the first ones die before they have written
-            rounds += 1
-            assert rounds < 1000
-            child = start(lambda number=rounds: write_forever(tmp_path, chains, number))
-            time.sleep(draw.uniform(0.002, 0.03) * max(1.0, rounds / 60))
-            assert kill(child) == -signal.SIGKILL
+        for number in range(60):
+            last = round(draw.uniform(1, CALLS_OF_WRITES**0.5) ** 2)
+            child = start(lambda number=number, last=last: write_forever(tmp_path, chains, number, dies_at=last))
+            assert wait(child) == -signal.SIGKILL
             assert sum(on_disk(tmp_path).values()) <= BUDGET
             chain = draw.choice(chains)
             assert store.put(chain, deadline=soon()) == len(chain)
             assert read(store, chain) == whole(chain)
+        assert store.status().notes["recovered"]
         assert store.put(make_frames(700, 10, PAYLOAD), deadline=soon()) == 10
         assert_sound(store, tmp_path, [*chains, make_frames(700, 10, PAYLOAD)])
 
