@@ -598,7 +598,7 @@ class RouterConfig:
             consistent-hashing, longest-prefix, two-choices, or a policy of an installed package.
         tokenizer: folder or Hugging Face name of the tokenizer; by default the replicas tokenize.
         max_waiting: maximum number of requests per replica that wait for their first token; further requests queue in the
-            router.
+            router. Of prompts that wait for a prefix that is being computed, 16 count as one.
         max_in_flight: maximum number of requests per replica; further requests queue in the router.
         max_queue: maximum number of requests that queue in the router; further requests are answered with status 429.
         tenant_weights: weights in the queue as `TENANT=WEIGHT`; other tenants have weight 1.

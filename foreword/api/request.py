@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw, Struct
 
+from foreword.decoders import decode_json
 from foreword.engine.request import StructuredOutput as OutputFormat
 from foreword.errors import BadRequest
 
@@ -129,7 +130,7 @@ class ClientBody:
     def fields(self) -> Mapping[str, Raw]:
         """Each field as JSON. Raises BadRequest if it is not an object."""
         try:
-            found: dict[str, Raw] = msgspec.json.decode(self.raw, type=dict[str, Raw])
+            found: dict[str, Raw] = decode_json(self.raw, dict[str, Raw])
         except msgspec.ValidationError:
             raise BadRequest("The body must be a JSON object") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -141,7 +142,7 @@ class ClientBody:
     def text(self, name: str) -> str | None:
         """A field that is a string; None for everything else."""
         found = self.fields.get(name)
-        return msgspec.json.decode(found, type=str) if found is not None and _first(found) == b'"' else None
+        return decode_json(found, str) if found is not None and _first(found) == b'"' else None
 
     def only(self, *names: str) -> dict[str, Raw]:
         """Those of these fields that are not null, in this order."""

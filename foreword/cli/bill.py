@@ -17,6 +17,7 @@ import typer
 
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
+from foreword.decoders import decode_json
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,16 +102,14 @@ Charges = dict[tuple[str, str, str], Counter[str]]
 
 def read_ledgers(paths: Iterable[Path]) -> tuple[Charges, int]:
     """The charges, and how many lines could not be read. Raises ConfigError."""
-    import msgspec
 
     from foreword.observability.ledger import RequestUsage
 
-    decoder = msgspec.json.Decoder(RequestUsage)
     charges: Charges = {}
     bad = 0
     for line in _lines(paths):
         try:
-            one = decoder.decode(line)
+            one = decode_json(line, RequestUsage)
             day = datetime.fromtimestamp(one.time, UTC).date().isoformat()
         except (ValueError, OverflowError, OSError):
             bad += 1

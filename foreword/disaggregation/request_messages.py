@@ -16,6 +16,7 @@ import msgspec
 from foreword.blocks.keys import token_bytes
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT, Salt
+from foreword.decoders import decode_msgpack
 from foreword.engine.request import MAX_N, CacheReport, SamplingParams, TokenLogprob
 from foreword.errors import BadRequest
 
@@ -109,7 +110,7 @@ def encode(message: object) -> bytes:
 def decode(kind: type[Kind], data: bytes) -> Kind:
     """Raises BadRequest for what is not a message of this kind and version."""
     try:
-        found = msgspec.msgpack.decode(data, type=kind)
+        found = decode_msgpack(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise BadRequest(f"the description of a request is malformed: {error}") from error
     version = getattr(found, "version", VERSION)

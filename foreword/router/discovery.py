@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 
 from foreword.config import RouterConfig
+from foreword.decoders import decode_json
 from foreword.errors import ConfigError, ForewordError, reason_of
 from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
 from foreword.router.service import Router
@@ -365,7 +366,7 @@ class ServiceWatch:
         query = {"limit": str(_PAGE)}
         while True:
             async with self._get(session, query, _CALL_SECONDS) as response:
-                found = msgspec.json.decode(await read_whole(response, _MAX_PAGE_BYTES), type=_List)
+                found = decode_json(await read_whole(response, _MAX_PAGE_BYTES), _List)
             slices.update((one.metadata.name, one) for one in found.items or ())
             _check_number(slices)
             if not found.metadata.next_page:
@@ -387,16 +388,16 @@ class ServiceWatch:
                     if len(line) > _MAX_EVENT_BYTES:
                         raise ApiError("an event has no end")
                     if line.endswith(b"\n"):
-                        self._apply(msgspec.json.decode(line, type=_Event))
+                        self._apply(decode_json(line, _Event))
                         line.clear()
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=_Status)
+            status = decode_json(event.object, _Status)
             if status.code == _GONE:
                 raise _Gone
             raise ApiError(f"the watch ended with {status.code}: {status.message[:200]}")
-        one = msgspec.json.decode(event.object, type=EndpointSlice)
+        one = decode_json(event.object, EndpointSlice)
         self._version = one.metadata.resource_version or self._version
         if event.type == "BOOKMARK":
             return

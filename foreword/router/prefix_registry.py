@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from foreword.decoders import decode_json
 from foreword.errors import ConfigError, PrefixBudgetExceeded, UnknownPrefix, reason_of
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of
 
@@ -113,6 +114,6 @@ def _size(content: object) -> int:
 
 def _read(path: Path) -> list[_Saved]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[_Saved])
+        return decode_json(path.read_bytes(), list[_Saved])
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read router.prefix_file {path}: {reason_of(error)}") from None

@@ -12,6 +12,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest
 from foreword.events import TokenUsage
 from foreword.prefixes.book import NamedPrefix
@@ -110,7 +111,7 @@ def _parse(raw: bytes, limits: Limits) -> NewPrefix:
     """Raises BadRequest."""
     limits.check(raw)
     try:
-        new = msgspec.json.decode(raw, type=NewPrefix)
+        new = decode_json(raw, NewPrefix)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"The body is not a named prefix: {error}") from None
     if new.messages is not None:

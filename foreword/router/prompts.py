@@ -28,6 +28,7 @@ from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.api.request import GenerateRequest, Message
 from foreword.api.work_queue import WorkQueue
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
@@ -300,7 +301,7 @@ class PromptTokenizer:
             return False
         given = request.body.only("messages", "documents")
         try:
-            msgspec.json.decode(given.pop("messages"), type=list[_PlainMessage])
+            decode_json(given.pop("messages"), list[_PlainMessage])
         except msgspec.ValidationError:
             return False
         return not given

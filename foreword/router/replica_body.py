@@ -24,6 +24,7 @@ from foreword.api.errors import ErrorResponse
 from foreword.api.output import Usage
 from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
 from foreword.api.sse import DONE, EventParser
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ForewordError
 
 Store = Callable[[str, tuple[Message, ...], bytes], None]
@@ -98,7 +99,7 @@ def replica_body(
 def _stream_fields(request: GenerateRequest) -> dict[str, Any]:
     """What the router needs to see in a stream."""
     given = request.body.only("stream_options").get("stream_options")
-    options = {**(msgspec.json.decode(given, type=dict[str, Any]) if given is not None else {}), "include_usage": True}
+    options = {**(decode_json(given, dict[str, Any]) if given is not None else {}), "include_usage": True}
     return {"stream_options": options, **({"return_token_ids": True} if request.single else {})}
 
 

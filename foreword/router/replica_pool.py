@@ -92,7 +92,7 @@ class ReplicaPool:
             sends_events=bool(info.event_sources),
             block_size=info.block_size,
             capacity_tokens=info.capacity_tokens,
-            max_queued=self._waiting_limit(upstream),
+            max_queued=upstream.spec.max_waiting or self._max_waiting,
             weights=info.weights,
         )
         self.refresh(upstream)
@@ -159,9 +159,6 @@ class ReplicaPool:
         able = self.upstreams.values() if weights is None else self.with_weights(weights)
         found = [one for one in able if one.info and one.info.tokenize_path]
         return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
-
-    def _waiting_limit(self, upstream: Upstream) -> int:
-        return upstream.spec.max_waiting or self._max_waiting
 
     # Placement
 
@@ -341,7 +338,7 @@ class ReplicaPool:
         """Whether a replica takes requests now. With `weights` only those count that have them."""
         now = clock()
         return any(
-            not one.excluded(now) and len(self.fleet.replicas[url].load.waiting) < self._waiting_limit(one)
+            not one.excluded(now) and not self.fleet.replicas[url].is_full
             for url, one in self.upstreams.items()
             if one.spec.role != "prefill" and weights in (None, one.weights)
         )

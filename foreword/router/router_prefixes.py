@@ -21,6 +21,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.auth import RouterAuth
@@ -193,7 +194,7 @@ def _with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, A
     messages = request.body.only("messages").get("messages")
     if isinstance(prefix.content, str) or messages is None:
         raise BadRequest(f"prefix: {prefix.name!r} is text; a chat needs a prefix of messages", param="prefix")
-    return {"messages": [*prefix.content, *msgspec.json.decode(messages, type=list[msgspec.Raw])]}
+    return {"messages": [*prefix.content, *decode_json(messages, list[msgspec.Raw])]}
 
 
 def _with_text(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import msgspec
 from foreword.api.tenants import Tenant
 from foreword.blocks.common_prefixes import common_prefix_length, common_prefixes
 from foreword.blocks.salt import Salt
+from foreword.decoders import decode_json
 from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, clock, read_whole
@@ -115,7 +116,7 @@ class WarmUp:
             if response.status != 200:
                 raise ReplicaFailed(f"prefetch: status {response.status}")
         try:
-            return max(msgspec.json.decode(content, type=_Answer).tokens, 0)
+            return max(decode_json(content, _Answer).tokens, 0)
         except msgspec.DecodeError as error:
             raise ReplicaFailed(f"prefetch: {error}") from None
 

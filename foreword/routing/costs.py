@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Final, NamedTuple
@@ -28,6 +28,7 @@ from foreword.routing.directory import NUM_TIERS, CacheTier, Reach
 _LIFETIME_WEIGHT: Final = 0.1
 _RECENT_SECONDS: Final = 180.0
 _USUAL_PROMPT: Final = 1024
+FOLLOWERS_PER_PLACE: Final = 16
 _NO_LOADS: Final = (0,) * (NUM_TIERS - 1)
 _MAX_SAMPLES: Final = 48
 _REFIT_EVERY: Final = 16
@@ -385,6 +386,7 @@ class SentRequest:
         resident: tokens of KV memory that it needs, including its output.
         queued, running: load of the replica when the request was sent.
         first_at: time of the first token; None before it.
+        follows: it waits for a prefix that another request computes: at most `1 / FOLLOWERS_PER_PLACE` of it is its own work.
     """
 
     tokens: int
@@ -394,6 +396,7 @@ class SentRequest:
     queued: PrefillWork = NO_WORK
     running: int = 0
     first_at: float | None = None
+    follows: bool = False
 
     @property
     def work(self) -> PrefillWork:
@@ -410,6 +413,7 @@ class ReplicaLoad:
     lifetime: float = 0.0
     _waiting_tokens: int = 0
     _waiting_pairs: float = 0.0
+    _followers: int = 0
     _head_since: float = 0.0
     _recent: float = 0.0
     _recent_at: float = 0.0
@@ -423,6 +427,12 @@ class ReplicaLoad:
         head_pairs = pairs(tokens, head.tokens - tokens)
         done = min(max(now - self._head_since, 0.0) / (tokens * costs.prefill + head_pairs * costs.attention), 1.0)
         return PrefillWork(self._waiting_tokens - done * tokens, max(self._waiting_pairs - done * head_pairs, 0.0))
+
+    @property
+    def places(self) -> int:
+        """What waits, in places of a queue. Followers share them by their work: a flood of equal prompts costs the replica no
+        more than as many different ones as it takes places."""
+        return len(self.waiting) - self._followers + self._followers // FOLLOWERS_PER_PLACE
 
     def recent_tokens(self, now: float) -> float:
         """Prompt tokens sent recently, exponentially decayed with a time constant of three minutes."""
@@ -443,6 +453,14 @@ class ReplicaLoad:
         """For comparing replicas by `recent_tokens`: its logarithm on a scale that does not change while time passes."""
         return math.log(self._recent) + self._recent_at / _RECENT_SECONDS if self._recent > 0 else -math.inf
 
+    def join(self, others: Collection[ReplicaLoad]) -> None:
+        """Count as having had no less recent work than these on average: what had none would get every request whose prices
+        tie."""
+        now = max([one._recent_at for one in others], default=0.0)
+        mean = sum([one.recent_tokens(now) for one in others]) / max(len(others), 1)
+        if mean > self.recent_tokens(now):
+            self._recent, self._recent_at = mean, now
+
     def memory_wait(self, needed: int, capacity: int | None) -> float:
         """Expected seconds until `needed` tokens fit, if requests keep finishing at their present rate (Little's law)."""
         if capacity is None or not self.resident:
@@ -454,6 +472,7 @@ class ReplicaLoad:
         if not self.waiting:
             self._head_since = now
         self.waiting[request] = None
+        self._followers += request.follows
         self._waiting_tokens += request.computed
         self._waiting_pairs += request.work.pairs
         self.resident += request.resident
@@ -487,6 +506,7 @@ class ReplicaLoad:
 
     def _leave_queue(self, request: SentRequest, now: float) -> None:
         del self.waiting[request]
+        self._followers -= request.follows
         self._waiting_tokens -= request.computed
         self._waiting_pairs = self._waiting_pairs - request.work.pairs if self.waiting else 0.0
         self._head_since = now

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
-from foreword.routing.costs import CostModel, ReplicaCosts, ReplicaLoad, SentRequest
+from foreword.routing.costs import FOLLOWERS_PER_PLACE, CostModel, ReplicaCosts, ReplicaLoad, SentRequest
 from foreword.routing.directory import (
     CacheTier,
     Directory,
@@ -106,9 +106,12 @@ class ReplicaState:
         """Why it takes no request, or not one for which it is `unsuited`; empty if it does."""
         if self.excluded or unsuited:
             return self.excluded or unsuited
-        queued = len(self.load.waiting)
-        is_full = self.max_queued is not None and queued >= self.max_queued
-        return f"overloaded: {queued} requests wait there" if is_full else ""
+        return f"overloaded: {len(self.load.waiting)} requests wait there" if self.is_full else ""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many requests wait for their first token as may."""
+        return self.max_queued is not None and self.load.places >= self.max_queued
 
     def leading_without_events(self, keys: Sequence[bytes], above: int = 0, guess: int = 0) -> int:
         """Leading blocks that are being computed there or are estimated to be cached, or `above` if that is more.
@@ -218,6 +221,7 @@ class Fleet:
         replica = ReplicaState(
             name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model, weights=weights
         )
+        self._join(replica)
         self.replicas[name] = replica
         self._weights[weights] += 1
         for one in self.replicas.values() if len(self.replicas) == MAX_PRICED + 1 else (replica,):
@@ -239,7 +243,14 @@ class Fleet:
         replica = self._replica(name)
         if replica.excluded != reason:
             replica.excluded = reason
+            if not reason:
+                self._join(replica)
             self._rank(replica)
+
+    def _join(self, replica: ReplicaState) -> None:
+        """Apply that a replica begins to take requests."""
+        others = [one for one in self.replicas.values() if one is not replica and one.role == replica.role]
+        replica.load.join([one.load for one in others if not one.excluded])
 
     def _rank(self, replica: ReplicaState) -> None:
         """Apply a change of a replica's load to the order in which replicas of a large fleet are considered."""
@@ -402,6 +413,8 @@ class Fleet:
         space = computing.key_space(query)
         keys, size = query.keys_in(space), space[1]
         load = computing.load
+        in_flight = computing.in_flight_prefixes.leading(keys)
+        own = query.tokens - in_flight * size
         request = self._requests[name] = PlacedRequest(
             tokens=query.tokens,
             computed=estimate.computed,
@@ -415,11 +428,11 @@ class Fleet:
             block_size=size,
             expected=estimate.reused,
             session=query.session,
+            follows=in_flight > 0 and own <= max(size, query.tokens // FOLLOWERS_PER_PLACE),
         )
         load.sent(request, now)
         self._rank(computing)
         self._shortlist.sent(computing.name, keys, len(self.replicas))
-        in_flight = computing.in_flight_prefixes.leading(keys)
         computing.in_flight_prefixes.add(keys)
         if computing.sends_events:
             self.directory.touched(computing.name, keys[: estimate.reused // size])

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import zmq
 
 from foreword.api.event_curve import check_curve, secure_publisher
 from foreword.blocks.layout import key_of
+from foreword.decoders import decode_msgpack
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
 from foreword.routing.kv_event_wire import (
@@ -55,7 +55,7 @@ _KEPT_BYTES: Final = 64 << 20
 # Of the snapshot, each place of a block counted: about 450 bytes per block of 16 tokens.
 _SNAPSHOT_BLOCKS: Final = 1 << 16
 
-_decode = msgspec.msgpack.Decoder(tuple[float, list[BlockStored | BlockRemoved], int]).decode
+_Message: Any = tuple[float, list[BlockStored | BlockRemoved], int]
 _Place = tuple[str | None, str | None, str | None]
 _WAITING: Final = 100_000
 _POLL_SECONDS: Final = 0.05
@@ -102,7 +102,8 @@ class KvEventLog:
         while len(self._kept) > self.messages or self._kept_bytes > _KEPT_BYTES:
             self._folded, oldest = self._kept.popleft()
             self._kept_bytes -= len(oldest)
-            for event in _decode(oldest)[1]:
+            events: list[BlockStored | BlockRemoved] = decode_msgpack(oldest, _Message)[1]
+            for event in events:
                 self._fold(event)
 
     def since(self, start: int) -> Iterator[tuple[int, bytes]]:

@@ -23,6 +23,7 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats
+from foreword.decoders import decode_json
 from foreword.disaggregation.unclaimed import UnclaimedRequest
 from foreword.engine.request import Request
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
@@ -216,7 +217,7 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
 
 def _decode(message: bytes) -> HandoffMessage:
     try:
-        found = msgspec.json.decode(message, type=HandoffMessage)
+        found = decode_json(message, HandoffMessage)
     except (msgspec.DecodeError, ValueError) as error:
         raise _unknown() from error
     if found.version != VERSION:

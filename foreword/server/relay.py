@@ -15,6 +15,7 @@ import msgspec
 
 from foreword.api import sse
 from foreword.api.dialects.answer_reader import error_of
+from foreword.decoders import convert, decode_json
 from foreword.engine.request import Delta, MigratedTo
 from foreword.errors import EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.job import FOLLOW_HEADER, Caller
@@ -86,9 +87,9 @@ async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | M
 
 def _decode(event: sse.ServerSentEvent) -> Delta | MigratedTo:
     if event.name == MOVED:
-        return msgspec.json.decode(event.data, type=MigratedTo)
+        return decode_json(event.data, MigratedTo)
     if event.name == DELTA:
-        return msgspec.convert(json.loads(event.data), Delta)
+        return convert(json.loads(event.data), Delta)
     raise EngineFailed(_error_message(event.data))
 
 

@@ -23,6 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import xxhash
 
+from foreword.decoders import convert
 from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreTimeout
 from foreword.store.base import STEP_SECONDS, PartialListing, record_tenant
 from foreword.store.tier import StoreTier
@@ -77,7 +78,7 @@ class RecordKind(Generic[Shared]):
         try:
             fields = (json.loads if data.startswith(b"{") else self.plain)(data)
             checksum = fields.pop("checksum", None)
-            value = msgspec.convert(fields, self.type)
+            value = convert(fields, self.type)
             named = self.name(value)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise BadRecord(f"the record {key} is damaged, and is not used") from None

@@ -31,6 +31,7 @@ import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import NAME_BYTES
+from foreword.decoders import decode_msgpack
 from foreword.errors import BadMessage
 
 MAGIC: Final = b"FWTX"
@@ -290,7 +291,6 @@ _KINDS: Final[dict[int, type[TransferMessage]]] = {
     44: Goodbye,
 }
 _NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
-_DECODERS: Final = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
 _ENCODER: Final = msgspec.msgpack.Encoder()
 # Only these may be followed by a payload; only these belong to no transfer.
 _WITH_PAYLOAD: Final = (KVPart, Frames)
@@ -354,7 +354,7 @@ def decode(head_bytes: Buffer, metadata: Buffer, head: Head | None = None) -> tu
     if checksum != _CHECKSUM.unpack_from(head_bytes, _HEAD.size)[0]:
         raise BadMessage("the checksum of a message's head does not match")
     try:
-        message: TransferMessage = _DECODERS[head.kind].decode(metadata)
+        message: TransferMessage = decode_msgpack(metadata, _KINDS[head.kind])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadMessage(f"a message of kind {head.kind} is malformed: {error}") from error
     if head.payload and not isinstance(message, _WITH_PAYLOAD):

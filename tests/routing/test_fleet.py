@@ -205,11 +205,11 @@ def test_draining_overloaded_and_removed_replicas() -> None:
     """A replica that drains or has a full queue gets no requests and the reason is given; requests of a removed
     replica end without harm."""
     fleet = fleet_of("a", "b", max_queued=2)
-    asked = query(text(1, 800))
     fleet.exclude("a", "draining")
     for number in range(2):
+        asked = query(text(number, 800))
         decision = fleet.place(asked, 0.0)
-        assert (decision.replica, decision.reason) == ("b", "only" if not number else "session")
+        assert (decision.replica, decision.reason) == ("b", "only")
         fleet.sent(str(number), asked, decision, 0.0)
     said = fleet.place(asked, 0.0).in_words()
     assert said == "no replica takes requests: a: draining; b: overloaded: 2 requests wait there"
@@ -575,3 +575,61 @@ def test_a_prompt_is_computed_by_the_same_weights() -> None:
         decision = fleet.place(prompt_for(text(1, 4000), "1", "2", "3", ""), 0.0)
         assert (decision.replica, decision.prefill) == (decode, prefill)
         fleet.remove(decode)
+
+
+@pytest.mark.parametrize(("replicas", "prompts", "own"), [(4, 200, 0), (4, 200, 20), (8, 400, 0), (2, 60, 40)])
+def test_a_burst_is_computed_once(replicas: int, prompts: int, own: int) -> None:
+    """Prompts that wait for a prefix that is being computed do not fill a replica's queue, so no other computes it again. One
+    that different prompts begin with is wanted everywhere, and computed once by each replica."""
+    fleet = fleet_of(*(f"r{number}" for number in range(replicas)), max_queued=32)
+    shared = text(1, 4000)
+    for number in range(prompts):
+        asked = query([*shared, *text(2 + number, own)])
+        decision = fleet.place(asked, 0.0)
+        fleet.sent(str(number), asked, decision, 0.0)
+    states = fleet.replicas.values()
+    computed = sum(one.load.queued(0.0, COSTS).tokens for one in states) - prompts * own
+    assert len(shared) <= computed < (replicas + 1 if own else 1) * len(shared) + prompts * BLOCK
+    assert sum(len(one.load.waiting) for one in states) == prompts
+
+
+def test_equal_prompts_take_no_more_of_a_replica_than_others() -> None:
+    """A flood of equal prompts ends in the router's queue when their own work is that of as many prompts as may wait; prompts
+    of others are still taken until then, and again when it is over."""
+    fleet, flood = fleet_of("a", max_queued=4), query(text(1, 1600))
+    sent = 0
+    while fleet.place(flood, 0.0).replica is not None:
+        fleet.sent(str(sent), flood, fleet.place(flood, 0.0), 0.0)
+        sent += 1
+        if sent == 16:
+            other = query(text(2, 1600))
+            fleet.sent("other", other, fleet.place(other, 0.0), 0.0)
+    assert sent == 1 + 2 * 16
+    assert fleet.replicas["a"].load.queued(0.0, COSTS).tokens <= 4 * 1600
+    for number in range(sent):
+        fleet.first_token(str(number), 2.0)
+    assert fleet.replicas["a"].load.places == 1
+    assert fleet.place(flood, 2.0).replica == "a"
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_replica_that_joins_an_idle_fleet_gets_its_share(back: bool) -> None:
+    """New prompts are spread over all replicas alike when one joins, or comes back after it was excluded."""
+    fleet, now = fleet_of("a", "b", "c"), 0.0
+    counts = dict.fromkeys(("a", "b", "c", "d"), 0)
+    if back:
+        fleet.add("d", costs=COSTS)
+        fleet.exclude("d", "draining")
+    for number in range(60):
+        now += 5.0
+        serve(fleet, f"before {number}", query(text(number, 800)), now)
+    if back:
+        fleet.exclude("d", "")
+    else:
+        fleet.add("d", costs=COSTS)
+    for number in range(80):
+        now += 5.0
+        decision = serve(fleet, f"after {number}", query(text(1000 + number, 800)), now)
+        counts[str(decision.replica)] += 1
+        assert counts["d"] <= number // 4 + 2, "it gets no burst of requests"
+    assert min(counts.values()) >= 15

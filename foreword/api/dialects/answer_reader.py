@@ -25,6 +25,7 @@ from foreword.api.output import (
     TokenEntry,
     Usage,
 )
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaFailed
 from foreword.events import TokenUsage
 
@@ -292,7 +293,7 @@ class AnswerReader:
         Raises ReplicaFailed for another shape and for errors, and BadRequest for errors that every replica would return.
         """
         try:
-            chunk = _decode_chunk(data)
+            chunk = decode_json(data, AnswerChunk)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _malformed(error) from None
         self.other = False
@@ -388,7 +389,7 @@ def check_whole(data: bytes) -> UsageCounts:
 def error_of(data: bytes) -> AnswerError:
     """The error in a body, in the format of any dialect; one without fields if there is none."""
     try:
-        found = msgspec.json.decode(data, type=_ErrorBody).error
+        found = decode_json(data, _ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = ""
     return AnswerError() if isinstance(found, str) else found
@@ -421,12 +422,10 @@ def _refusal(data: bytes) -> ForewordError:
 
 AnyType = TypeVar("AnyType")
 
-_decode_chunk: Final = msgspec.json.Decoder(AnswerChunk).decode
-
 
 def _decode(data: bytes | Raw, kind: type[AnyType]) -> AnyType:
     try:
-        return msgspec.json.decode(data, type=kind)
+        return decode_json(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _malformed(error) from None
 

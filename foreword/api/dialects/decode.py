@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
+from foreword.decoders import decode_json
 from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
 
@@ -227,16 +228,11 @@ def root(path: str) -> str:
     return path.partition(".")[0].partition("[")[0]
 
 
-@functools.cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
-
-
 def decode(kind: type[AnyStruct], raw: bytes, limits: Limits) -> AnyStruct:
     """Raises BadRequest, which names the parameter, and BodyTooLarge."""
     limits.check(raw)
     try:
-        found: AnyStruct = _decoder(kind).decode(raw)
+        found = decode_json(raw, kind)
     except msgspec.ValidationError as error:
         raise _explain(str(error), raw) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -251,7 +247,7 @@ def unknown_fields(kind: type[msgspec.Struct], raw: bytes) -> list[str]:
     """The fields of an object that have no effect, because a body of this kind does not have them. Fields of nested objects are
     not looked at."""
     known = frozenset(kind.__struct_encode_fields__)
-    return [name for name in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]) if name not in known]
+    return [name for name in decode_json(raw, dict[str, msgspec.Raw]) if name not in known]
 
 
 def _explain(message: str, raw: bytes) -> BadRequest:
@@ -289,7 +285,7 @@ def _given(raw: bytes, path: str) -> str:
     value: Any = raw
     try:
         for index, name in _STEP.findall(f".{path}"):
-            value = _member(value, name) if name else msgspec.json.decode(value, type=list[msgspec.Raw])[int(index)]
+            value = _member(value, name) if name else decode_json(value, list[msgspec.Raw])[int(index)]
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError):
         return ""
     shown = bytes(memoryview(value)[: _SHOWN_BYTES + 1]).strip()
@@ -301,7 +297,7 @@ def _given(raw: bytes, path: str) -> str:
 
 def _member(raw: bytes | msgspec.Raw, name: str) -> msgspec.Raw:
     """A field of an object; the others are not built."""
-    found: msgspec.Raw = msgspec.json.decode(raw, type=_one_field(name)).value  # type: ignore[attr-defined]
+    found: msgspec.Raw = decode_json(raw, _one_field(name)).value  # type: ignore[attr-defined]
     return found
 
 

@@ -11,6 +11,7 @@ from foreword.api import logprobs
 from foreword.api.dialects.writer import BaseWriter, Block, ResponseHead, responses_diagnostics, to_json
 from foreword.api.output import ChoiceDelta, Piece, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
+from foreword.decoders import decode_json
 from foreword.errors import ForewordError, ReplicaFailed
 
 _ITEM_PREFIXES: Final = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -231,7 +232,7 @@ class ResponsesWriter(BaseWriter):
 def _input(arguments: str) -> str:
     """The text that a custom tool is called with."""
     try:
-        return msgspec.json.decode(arguments, type=_Input).input
+        return decode_json(arguments, _Input).input
     except msgspec.DecodeError:
         return arguments
 

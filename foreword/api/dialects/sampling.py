@@ -13,6 +13,7 @@ from msgspec import Meta, Raw, Struct
 from foreword.api.dialects.conversation_body import CacheOptions, openai_ttl
 from foreword.api.dialects.decode import NO_JSON, UNSET_RAW, Limits, bounded_object, check_length, is_set, refuse
 from foreword.api.request import CacheControl, Continuation, OutputFormat
+from foreword.decoders import decode_json
 from foreword.engine.request import MAX_LOGPROBS
 
 # Python's integers are unbounded; the code that uses these fields is not.
@@ -366,7 +367,7 @@ def _schema_or_text(given: Raw, param: str, limits: Limits) -> OutputFormat | No
     if not is_set(given):
         return None
     if bytes(memoryview(given)[:1]) == b'"':
-        given = Raw(msgspec.json.decode(given, type=str).encode())
+        given = Raw(decode_json(given, str).encode())
     return schema_format(given, param, limits)
 
 

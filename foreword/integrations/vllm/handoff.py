@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from foreword.blocks.keys import TokenChain
 from foreword.config import ALL_RIGHTS
+from foreword.decoders import convert
 from foreword.errors import TransferRefused
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -94,7 +95,7 @@ class HandoffTerms:
         if "foreword" not in params:
             raise TransferRefused("the prefill instance did not say where its blocks are: it runs another KV connector")
         try:
-            handoff = msgspec.convert(params["foreword"], KVHandoff)
+            handoff = convert(params["foreword"], KVHandoff)
             lease, last = bytes.fromhex(handoff.lease), bytes.fromhex(handoff.last)
         except (msgspec.ValidationError, ValueError) as error:
             raise TransferRefused(f"kv_transfer_params are not valid: {error}") from None

@@ -1,0 +1,60 @@
+"""Typed decoding in threads."""
+
+import ast
+import subprocess
+import sys
+
+from test_structure import package
+
+# Each round has new types, which four threads need at once. Switching often makes the race likely within a few rounds.
+RACE = """
+import sys, threading
+import msgspec
+from foreword.decoders import convert, decode_json, decode_msgpack
+
+sys.setswitchinterval(1e-6)
+for _ in range(200):
+    inner = [msgspec.defstruct(f"Inner{i}", [("x", "int | None", None), ("y", "list[str] | None", None)]) for i in range(8)]
+    outer = msgspec.defstruct("Outer", [(f"f{i}", kind | None, None) for i, kind in enumerate(inner)])
+    value = {f"f{i}": {"x": i} for i in range(8)}
+    start, found = threading.Barrier(4), []
+
+    def decode(number):
+        start.wait()
+        if number % 3 == 0:
+            found.append(decode_json(msgspec.json.encode(value), outer))
+        elif number % 3 == 1:
+            found.append(decode_msgpack(msgspec.msgpack.encode(value), outer))
+        else:
+            found.append(convert(value, outer))
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 4 and all(one.f7.x == 7 for one in found), found
+"""
+
+
+def test_threads_may_need_a_type_at_once() -> None:
+    """The first use of a type by several threads decodes rightly. msgspec alone ends the process with a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_only_one_module_prepares_types() -> None:
+    """No other module of the package gives msgspec a type to decode."""
+    found = []
+    for name, (path, tree) in package().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or name == "foreword.decoders":
+                continue
+            called = ast.unparse(node.func)
+            typed = called.startswith("msgspec.") and (
+                (called.endswith(".decode") and (len(node.args) > 1 or any(one.arg == "type" for one in node.keywords)))
+                or (called.endswith("Decoder") and (node.args or node.keywords))
+                or called == "msgspec.convert"
+            )
+            found += [f"{path}:{node.lineno}: {called}"] if typed else []
+    assert not found, "use foreword.decoders"
