@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults erasures strangers fuzz faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults erasures strangers failures fuzz faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -60,6 +60,12 @@ MESSAGES ?= 100000
 
 strangers: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/stranger_campaign.py --messages $(MESSAGES) --seed $(SEED) --notes
+
+# Lets calls inside of vLLM's connector fail, one at a time: make failures FAILURES=100 SEED=7. Needs FOREWORD_VLLM_PYTHON.
+FAILURES ?= 1000
+
+failures: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/failure_campaign.py --failures $(FAILURES) --seed $(SEED)
 
 # Sends almost right requests to every front, and prints a table: make fuzz REQUESTS=3000 SEED=7
 REQUESTS ?= 200000

@@ -217,15 +217,20 @@ class StoreLookups:
         ending: Future[None] = Future()
 
         def run(inline: bool) -> None:
-            search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
-            result = look_up(search, inline)
-            if result is None:
-                self._threads.submit(run, False)
-                return
-            self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
-            load.end(result, search.reason)
-            ending.set_result(None)
-            self._on_end()
+            result, reason, goes_on = None, LookupOutcome.TIER_OFF, False
+            try:
+                search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
+                result = look_up(search, inline)
+                if result is None:
+                    self._threads.submit(run, False)
+                    goes_on = True
+                reason = search.reason
+            finally:  # an error ends a lookup too: a request waits for it
+                if not goes_on:
+                    self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
+                    load.end(result, reason)
+                    ending.set_result(None)
+                    self._on_end()
 
         both = len({tier.blocking for tier in self._store.tiers}) == 2
         (self._memory_thread if both else self._threads).submit(run, both)

@@ -11,6 +11,7 @@ of slots. A dropped promotion loses nothing, because the slower tier still has t
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 WRITE_BLOCKS: Final = 32  # blocks per write
 WRITE_TIMEOUT: Final = 30.0  # seconds
+logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
@@ -178,9 +180,14 @@ class WriteBehind:
         use_background_cores()
         lower_priority(_WRITE_NICE)
         while (taken := self._take(tier)) is not None:
-            frames = [frame for batch in taken for frame in self._sealed(batch)]
-            kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
-            self._finish(taken, kept)
+            kept = 0
+            try:
+                frames = [frame for batch in taken for frame in self._sealed(batch)]
+                kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
+            except Exception:  # stores fail with a StoreError, which the tier counts; this thread outlives all else
+                logger.exception("%s: blocks were not written", self._store.tiers[tier].label)
+            finally:
+                self._finish(taken, kept)
 
     def _take(self, tier: int) -> list[_WriteBatch] | None:
         """Wait for batches that this tier has not written, and take the oldest, up to `_max_write_slots`. None at the end."""

@@ -19,8 +19,7 @@ class PatientConnector(vllm.ForewordConnector):
 
     def get_handshake_metadata(self) -> WorkerHandshake | None:
         found = super().get_handshake_metadata()
-        if self._worker_side is not None:
-            assert self._worker_side.offload is not None
+        if self._worker_side is not None and self._worker_side.offload is not None:
             self._worker_side.offload.prefill_rate = _Unknown()
         return found
 

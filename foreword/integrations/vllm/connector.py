@@ -16,6 +16,7 @@ Written for vLLM 0.31 and later; it depends on `kv_connector/v1/base.py` and wha
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
+from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
 from foreword.integrations.vllm.kv_probe import calling_worker
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
@@ -64,17 +66,27 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings = ConnectorSettings.read(transfer.kv_connector_extra_config or {}, str(transfer.kv_role))
-        # A block that cannot be loaded is a miss. vLLM's default policy would end the request with an error.
-        transfer.kv_load_failure_policy = "recompute"
-        info = KVCacheInfo(vllm_config, kv_cache_config, settings)
-        self._info, self._settings, self._engine = info, settings, str(transfer.engine_id)
+        self.degraded = ""
+        self._reported = False  # that it is degraded
+        self._loads, self._expected = Loads(), Expectations()
+        self._divisible = False
+        self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
         self._hash_size = 0
         self._scheduler_side: ForewordConnectorScheduler | None = None
-        worker_role = role == KVConnectorRole.WORKER
-        self._worker_side = ForewordConnectorWorker(info, settings, self._engine) if worker_role else None
-        if not worker_role:
+        self._worker_side: ForewordConnectorWorker | None = None
+        self._prepare(vllm_config, role == KVConnectorRole.WORKER, kv_cache_config)
+
+    @hook(lambda *_: None, at_start=True)
+    def _prepare(self, vllm_config: Any, is_worker: bool, kv_cache_config: Any) -> None:
+        transfer = vllm_config.kv_transfer_config
+        # A block that cannot be loaded is a miss. vLLM's default policy would end the request with an error.
+        transfer.kv_load_failure_policy = "recompute"
+        settings = ConnectorSettings.read(transfer.kv_connector_extra_config or {}, str(transfer.kv_role))
+        self._info = info = KVCacheInfo(vllm_config, kv_cache_config, settings)
+        self._settings, self._engine, self._divisible = settings, str(transfer.engine_id), info.divisible
+        if is_worker:
+            self._worker_side = ForewordConnectorWorker(info, settings, self._engine)
+        else:
             warn_of_lost_writes(vllm_config, sys.argv)
 
     @property
@@ -107,44 +119,72 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._hash_size = gpu_block_pool.hash_block_size
 
+    @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._held[request.request_id] = num_computed_tokens
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def _expect(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        held = self._held.get(request.request_id, 0)
+        if num_external_tokens:
+            size = self._info.groups[0].block_size
+            self._expected.load(request.request_id, held, num_external_tokens, size, blocks.get_block_ids())
+
+    @hook(_expect)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
+        self._expect(request, blocks, num_external_tokens)
 
+    @hook(lambda self, *_: self._expected.give_up())
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
-        return self._scheduler.build_connector_meta(scheduler_output)
+        metadata = self._scheduler.build_connector_meta(scheduler_output)
+        self._expected.sent()
+        return metadata
 
+    @hook(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
-        self._scheduler.update_connector_output(connector_output)
+        reported = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(reported, ForewordWorkerMetadata) and reported.degraded:
+            degrade(self, reported.degraded)
+        else:
+            self._scheduler.update_connector_output(connector_output)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, (block_ids,))
+        return self.request_finished_all_groups(request, (block_ids,))
 
+    @hook(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.request_finished(request, block_ids)
+        self._held.pop(request.request_id, None)
+        kept, params = self._scheduler.request_finished(request, block_ids)
+        if kept:
+            self._expected.keep(request.request_id)
+        return kept, params
 
+    @hook(lambda self, request, tokens: {CacheHitSource("external_unspecified"): tokens} if tokens else {})
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         counts = self._scheduler.hit_sources(request, num_external_tokens)
         return {CacheHitSource(source): tokens for source, tokens in counts.items()}
 
+    @hook(lambda *_: None, at_start=True)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         workers = {rank: one for rank, one in metadata.items() if isinstance(one, WorkerHandshake)}
         if self._scheduler_side is None:
             self._begin(next((one.namespace for one in workers.values()), b""))
         self._scheduler.set_workers(workers)
 
+    @hook(lambda *_: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self._scheduler_side.events if self._scheduler_side is not None else None
         return events.take() if events is not None else ()
 
+    @hook(lambda *_: False)
     def has_pending_push_work(self) -> bool:
         """True keeps vLLM stepping until it has the KV events of the last saves, if it publishes events."""
         return self._scheduler_side is not None and self._scheduler_side.expects_events
 
+    @hook(lambda *_: True)
     def reset_cache(self) -> bool | None:
         """Called for `reset_prefix_cache(reset_connector=True)`, which vLLM also does when it pauses or sleeps so that weights
         can be changed in place. A fingerprint of files does not change then, so this server stops using all KV that was saved
@@ -155,6 +195,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # Worker side
 
+    @hook(lambda *_: None, at_start=True)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         assert self._worker_side is not None
         self._worker_side.register_kv_caches(kv_caches)
@@ -166,14 +207,17 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         return True
 
+    @hook(lambda *_: None)
     def unregister_kv_caches(self) -> None:
         assert self._worker_side is not None
         self._worker_side.unregister_kv_caches()
 
+    @hook(lambda *_: None)
     def restore_kv_caches(self) -> None:
         assert self._worker_side is not None
         self._worker_side.restore_kv_caches()
 
+    @hook(lambda *_: None, at_start=True)
     def get_handshake_metadata(self) -> WorkerHandshake | None:
         """vLLM asks each worker once, when the model is loaded, compiled and warm, and before the first request."""
         if self._worker_side is None:
@@ -183,15 +227,24 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker_side is not None and isinstance(connector_metadata, ForewordConnectorMetadata):
+        if isinstance(connector_metadata, ForewordConnectorMetadata):
+            self._begin_step(connector_metadata)
+
+    @hook(lambda self, metadata: self._loads.begin_step(metadata))
+    def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
+        self._loads.begin_step(metadata)
+        if self._worker_side is not None:
             self._worker_side.step_started = time.monotonic()
-            self._worker_side.revoke(connector_metadata)
+            self._worker_side.revoke(metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing reads a preempted request's blocks: what is saved was copied in the step that filled it."""
 
+    @hook(lambda *_, **__: None)
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        self._worker.start_loads(self._metadata().loads)
+        metadata = self._metadata()
+        self._worker.refuse(metadata.refused)
+        self._worker.start_loads(metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is not scheduled before its blocks are loaded."""
@@ -199,6 +252,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """Blocks are saved whole, after the step (`wait_for_save`)."""
 
+    @hook(lambda *_: None)
     def wait_for_save(self) -> None:
         self._worker.save(self._metadata())
 
@@ -207,6 +261,16 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert isinstance(metadata, ForewordConnectorMetadata)
         return metadata
 
+    def _give_up(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        received, sent = self._loads.give_up()
+        if self._worker_side is not None:
+            self._worker_side.drop_loads()
+            with contextlib.suppress(Exception):  # leases end by themselves, if they still work
+                sent |= self._worker_side.take_sent(finished_req_ids)
+        failed = set() if self._divisible else received
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    @hook(_give_up)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self._worker
         worker.stop_loads(finished_req_ids)
@@ -214,18 +278,31 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker.wait()
         received, sent = worker.take_received(), worker.take_sent(finished_req_ids)
         failed = worker.take_failed_requests()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        results = KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+        self._loads.note(received, sent)
+        return results
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
+    @hook(lambda self: self._loads.blocks() if self._divisible else set())
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_failed_blocks()
 
+    @hook(lambda self: ForewordWorkerMetadata(degraded=self.degraded))
     def build_connector_worker_meta(self) -> ForewordWorkerMetadata | None:
         return self._worker_side.take_changes() if self._worker_side is not None else None
 
+    def _report_degraded(self) -> KVConnectorStats | None:
+        if self._reported:
+            return None
+        self._reported = True
+        stats = ForewordStats()
+        stats.data["counts"]["degraded"] = 1
+        return stats
+
+    @hook(_report_degraded)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """vLLM asks both sides."""
         side = self._worker_side if self._worker_side is not None else self._scheduler
@@ -244,6 +321,10 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return ForewordPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        for side in (self._worker_side, self._scheduler_side):
-            if side is not None:
-                side.close()
+        self._close(self._worker_side)
+        self._close(self._scheduler_side)
+
+    @hook(lambda *_: None)
+    def _close(self, side: ForewordConnectorWorker | ForewordConnectorScheduler | None) -> None:
+        if side is not None:
+            side.close()

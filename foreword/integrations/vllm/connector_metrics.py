@@ -44,6 +44,7 @@ _TOTALS: Final = {
     "loads_stopped": "Loads that were stopped because computing is faster.",
     "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
     "loads_refused": "Prefixes found that were computed because the blocks could not be used any more.",
+    "degraded": "Sides of the connector that stopped after an error. vLLM serves on, and no KV is saved or loaded.",
     "unsafe_requests": "Requests whose KV was not saved because vLLM computes it wrongly beside adapters.",
     "leases": "Prompts whose blocks were kept for a decode instance.",
     "leases_unread": "Prompts whose blocks were kept and that no instance read.",

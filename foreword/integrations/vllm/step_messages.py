@@ -118,6 +118,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
         released: producers whose blocks are not needed.
         deletes: group, root key and key of blocks that are not needed any more.
+        refused: loads that are not to be made: the workers report that they have failed.
         finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
     """
 
@@ -128,6 +129,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     revoked: list[LeaseRevocation] = field(default_factory=list)
     released: list[KVProducer] = field(default_factory=list)
     deletes: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
 
@@ -149,12 +151,15 @@ class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         changes: since the last step, in order.
         rates: measured bytes per second of each tier, by rank; 0.0 for one without a recent measurement.
+        degraded: why a worker saves and loads nothing any more.
     """
 
     changes: list[TierChange] = field(default_factory=list)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    degraded: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ForewordWorkerMetadata:
         """What several ranks say together."""
         assert isinstance(other, ForewordWorkerMetadata)
-        return ForewordWorkerMetadata(self.changes + other.changes, self.rates | other.rates)
+        degraded = self.degraded or other.degraded
+        return ForewordWorkerMetadata(self.changes + other.changes, self.rates | other.rates, degraded)

@@ -299,6 +299,16 @@ class ForewordConnectorWorker:
                 reader = self._instances.producers.open(load.producer, store_load.names, start)
                 self._lease_readers[load.request_id] = reader
 
+    def refuse(self, loads: Iterable[BlockLoad]) -> None:
+        """Report that these have failed, without loading."""
+        self._refused.extend(loads)
+
+    def drop_loads(self) -> None:
+        """End all loads: nothing is written into their blocks any more, and none counts as loaded."""
+        loads, self._loading, self._refused = self._loading, {}, []
+        for load in loads.values():
+            load.discard()
+
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
         units = self.offload.units
