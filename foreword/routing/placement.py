@@ -9,10 +9,12 @@ The cost estimate of a candidate has these parts:
     decode   interference of the sequences that decode there
     first    the fixed part of every TTFT
 
-Candidates are compared by a price: the estimate, and what the decision costs others. A request delays all that come to its
-replica before the queue there is empty, each by its own load and compute. They are taken to be as many as wait there now. So
-the price is that of the lowest TTFT where nothing waits, and turns into that of the least work as queues grow: a request then
-goes where most of its prefix is, although it would wait for less time where it has to be computed.
+Candidates are compared by a price: the estimate, and what the decision costs others. A request delays those that wait at its
+replica, and those that come before the queues are empty, each by its own load and compute. In steady traffic as many come as
+wait now; how many that is at a replica is the geometric mean over the fleet, which is small as long as some replicas are idle,
+for then capacity is to be had. So the price is that of the lowest TTFT where nothing waits, and turns into that of the least
+work as queues grow: a request then goes where most of its prefix is, although it would wait for less time where it has to be
+computed.
 
 A session stays on its replica unless another replica is cheaper by more than the session saves there (`SessionAffinity`).
 
@@ -131,7 +133,7 @@ class CostEstimate(NamedTuple):
     Attributes:
         reused: cached tokens; `from_tiers` says in which tiers they lie.
         transfer: receiving KV from the prefill replica.
-        behind: requests that this one will delay there.
+        behind: requests that its work will delay, on average.
     """
 
     replica: str
@@ -146,7 +148,7 @@ class CostEstimate(NamedTuple):
     computed: int = 0
     from_tiers: tuple[int, ...] = _FROM_NOWHERE
     excluded: str = ""
-    behind: int = 0
+    behind: float = 0.0
 
     @property
     def total(self) -> float:
@@ -183,7 +185,7 @@ class CostEstimate(NamedTuple):
             (self.decode, "decode interference"),
         ]
         listed = ", ".join(f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= 0.005)
-        others = f", and {self.others:.2f} s for the {self.behind} behind it" if self.others >= 0.005 else ""
+        others = f", and {self.others:.2f} s for those that wait" if self.others >= 0.005 else ""
         return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
 
 
@@ -292,7 +294,8 @@ class CostPolicy:
         self._popularity = PrefixPopularity()
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
-        estimates = tuple([estimate_cost(query, candidate) for candidate in candidates])
+        coming = arrivals(candidates)
+        estimates = tuple([estimate_cost(query, candidate, coming) for candidate in candidates])
         usable = [(one, found) for one, found in zip(estimates, candidates, strict=True) if not one.excluded]
         if not usable:
             return Decision(None, estimates, "none", home=home)
@@ -350,12 +353,20 @@ def least_loaded(tied: Sequence[_Usable]) -> list[str]:
     return [one.replica for (one, _), seconds in zip(tied, work, strict=True) if seconds == least]
 
 
-def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
-    """The expected TTFT of the request on this candidate."""
+def arrivals(candidates: Sequence[Candidate]) -> float:
+    """How many requests will come to a replica before the queues are empty, see the module."""
+    able = [one for one in candidates if not one.excluded]
+    weight = sum([one.stands_for for one in able])
+    mean = sum([one.stands_for * math.log1p(one.queued) for one in able]) / weight if weight else 0.0
+    return math.expm1(mean)
+
+
+def estimate_cost(query: PlacementQuery, candidate: Candidate, coming: float = 0.0) -> CostEstimate:
+    """The expected TTFT of the request on this candidate. `coming`: how many will come there before its queue is empty."""
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
     # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, behind, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
+    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
     tokens, size = query.tokens, block_size or query.block_size
     cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
     if reach[-1] > reach[0] or cached > tokens:
@@ -379,7 +390,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate) -> CostEstimate:
         computed,
         from_tiers,
         "",
-        behind,
+        queued + coming,
     )
 
 

@@ -111,15 +111,26 @@ def test_a_shared_store_reduces_the_advantage_of_the_holder() -> None:
 @pytest.mark.parametrize(("waiting", "chosen"), [(0, "other"), (1, "holder"), (20, "holder")])
 def test_work_that_others_wait_for_has_a_price(waiting: int, chosen: str) -> None:
     """The holder of 1,440 of 1,600 tokens has 2 s to compute first, another replica 0.1 s. Where nothing waits the request goes
-    to the other, which computes all. Where requests wait, its 1.6 s there would delay each of them, at the holder 0.16 s."""
+    to the other, which computes all. Where requests wait everywhere, its 1.6 s there would delay each of them and as many that
+    come later, at the holder 0.16 s."""
     holder = candidate("holder", 90, queued_tokens=2_000, queued=waiting)
     other = candidate("other", queued_tokens=100, queued=waiting)
     decision = CostPolicy().choose(query(1600), [holder, other])
     assert decision.replica == chosen
     assert decision.estimate is not None
-    assert decision.estimate.others == pytest.approx(waiting * decision.estimate.prefill)
-    assert (f"for the {waiting} behind it" in decision.in_words()) == (waiting > 0)
+    assert decision.estimate.others == pytest.approx(2 * waiting * decision.estimate.prefill)
+    assert ("for those that wait" in decision.in_words()) == (waiting > 0)
     assert ("together with what others wait" in decision.in_words()) == (waiting > 0)
+
+
+def test_work_has_no_price_while_capacity_is_to_be_had() -> None:
+    """Twenty requests wait at the only holder of a prefix, and the other replicas are idle: the request goes to one of them,
+    although it computes there what the holder has."""
+    holder = candidate("holder", 90, queued_tokens=5_000, queued=20)
+    idle = [candidate(f"idle {number}") for number in range(3)]
+    assert CostPolicy().choose(query(1600), [holder, *idle]).replica != "holder"
+    busy = [candidate(f"busy {number}", queued=20) for number in range(3)]
+    assert CostPolicy().choose(query(1600), [holder, *busy]).replica == "holder"
 
 
 def test_a_session_stays_unless_that_costs_too_much() -> None:
