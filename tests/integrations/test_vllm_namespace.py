@@ -25,7 +25,7 @@ from foreword.integrations.vllm.namespace import (
     choose,
     recorded,
 )
-from foreword.integrations.vllm.weights import weights_digest
+from foreword.integrations.weight_files import weights_digest
 from foreword.referee.models import KINDS, fresh_prompts
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store

@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "keys: adapter's configuration not in its digest",
-        "foreword/integrations/vllm/weights.py",
+        "foreword/integrations/weight_files.py",
         'return sorted([*weights, folder / "adapter_config.json"])',
         "return sorted(weights)",
         IDENTITY,

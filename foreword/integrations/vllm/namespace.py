@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 
 from foreword.errors import StoreError
-from foreword.integrations.vllm.weights import IGNORED_KEYS, model_folder, weights_digest
+from foreword.integrations.weight_files import IGNORED_KEYS, model_folder, weights_digest
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
