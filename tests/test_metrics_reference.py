@@ -24,7 +24,7 @@ from foreword.offload.manager import OffloadStatus
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
 from foreword.store.base import StoreStatus
-from foreword.store.tier_counters import TierCounters, TierState
+from foreword.store.tier_counters import PER_TIER, TierCounters, TierState
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -167,6 +167,12 @@ def selected(node: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple
             yield from selected(getattr(node, name), grouped)
     for argument in getattr(node, "args", ()):
         yield from selected(argument, grouped)
+
+
+def test_hicache() -> None:
+    """The table of the backend for SGLang lists what it shows of each tier (tests/integrations/sglang_suite.py shows one)."""
+    shown = {(f"sglang:foreword_{name}_total", "counter", ("tier",)) for name, _, _ in PER_TIER}
+    assert documented("HiCache backend") == shown
 
 
 @pytest.mark.parametrize("queries", [dashboard_queries, alert_queries])

@@ -73,6 +73,22 @@ class TierCounters:
     bad: Counter[str] = field(default_factory=Counter)
 
 
+# What metrics show of a tier: name, help, and how the value is read from its counters.
+PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
+    ("loaded_blocks", "Blocks read from a tier and verified.", lambda c: c.hit_blocks),
+    ("loaded_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
+    ("load_busy_seconds", "Seconds spent reading from a tier, over all threads.", lambda c: c.read_seconds),
+    ("missed_blocks", "Blocks that were requested from a tier and not read.", lambda c: c.missed_blocks),
+    ("corrupt_blocks", "Blocks that failed verification; removed and not used.", lambda c: sum(c.bad.values())),
+    ("saved_blocks", "Blocks written to a tier, including those it had already.", lambda c: c.written_blocks),
+    ("saved_bytes", "Bytes written to a tier.", lambda c: c.written_bytes),
+    ("save_busy_seconds", "Seconds spent writing to a tier.", lambda c: c.write_seconds),
+    ("lookup_seconds", "Seconds spent on lookups in a tier.", lambda c: c.lookup_seconds),
+    ("errors", "Calls to a tier that failed.", lambda c: sum(c.errors.values())),
+    ("skipped", "Calls to a tier that its open circuit breaker skipped.", lambda c: c.skipped),
+)
+
+
 class Rate:
     """Measured bytes per second as an exponential moving average. 0.0 if there is no recent measurement."""
 

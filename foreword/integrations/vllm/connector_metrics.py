@@ -7,7 +7,7 @@ if it has stores of its own. vLLM adds the reports up; each rank counts its own 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -17,24 +17,10 @@ from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.offload.policy import LoadCosts
-from foreword.store.tier_counters import LookupOutcome, TierCounters, TierState
+from foreword.store.tier_counters import PER_TIER, LookupOutcome, TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
 
-# Name, help, and how the value is read from a tier's counters.
-_PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = (
-    ("loaded_blocks", "Blocks read from a tier and verified.", lambda c: c.hit_blocks),
-    ("loaded_bytes", "Bytes read from a tier.", lambda c: c.read_bytes),
-    ("load_busy_seconds", "Seconds spent reading from a tier, over all threads.", lambda c: c.read_seconds),
-    ("missed_blocks", "Blocks that were requested from a tier and not read.", lambda c: c.missed_blocks),
-    ("corrupt_blocks", "Blocks that failed verification; removed and not used.", lambda c: sum(c.bad.values())),
-    ("saved_blocks", "Blocks written to a tier, including those it had already.", lambda c: c.written_blocks),
-    ("saved_bytes", "Bytes written to a tier.", lambda c: c.written_bytes),
-    ("save_busy_seconds", "Seconds spent writing to a tier.", lambda c: c.write_seconds),
-    ("lookup_seconds", "Seconds spent on lookups in a tier.", lambda c: c.lookup_seconds),
-    ("errors", "Calls to a tier that failed.", lambda c: sum(c.errors.values())),
-    ("skipped", "Calls to a tier that its open circuit breaker skipped.", lambda c: c.skipped),
-)
 # What `ForewordStats` counts by two names.
 _NESTED: Final = ("tiers", "lookups", "requests")
 _TOTALS: Final = {
@@ -160,7 +146,7 @@ class StatsReader:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
         tiers, requests = self._store.tiers, self._lookups.counts()
         now: dict[str, dict[str, dict[str, float]]] = {
-            "tiers": {one.label: {name: value(one.counters) for name, _, value in _PER_TIER} for one in tiers},
+            "tiers": {one.label: {name: value(one.counters) for name, _, value in PER_TIER} for one in tiers},
             "lookups": {one.label: _plain(dict(one.counters.lookups)) for one in tiers},
             "requests": {
                 "request_lookups": _plain(requests.lookups),
@@ -224,7 +210,7 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._tiers = {
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "tier"])
-            for name, text, _ in _PER_TIER
+            for name, text, _ in PER_TIER
         }
         self._counts = {
             name: self._counter_cls(name=f"vllm:foreword_{name}", documentation=text, labelnames=labelnames)
