@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.device_pool_info import (
     KVBufferLayout,
     KVBuffers,
@@ -21,7 +22,9 @@ from sglang.srt.mem_cache.device_pool_info import (
     MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -91,8 +94,11 @@ def backend(store: Any, kv: Any | None = None, pools: dict[PoolName, Any] | None
 
 
 @contextlib.contextmanager
-def controller(kv: Any, extra: dict[str, Any], **server: Any) -> Iterator[HiCacheController]:
-    """SGLang's own cache controller with its threads, as in a server with `--hicache-storage-backend dynamic`."""
+def controller(
+    kv: Any, extra: dict[str, Any], pools: dict[PoolName, Any] | None = None, **server: Any
+) -> Iterator[HiCacheController]:
+    """SGLang's own cache controller with its threads, as in a server with `--hicache-storage-backend dynamic`; that for models
+    with several kinds of layers if there are more pools."""
     extra = {
         "backend_name": "foreword", "module_path": "foreword.integrations.sglang", "class_name": "ForewordStorage", **extra
     }  # fmt: skip
@@ -102,22 +108,27 @@ def controller(kv: Any, extra: dict[str, Any], **server: Any) -> Iterator[HiCach
         device = MHATokenToKVPool(size, PAGE, dtype, 2, 8, 2, "cpu", False)
         allocator = TokenToKVPoolAllocator(size, dtype, "cpu", device, False)
         settings = {"storage_backend": "dynamic", "storage_backend_extra_config": extra, "prefetch_threshold": PAGE}
-        made = HiCacheController(allocator, kv, PAGE, None, threading.Event(), model_name="tiny", **settings)
+        entries = [PoolEntry(PoolName.KV, kv, device, lambda layer: layer, is_primary_index_anchor=True)]
+        entries += [PoolEntry(name, pool, None, lambda layer: layer) for name, pool in (pools or {}).items()]
+        kind, host = (HybridCacheController, HostPoolGroup(entries)) if pools else (HiCacheController, kv)
+        made = kind(allocator, host, PAGE, None, threading.Event(), model_name="tiny", **settings)
         try:
             yield made
         finally:
             made.detach_storage_backend()
 
 
-def prefetched(made: HiCacheController, request: str, key: RadixKey) -> torch.Tensor:
-    """What the scheduler does for a request with these tokens: where SGLang has loaded their pages in the host pool."""
-    made.prefetch(request, key, None, [])
+def prefetched(made: HiCacheController, key: RadixKey, windows: Sequence[PoolTransfer] = ()) -> torch.Tensor:
+    """What the scheduler does for a request with these tokens: where SGLang has loaded their pages in the host pool. `windows`:
+    what the request needs of other pools."""
+    handle = CacheRequestHandle("request", 0) if windows else "request"
+    made.prefetch(handle, key, None, [], **({"extra_pools": list(windows)} if windows else {}))
     operation = made.prefetch_hit_queue.get(timeout=60)
     operation.host_indices = made.mem_pool_host.alloc(operation.storage_hit_count)
     made.prefetch_buffer.put(operation)
     loaded = 0
     while not (ack := made.ack_prefetch_queue.get(timeout=60)).completed_req:
-        loaded = max(loaded, ack.completed_tokens)
+        loaded = max(loaded, ack.completed_tokens or 0)
     return operation.host_indices[:loaded]
 
 

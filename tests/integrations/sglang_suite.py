@@ -369,10 +369,48 @@ def test_sglangs_controller(interface: int, url: str) -> None:
     kv = case.mha()
     with case.controller(kv, dict(extra)) as second:
         for caller in ({}, {"cache_salt": "b"}, {"extra_key": "a"}):
-            assert len(case.prefetched(second, str(caller), case.tokens(20, **caller))) == 0
-        loaded = case.prefetched(second, "mine", mine)
+            assert len(case.prefetched(second, case.tokens(20, **caller))) == 0
+        loaded = case.prefetched(second, mine)
         assert len(loaded) == 20
         assert all(case.holds(kv, loaded, names))
+
+
+def test_sglangs_controller_of_hybrid_models(url: str) -> None:
+    """With windows and recurrent states, SGLang's controller continues where all pools can: a later server loads the pages of
+    each pool, with their bytes."""
+
+    def pools() -> dict[PoolName, Any]:
+        return {PoolName.SWA: case.mha("page_first_direct"), PoolName.MAMBA: case.mamba()}
+
+    def windows(pools: dict[PoolName, Any], end: int, filled: bool) -> list[PoolTransfer]:
+        """Two pages of the window and one state, which end after `end` pages."""
+        found = []
+        for (name, pool), wanted in zip(pools.items(), (names[end - 2 : end], names[end - 1 : end]), strict=True):
+            indices = pool.alloc(len(wanted) * pool.page_size)
+            for index, key in zip(indices[:: pool.page_size].tolist(), wanted, strict=True) if filled else ():
+                pool.set_from_flat_data_page(index, case.content(pool, key))
+            found.append(case.window(wanted, pool, indices, name))
+        return found
+
+    extra = {"fingerprint": case.FINGERPRINT, "interface_v1": 1, "store": url}
+    request = case.tokens(7 * case.PAGE)
+    names, kv, others = get_storage_hash_str(request, page_size=case.PAGE), case.mha(), pools()
+    with case.controller(kv, dict(extra), others) as first:
+        for low, end in ((0, 4), (4, 6)):  # two steps of one request, each with what ends there
+            part = case.tokens(28)[low * case.PAGE : end * case.PAGE]
+            indices = case.fill(kv, names[low:end], low)
+            first.write_storage(indices, part, names[low:end], names[:low], windows(others, end, True))
+            assert first.ack_backup_queue.get(timeout=60).completed_tokens == (end - low) * case.PAGE
+    kv, others = case.mha(), pools()
+    with case.controller(kv, dict(extra), others) as second:
+        for tokens, end in ((28, 6), (20, 4)):
+            needed = windows(others, tokens // case.PAGE, False)
+            loaded = case.prefetched(second, case.tokens(tokens), needed)
+            assert len(loaded) == end * case.PAGE
+            assert all(case.holds(kv, loaded, names[:end]))
+            for one, pool in zip(needed, others.values(), strict=True):
+                assert one.keys == names[end - len(one.keys) : end]
+                assert all(case.holds(pool, one.host_indices, one.keys))
 
 
 def make_model(folder: Path, seed: int, **config: Any) -> Path:
@@ -463,7 +501,7 @@ def test_the_guide(tmp_path: Path) -> None:
         made.write_storage(case.fill(kv, names), mine, names, [])
         assert made.ack_backup_queue.get(timeout=60).completed_tokens == 20
         case.blank(kv)
-        assert all(case.holds(kv, case.prefetched(made, "mine", mine), names))
+        assert all(case.holds(kv, case.prefetched(made, mine), names))
     [inspect, forget] = [
         shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("foreword ")
     ]
