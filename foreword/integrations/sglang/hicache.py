@@ -282,7 +282,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         if pool is None or starts is None:
             log.error("Foreword: %s has no such pages in the host pool", name)
             return [False] * len(keys)
-        return self._write(pool, keys, lambda i: pool.host.get_data_page(starts[i], flat=True), extra_info)
+        return self._write(pool, keys, lambda i: pool.host.get_data_page(starts[i], flat=False), extra_info)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self.batch_set([key], [value])
@@ -308,12 +308,12 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         for part in _parts(len(fresh), size + HEADER_BYTES):
             frames = []
             for i in (fresh[one] for one in part):
-                page = take(i).detach().contiguous().view(torch.uint8).reshape(-1)
-                buffer = memoryview(bytearray(size + HEADER_BYTES))
-                if page.numel() != size:
-                    log.error("Foreword: a page of %d bytes is not one of %s", page.numel(), pool.layout.group)
+                page, memory = take(i), torch.empty(size + HEADER_BYTES, dtype=torch.uint8)
+                if page.nbytes != size:
+                    log.error("Foreword: a page of %d bytes is not one of %s", page.nbytes, pool.layout.group)
                     return stored
-                buffer[:size] = memoryview(cast(Any, page.cpu().numpy()))
+                memory[:size].view(page.dtype).view(page.shape).copy_(page)
+                buffer = memoryview(cast(Any, memory.numpy()))
                 facts = pool.layout.fingerprint, root[:ROOT_BYTES], chain[i + 1], chain[i], len(before) + i
                 frames.append(seal(Header(*facts, RAW, size, size), buffer))
             kept = self._store.put(frames, deadline=deadline) == len(frames)
