@@ -1,4 +1,4 @@
-"""Test suites for authors of storage backends and of fronts. They need pytest and hypothesis.
+"""Test suites for authors of storage backends, of integrations with engines, and of fronts. They need pytest and hypothesis.
 
 A new backend implements `foreword.store.base.Store`. Its tests subclass the suites and provide stores in fixtures:
 
@@ -31,6 +31,8 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
 | `StoreContract`         | every method, threads, deadlines; with `bounded` also eviction and pins     |
 | `StoreMachine`          | random sequences of calls, compared with a dictionary                       |
 | `ReadOnlyStoreContract` | a store that is only read                                                   |
+
+An engine over Foreword's stores subclasses `foreword.conformance.engine_contract.EngineContract` (docs/guides/own-engine.md).
 
 A front subclasses `foreword.conformance.front_contract.FrontContract`, with a fixture `front` that serves on real connections.
 It asks each of its routes for rights, quota, charge, limits, the format of errors, and one count in the metrics.

@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
 )
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import prepare_server_args
 
 import foreword.integrations.sglang as integration
 from foreword.conformance import FlakyStore
+from foreword.conformance.engine_contract import EngineContract, EngineRun, Start
 from foreword.errors import ConfigError, ForewordError, StoreError
 from foreword.integrations.sglang import ForewordStorage
 from foreword.integrations.sglang.hicache_identity import server_namespace
@@ -411,6 +414,48 @@ def test_sglangs_controller_of_hybrid_models(url: str) -> None:
             for one, pool in zip(needed, others.values(), strict=True):
                 assert one.keys == names[end - len(one.keys) : end]
                 assert all(case.holds(pool, one.host_indices, one.keys))
+
+
+class Server:
+    """The backend of a server with pools of two kinds, whose model gives each page bytes that follow from the tokens."""
+
+    def __init__(self, store: TieredStore, seed: int) -> None:
+        self._kv, self._states = case.mha(page=8), case.mamba()
+        extra = {"fingerprint": f"{seed:02x}" * 32, "lookup_timeout": 0.25, "load_timeout": 5.0}
+        self._backend = case.backend(store, self._kv, {PoolName.MAMBA: self._states}, extra=extra)
+
+    def run(self, tokens: Sequence[int], tenant: str = "") -> EngineRun:
+        names = get_storage_hash_str(RadixKey(array("q", tokens), cache_salt=tenant or None), page_size=8)
+        computed = get_storage_hash_str(array("q", tokens), page_size=8)
+        case.blank(self._kv)
+        case.blank(self._states)
+        found = self._backend.batch_exists_v2(names, [case.window(names[-1:], self._states, None, PoolName.MAMBA)])
+        cached = found.kv_hit_pages
+        if cached:
+            loads = [
+                PoolTransfer(PoolName.KV, case.slots(self._kv, range(cached)), keys=names[:cached]),
+                PoolTransfer(PoolName.MAMBA, case.slots(self._states, [cached - 1]), keys=[names[cached - 1]]),
+            ]
+            if not all(all(results) for results in self._backend.batch_get_v2(loads).values()):
+                cached = 0
+        kv = {}
+        for number, pool in enumerate((self._kv, self._states)):
+            for page, text in enumerate(computed):
+                index = page * pool.page_size
+                if page >= cached:
+                    pool.set_from_flat_data_page(index, case.content(pool, text))
+                if page >= cached - 1 or number == 0:
+                    kv[number, 8 * (page + 1)] = case.page_bytes(pool, index)
+        for name, pool in ((PoolName.KV, self._kv), (PoolName.MAMBA, self._states)):
+            rest = case.slots(pool, range(cached, len(names)))
+            self._backend.batch_set_v2([PoolTransfer(name, rest, keys=names[cached:])])
+        return EngineRun(8 * cached, kv)
+
+
+class TestContract(EngineContract):
+    @pytest.fixture
+    def start(self) -> Start:
+        return Server
 
 
 def make_model(folder: Path, seed: int, **config: Any) -> Path:

@@ -1,0 +1,100 @@
+"""The contract of engines over Foreword's stores: `KVCache` under Transformers, and the toy engine of `examples/`."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+import transformers
+
+from foreword.conformance.engine_contract import EngineContract, EngineRun, Start
+from foreword.integrations.transformers import KVCache
+from foreword.store.tiered import TieredStore
+
+BLOCK = 8
+_TOY = Path(__file__).parents[2] / "examples" / "toy-engine" / "toy_engine.py"
+
+
+@functools.cache
+def _model(seed: int) -> Any:
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, initializer_range=0.2, max_position_embeddings=256,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+class Script:
+    """A script that computes prompts with a `KVCache`."""
+
+    def __init__(self, store: TieredStore, seed: int) -> None:
+        self._store, self._model = store, _model(seed)
+
+    @torch.inference_mode()
+    def run(self, tokens: Sequence[int], tenant: str = "") -> EngineRun:
+        ids = torch.tensor([tokens])
+        cache = KVCache(self._model, self._store, ids, block_size=BLOCK, salt=tenant.encode(), timeout=5.0)
+        self._model(input_ids=ids[:, cache.loaded_tokens :], past_key_values=cache, use_cache=True)
+        cache.save(timeout=5.0)
+        kv = {
+            (0, end): b"".join(
+                tensor[0, :, end - BLOCK : end].contiguous().numpy().tobytes()
+                for layer in cache.layers
+                for tensor in (layer.keys, layer.values)
+            )
+            for end in range(BLOCK, len(tokens) + 1, BLOCK)
+        }
+        return EngineRun(cache.loaded_tokens, kv)
+
+
+class TestTransformers(EngineContract):
+    @pytest.fixture
+    def start(self) -> Start:
+        return Script
+
+
+def _toy() -> Any:
+    spec = importlib.util.spec_from_file_location("toy_engine", _TOY)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["toy_engine"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestToy(EngineContract):
+    @pytest.fixture
+    def start(self) -> Start:
+        return _toy().ToyEngine  # type: ignore[no-any-return]
+
+
+def test_the_toy_runs(tmp_path: Path) -> None:
+    """A second run of the toy's command loads the prompt's start, and says the same tokens."""
+    command = [
+        sys.executable,
+        str(_TOY),
+        f"disk://{tmp_path}/toy?size=1GiB",
+        "The quick brown fox jumps over the lazy dog.",
+    ]
+    first, second = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
+    assert first.stdout.startswith("0 of 44 tokens")
+    assert "tier 0: 5 blocks stored" in first.stderr
+    assert second.stdout == first.stdout.replace("0 of 44", "32 of 44", 1)
+
+
+def test_the_toy_is_small() -> None:
+    """An integration written from the page alone has less than 250 lines."""
+    assert len(_TOY.read_text(encoding="utf-8").splitlines()) < 250
