@@ -23,6 +23,7 @@ import pytest
 import sglang_case as case
 import torch
 from documented_page import steps
+from sglang.srt.lora.lora_registry import LoRARef
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
@@ -515,8 +516,11 @@ def test_what_has_no_identity_is_refused(tmp_path: Path) -> None:
     for text in ("1", "2"):
         (adapter / "adapter_model.safetensors").write_text(text)
         (adapter / "adapter_config.json").write_text("{}")
-        found.add(namespace(one, enable_lora=True, lora_paths=[f"mine={adapter}"]))
+        for given in (f"mine={adapter}", LoRARef(lora_id="1", lora_name="mine", lora_path=str(adapter))):
+            found.add(namespace(one, enable_lora=True, lora_paths=[given]))
     assert len(found) == 2
+    with pytest.raises(ForewordError, match="adapter"):
+        namespace(one, lora_paths=[str(one)])  # a model's folder
 
 
 def test_versions_whose_keys_have_no_tenant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,11 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
     if server["speculative_draft_model_path"] not in (None, server["model_path"]):
         digest += _model(server["speculative_draft_model_path"], server["speculative_draft_model_revision"])
     for one in server["lora_paths"] or ():
-        path = getattr(one, "lora_path", None) or str(one).rpartition("=")[2]
-        digest += digest_of_files(adapter_files(model_folder(path, None)))
+        path = one["lora_path"] if isinstance(one, dict) else str(one).rpartition("=")[2]
+        try:
+            digest += digest_of_files(adapter_files(model_folder(path, None)))
+        except OSError as error:
+            raise ModelUnsupported(f"the files of the adapter {path!r} cannot be read: {error}") from error
     return digest
 
 
