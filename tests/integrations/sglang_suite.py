@@ -307,6 +307,32 @@ def test_forgetting_and_tools(url: str) -> None:
     assert case.backend(url, case.mha()).batch_exists(names) == 0
 
 
+def test_encryption(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With keys in the environment pages are encrypted, and forgetting them ends their use in a server that runs."""
+    for name, value in {
+        "KEY_STORE": str(tmp_path / "keys"),
+        "MASTER_KEYS": f"a:{'5a' * 32}",
+        "CHECK_SECONDS": "0.01",
+    }.items():
+        monkeypatch.setenv(f"FOREWORD_ENCRYPTION_{name}", value)
+    kv, names = case.mha(), case.keys(3)
+    backend = case.backend(url, kv)
+    indices = case.fill(kv, names)
+    assert all(backend.batch_set_v1(names, indices))
+    backend.close()
+    stored = b"".join(path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file())
+    assert not any(bytes(case.content(kv, name).view(torch.uint8).numpy())[:32] in stored for name in names)
+    backend = case.backend(url, kv)
+    case.blank(kv)
+    assert backend.batch_get_v1(names, indices) == [True] * 3
+    assert all(case.holds(kv, indices, names))
+    foreword("forget", url, "--no-tenant")
+    while backend.batch_exists(names):  # it looks at the keys again after CHECK_SECONDS
+        pass
+    assert all(backend.batch_set_v1(names, case.fill(kv, names)))
+    assert backend.batch_get_v1(names, indices) == [True] * 3
+
+
 def test_chains_are_evicted_from_their_ends(tmp_path: Path) -> None:
     """A store that is too small keeps the starts of chains, if SGLang tells which pages come before."""
     kv = case.mha()
