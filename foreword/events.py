@@ -22,7 +22,7 @@ class BlocksStored:
     Attributes:
         parent: key of the block before the first of these.
         tokens: tokens of these blocks.
-        salt: `Salt.text` if these are the first blocks of a chain, else None.
+        salt: `Salt.text` if these are the first blocks of a chain, or the first behind its public blocks; else None.
     """
 
     parent: bytes

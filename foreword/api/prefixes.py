@@ -10,10 +10,13 @@ from foreword.api.dialects.decode import Body, Limits, check_length, refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.blocks.salt import PUBLIC
 from foreword.events import TokenUsage
 from foreword.prefixes.async_service import AsyncPrefixes
 
 PATH = "/v1/prefixes"
+# Of prefixes whose blocks all tenants share.
+PUBLIC_PATH = "/v1/public/prefixes"
 
 
 class AnyPrefixBody(Protocol):
@@ -40,7 +43,7 @@ def add_routes(
     new: type[Body],
     version: type[Body],
 ) -> None:
-    """Add the routes of named prefixes. Each tenant sees its own.
+    """Add the routes of named prefixes. Each tenant sees its own; an operator's are public.
 
     Args:
         prefixes: those of the engine. Raises NotReady and such.
@@ -48,15 +51,34 @@ def add_routes(
         new, version: the bodies of POST and PUT, each an `AnyPrefixBody`; that of POST has `name` and `replace`.
     """
 
-    @routes.add("POST", PATH, right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(new), tag="prefixes", status=201)
+    _add_routes(routes, prefixes, admit, new, version, public=False)
+    _add_routes(routes, prefixes, admit, new, version, public=True)
+
+
+def _add_routes(
+    routes: Routes[Handler],
+    prefixes: Callable[[], AsyncPrefixes],
+    admit: Callable[[AnyPrefixBody], AbstractContextManager[object]],
+    new: type[Body],
+    version: type[Body],
+    *,
+    public: bool,
+) -> None:
+    path = PUBLIC_PATH if public else PATH
+    change, meter = (Right.OPERATOR, Meter.FREE) if public else (Right.TENANT, Meter.TOKENS)
+
+    def owner(call: Call) -> bytes:
+        return PUBLIC.tenant if public else call.tenant.salt
+
+    @routes.add("POST", path, right=change, meter=meter, body=JsonBody.of(new), tag="prefixes", status=201)
     async def add(call: Call) -> Answer:
         """Compute a prefix, pin its blocks and give it a name."""
         return await register(call, call.body.name, replace=call.body.replace)
 
-    @routes.add("GET", PATH, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    @routes.add("GET", path, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def list_all(call: Call) -> dict[str, Any]:
-        """All named prefixes of the caller, the bytes they pin, and the server's budget for all tenants."""
-        salt, service = call.tenant.salt, prefixes()
+        """All of them, the bytes they pin, and the server's budget for all tenants."""
+        salt, service = owner(call), prefixes()
         await service.refresh(salt)
         found = service.list(salt=salt)
         return {
@@ -66,25 +88,23 @@ def add_routes(
             "budget_bytes": service.budget_bytes,
         }
 
-    @routes.add("GET", PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    @routes.add("GET", path + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def show(call: Call) -> dict[str, Any]:
         """One prefix with its content."""
-        salt, name, service = call.tenant.salt, call.names["name"], prefixes()
+        salt, name, service = owner(call), call.names["name"], prefixes()
         await service.refresh(salt, name)
         prefix = service.get(name, salt=salt)
         return {**prefix.describe(), **prefix.body}
 
-    @routes.add(
-        "PUT", PATH + "/{name}", right=Right.TENANT, meter=Meter.TOKENS, body=JsonBody.of(version), tag="prefixes"
-    )
+    @routes.add("PUT", path + "/{name}", right=change, meter=meter, body=JsonBody.of(version), tag="prefixes")
     async def replace(call: Call) -> Answer:
         """Register a prefix, or a new version of it."""
         return await register(call, call.names["name"], replace=True)
 
-    @routes.add("DELETE", PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
+    @routes.add("DELETE", path + "/{name}", right=change, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def remove(call: Call) -> dict[str, Any]:
         """Remove a prefix and unpin its blocks. They stay cached until they are evicted."""
-        removed = await prefixes().remove(call.names["name"], salt=call.tenant.salt)
+        removed = await prefixes().remove(call.names["name"], salt=owner(call))
         return {"id": removed.name, "object": "prefix", "deleted": True, "version": removed.version}
 
     async def register(call: Call, name: str, *, replace: bool) -> Answer:
@@ -95,8 +115,8 @@ def add_routes(
                 name,
                 content=body.content,
                 messages=messages,
-                salt=call.tenant.salt,
+                salt=owner(call),
                 replace=replace,
-                charge=lambda tokens: call.charge(TokenUsage(tokens)),
+                charge=lambda tokens: None if public else call.charge(TokenUsage(tokens)),
             )
         return Answer.json(prefix.describe(), 201 if prefix.version == 1 else 200)

@@ -84,20 +84,34 @@ def chain_keys(parent: bytes, tokens: Iterable[int], block_size: int, extras: Se
     return keys
 
 
+def parent_behind(public: bytes, root: bytes) -> bytes:
+    """The parent of a tenant's first block behind public ones, given the last of them and the tenant's root key."""
+    return sha256(public + root).digest()
+
+
 class TokenChain:
     """The tokens of one sequence and the keys of its full blocks.
 
     Keys are computed on demand (`keys_to`): appending a token is only an append to `tokens`.
+
+    Attributes:
+        root: the root key of the tenant's chains.
+        public: how many of the first blocks are public (`public.py`).
     """
 
-    __slots__ = ("_extras", "block_size", "keys", "root", "tokens")
+    __slots__ = ("_behind", "_extras", "_first", "block_size", "keys", "public", "root", "tokens")
 
     def __init__(self, root: bytes, block_size: int, tokens: Iterable[int] = (), extras: Sequence[bytes] = ()) -> None:
         self.root = root
         self.block_size = block_size
         self.tokens: array[int] = _array(tokens)[:]
-        self.keys: list[bytes] = []
         self._extras = extras
+        self.begin([])
+
+    def begin(self, public: Sequence[bytes], root: bytes = b"") -> None:
+        """The chain begins with public blocks that have these keys, and the root key `root`."""
+        self.keys, self.public, self._first = list(public), len(public), root if public else self.root
+        self._behind = parent_behind(public[-1], self.root) if public else self.root
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -110,19 +124,25 @@ class TokenChain:
         known = len(self.keys)
         if known < num_blocks:
             size = self.block_size
-            parent = self.keys[-1] if known else self.root
+            parent = self.keys[-1] if known > self.public else self._behind
             fresh = self.tokens[known * size : num_blocks * size]
             self.keys += chain_keys(parent, fresh, size, self._extras[known:num_blocks])
         return self.keys
 
     def key_before(self, block: int) -> bytes:
         """The parent key of block `block`: the key of the block before it, or the root for block 0."""
-        return self.keys_to(block)[block - 1] if block else self.root
+        return self.keys_to(block)[block - 1] if block else self._first
+
+    def own_before(self, block: int) -> bytes:
+        """The same, but behind the last public block a key that only the tenant's chains have."""
+        return self._behind if block == self.public else self.key_before(block)
 
     def fork(self, num_tokens: int) -> TokenChain:
         """A new chain with the first `num_tokens` tokens."""
         child = TokenChain(self.root, self.block_size, self.tokens[:num_tokens], self._extras)
-        child.keys = self.keys[: num_tokens // self.block_size]
+        full = num_tokens // self.block_size
+        child.begin(self.keys[: min(self.public, full)], self._first)
+        child.keys = self.keys[:full]
         return child
 
 

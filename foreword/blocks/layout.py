@@ -25,11 +25,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
 from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadRequest, ConfigError
 
@@ -116,8 +117,14 @@ class Layout:
 
 
 def chain_prefix(layout: bytes, root: bytes) -> bytes:
-    """The first bytes of the names of all blocks with this layout and root key."""
+    """The first bytes of the names of a tenant's blocks with this layout and root key."""
     return layout + root[:ROOT_BYTES]
+
+
+def block_names(layout: bytes, root: bytes, keys: Iterable[bytes]) -> list[bytes]:
+    """Names of the blocks with these keys in one layout, given the root key of their chain. Public blocks have another."""
+    own, shared = chain_prefix(layout, root), layout + PUBLIC_ROOT
+    return [(shared if is_public(key) else own) + key for key in keys]
 
 
 def key_of(name: bytes) -> bytes:
@@ -153,8 +160,8 @@ class BlockUnits:
 
     def names(self, root: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Names of the rank's units, given the root key of a chain and the keys of its units of tokens."""
-        prefixes = [chain_prefix(layout.fingerprint, root) for layout in self.layouts]
-        return [prefix + key for key in keys for prefix in prefixes]
+        names = [block_names(layout.fingerprint, root, keys) for layout in self.layouts]
+        return names[0] if len(names) == 1 else [name for unit in zip(*names, strict=True) for name in unit]
 
     def of_blocks(self, blocks: Sequence[int]) -> list[int]:
         """Numbers of the units of blocks, in the order of `names`: block `b` has those from `b * block_units` on."""

@@ -149,6 +149,7 @@ class BlockPool:
         "_free",
         "_index",
         "_keys",
+        "_mixed",
         "_on_removed",
         "_owners",
         "_refs",
@@ -171,6 +172,7 @@ class BlockPool:
         self._clock = 0  # advances with each allocated block and each release
         self._tenants: dict[bytes, _Tenant] = {}
         self._spare_rings: list[int] = []
+        self._mixed = False  # blocks were given to another owner: a table may have blocks of two tenants
         self._index: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}
 
@@ -297,6 +299,27 @@ class BlockPool:
             del self._tenants[tenant.id]
             self._spare_rings.append(tenant.ring)
 
+    def give(self, blocks: Sequence[int], owner: bytes) -> None:
+        """Blocks in use that have no keys yet belong to another owner from now on."""
+        if not blocks:
+            return
+        self._disown(blocks)
+        tenant = self._tenants.get(owner[:TENANT_BYTES]) or self._add_tenant(owner[:TENANT_BYTES])
+        tenant.amount += len(blocks)
+        tenant.used_at = self._clock
+        self._mixed = True
+        for block in blocks:
+            self._owners[block] = owner
+
+    def _of_tenants(self, blocks: list[int]) -> Iterable[list[int]]:
+        """The blocks of each tenant, in order."""
+        if not self._mixed:
+            return [blocks] if blocks else []
+        parts: dict[_Tenant, list[int]] = {}
+        for block in blocks:
+            parts.setdefault(self._tenant_of(block), []).append(block)
+        return parts.values()
+
     def _tenant_of(self, block: int) -> _Tenant:
         """The tenant of a block that has an owner."""
         owner = self._owners[block]
@@ -337,8 +360,8 @@ class BlockPool:
     def release(self, table: Sequence[int]) -> None:
         """Drop one reference of each block of a block table, last block first, so that a chain is evicted from its end.
 
-        No two blocks of the table may have the same key, and all must have the same owner. Chained keys guarantee that for the
-        table of one sequence.
+        No two blocks of the table may have the same key, and all must have the same owner, but for those that were given to
+        another one. Chained keys guarantee that for the table of one sequence.
         """
         refs, keys, index, owners = self._refs, self._keys, self._index, self._owners
         self._clock += 1
@@ -356,11 +379,12 @@ class BlockPool:
                 cached.append(block)
             else:
                 empty.append(block)
-        if cached:
-            self._free.append(cached, self._tenant_of(cached[0]).ring)
+        for part in self._of_tenants(cached):
+            self._free.append(part, self._tenant_of(part[0]).ring)
         if empty:
             self._free.push_front(empty)
-            self._disown([block for block in empty if owners[block] is not None])
+            for part in self._of_tenants([block for block in empty if owners[block] is not None]):
+                self._disown(part)
 
     def _release_copy(self, key: bytes, block: int) -> bool:
         """Free a copy. True if it keeps its key.
@@ -405,9 +429,9 @@ class BlockPool:
             self._on_removed(keys)
 
     def in_use(self, owner: bytes) -> list[int]:
-        """The published blocks of an owner that have references."""
+        """The published blocks whose owners begin with `owner` that have references."""
         pairs = enumerate(zip(self._refs, self._keys, self._owners, strict=True))
-        return [block for block, (refs, key, of) in pairs if refs and key is not None and of == owner]
+        return [block for block, (refs, key, of) in pairs if refs and key is not None and (of or b"").startswith(owner)]
 
     def clear(self, owner: bytes = b"") -> int:
         """Drop the cached content of all free blocks, or of those whose owners begin with `owner`, and return their number.

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
 from foreword.blocks.pool import BlockPool
+from foreword.blocks.public import PublicBlocks, roots_behind
 from foreword.blocks.resume import GroupKind, KVGroup, longest_resumable
-from foreword.blocks.salt import NO_SALT, Salt
+from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.errors import ConfigError, IntegrityError
 
 MAX_PARTIAL_BLOCKS = 4096
@@ -140,6 +141,7 @@ class PrefixCache:
     Attributes:
         quarantined: keys of blocks that are neither published nor searched, nor any block that continues them.
         disabled: no lookup hits for now.
+        public: the blocks that all tenants share.
     """
 
     def __init__(
@@ -166,6 +168,7 @@ class PrefixCache:
         self.enabled = enabled
         self.disabled = False
         self.quarantined: frozenset[bytes] = frozenset()
+        self.public = PublicBlocks()
         self._model = model
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks * len(self.groups)
@@ -177,7 +180,8 @@ class PrefixCache:
 
     def open(self, tokens: Iterable[int], *, salt: Salt = NO_SALT, extras: Sequence[bytes] = ()) -> BlockTable:
         """A table for a new sequence. It has no blocks yet."""
-        return BlockTable(TokenChain(self.root(salt), self.block_size, tokens, extras), len(self.groups), salt)
+        chain = self.public.chain(self.root(salt), self.scope(salt), tokens, extras)
+        return BlockTable(chain, len(self.groups), salt)
 
     def root(self, salt: Salt) -> bytes:
         """The root key of a salt's chains."""
@@ -220,7 +224,7 @@ class PrefixCache:
 
     def _find_partial(self, table: BlockTable, depth: int) -> tuple[tuple[int, ...], int]:
         """Partly filled blocks after the table's first `depth` blocks. The sequence's last token is always recomputed."""
-        known = self._partials.get(table.chain.key_before(depth))
+        known = self._partials.get(table.chain.own_before(depth))
         if known is None:
             return (-1,), 0
         blocks, held, _ = known
@@ -302,10 +306,12 @@ class PrefixCache:
             blocks = self._allocate(table, missing if self._simple else missing * len(self.groups))
             if blocks is None:
                 return False
+            length = len(table.blocks)
             if self._simple:
                 table.blocks += blocks
             else:
                 _deal(table, blocks)
+            self._own_public(table, length)
         full = num_tokens // self.block_size
         if full > table.published and self.enabled and publish:
             self.publish(table, full)
@@ -344,6 +350,7 @@ class PrefixCache:
             for blocks, start in zip(table.groups, starts, strict=True):
                 blocks += [HOLE] * (start - length)
                 blocks += itertools.islice(rest, max(num_blocks - start, 0))
+            self._own_public(table, length)
             self._set_next_block_at(table)
         return fresh
 
@@ -412,6 +419,12 @@ class PrefixCache:
                     self._forget_partial(self._partial_parents[block])
         return blocks
 
+    def _own_public(self, table: BlockTable, start: int) -> None:
+        """The table's new blocks, from number `start` on, count for no tenant where they are public."""
+        if start < table.chain.public:
+            public = [block for blocks in table.groups for block in blocks[start : table.chain.public] if block != HOLE]
+            self.pool.give(public, self.root(PUBLIC))
+
     def copy_partial(self, table: BlockTable, match: Match) -> Copy | None:
         """The copy that `match` needs, after `advance` has allocated its target. None if there is nothing to copy.
 
@@ -435,7 +448,7 @@ class PrefixCache:
         depth, held = divmod(num_tokens, self.block_size)
         if not self._partial_reuse or not held or depth >= len(table.blocks):
             return
-        key, blocks = table.chain.key_before(depth), tuple(group[depth] for group in table.groups)
+        key, blocks = table.chain.own_before(depth), tuple(group[depth] for group in table.groups)
         if depth < table.published and any(self.pool.key(block) is None for block in blocks):
             return  # the block was shared from a sequence whose step failed: it was retracted and is empty
         for block in blocks:
@@ -496,7 +509,9 @@ class PrefixCache:
         return self.pool.clear(owner)
 
     def drop(self, root: bytes) -> None:
-        """Drop all cached blocks of the chains with this root key: no lookup finds them, those in use neither."""
+        """Drop all cached blocks of the chains with this root key: no lookup finds them, those in use neither. If it is that of
+        public blocks, drop everything, since any chain may continue them."""
+        root = roots_behind(root)
         self._forget_partials(root)
         self.pool.retract(self.pool.in_use(root))
         self.pool.clear(root)

@@ -86,6 +86,8 @@ class Salt(NamedTuple):
 
 
 NO_SALT: Final = Salt()
+# Of blocks that all tenants share (`public.py`). No tenant has it: a tenant's salt is a digest, or empty.
+PUBLIC: Final = Salt(b"foreword/public")
 
 
 def tenant_digest(tenant: bytes) -> str:

@@ -46,6 +46,7 @@ class CacheReports:
             detail=found.detail,
             loaded_tokens=loaded,
             transferred_tokens=self.transferred_tokens(sequence),
+            public_tokens=min(cached, sequence.table.chain.public * self._cache.block_size),
         )
 
     def loaded_tokens(self, sequence: SequenceState) -> dict[str, int]:

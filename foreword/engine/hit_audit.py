@@ -23,6 +23,8 @@ from typing import Final, Protocol
 import torch
 
 from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache, group_key
+from foreword.blocks.public import is_public
+from foreword.blocks.salt import PUBLIC
 from foreword.engine.attention.kv_tensors import block_bytes, block_distances, copy_block, distances
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step
@@ -330,8 +332,9 @@ class HitAudit:
             return None
         keys, size = hit.keys[: block + 1], self._cache.block_size
         source = self._origins.get(keys[-1], DEVICE)
+        root = self._cache.root(PUBLIC) if is_public(keys[-1]) else hit.root
         return Mismatch(
-            hit.tokens[: len(keys) * size], hit.root, keys, number, source, tuple(layers), figures.tolist(),
+            hit.tokens[: len(keys) * size], root, keys, number, source, tuple(layers), figures.tolist(),
             noise.tolist(), self.tolerance, block_bytes(layers, found),
         )  # fmt: skip
 

@@ -193,6 +193,7 @@ class CacheReport:
         transferred_tokens: sent by another instance, by the same label, cached there or computed for this request. What it
             computed is part of `computed_tokens`.
         retained: what became of the request's cache control, in order of the positions.
+        public_tokens: those of `cached_tokens` that are public, shared by all tenants.
     """
 
     prompt_tokens: int
@@ -206,6 +207,7 @@ class CacheReport:
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     transferred_tokens: dict[str, int] = field(default_factory=dict)
     retained: tuple[RetentionAnswer, ...] = ()
+    public_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
-from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig
@@ -164,6 +164,7 @@ class AsyncEngine:
 
         async def prepare() -> None:
             nonlocal compiled, constraint
+            self.prefixes.follow_public()
             compiled = await self.compile(request.params)
             if compiled is not None and request.output:
                 work = partial(self._core.constraint_after, request, compiled)
@@ -344,11 +345,12 @@ class AsyncEngine:
         return await asyncio.to_thread(self._find_common, texts, salt, limit)
 
     def _find_common(self, texts: Sequence[array[int]], salt: Salt, limit: int) -> list[CommonPrefix]:
-        size, pool = self.info.block_size, self._core.cache.pool
-        root = Scope(bytes.fromhex(self.info.namespace), size, salt).root()
+        size, cache = self.info.block_size, self._core.cache
+        scope = Scope(bytes.fromhex(self.info.namespace), size, salt)
         found = common_prefixes(texts, size, limit)
         # A lookup only reads; outside the engine's thread its result may be a step old.
-        return [replace(one, on_device=len(pool.lookup(chain_keys(root, one.tokens, size)))) for one in found]
+        keys = (cache.public.keys_of(scope, one.tokens) for one in found)
+        return [replace(one, on_device=len(cache.pool.lookup(known))) for one, known in zip(found, keys, strict=True)]
 
     async def check_integrity(self) -> None:
         """Prove the pool's invariants between two steps. Raises IntegrityError."""

@@ -17,6 +17,8 @@ import torch
 from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
+from foreword.blocks.public import public_keys
+from foreword.blocks.salt import PUBLIC
 from foreword.config import (
     KV_MEMORY_FORMS,
     EncryptionConfig,
@@ -151,16 +153,19 @@ class EngineParts:
 
     def prefix_service(self) -> PrefixService:
         """The engine's named prefixes."""
-        info, offload, storage = self.info, self.offload, None
+        info, offload, storage, cache = self.info, self.offload, None, self.core.cache
         if offload is not None and self.pins is not None:
-            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size)
+            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size, cache.public)
 
         def tokenize(content: Content) -> list[int]:
             if isinstance(content, str):
                 return self.tokenizer.encode(content)
             return self.tokenizer.render_chat(content, add_generation_prompt=False)
 
-        return PrefixService(tokenize, self.core.kept.reserve, storage)
+        def mark(texts: list[Sequence[int]]) -> None:
+            cache.public.set(public_keys(cache.scope(PUBLIC), tokens) for tokens in texts)
+
+        return PrefixService(tokenize, self.core.kept.reserve, storage, mark)
 
     def block_server(self, post: Post) -> BlockServer:
         """Lets other instances read the blocks on the device and in this process's memory tiers."""
@@ -350,11 +355,15 @@ def _prefix_cache(
 ) -> PrefixCache:
     def published(table: BlockTable, start: int, end: int) -> None:
         chain, size = table.chain, config.block_size
-        keys, tokens = chain.keys_to(end)[start:end], chain.tokens[start * size : end * size]
-        salt = table.salt.text if not start else None
-        event = BlocksStored(chain.key_before(start), tuple(keys), tokens, salt)
-        for observer in observers:
-            observer.notify(event)
+        parts = (start, min(end, chain.public), PUBLIC), (max(start, chain.public), end, table.salt)
+        for low, high, salt in parts:
+            if low >= high:
+                continue
+            keys, tokens = chain.keys_to(high)[low:high], chain.tokens[low * size : high * size]
+            begins = salt.text if low in (0, chain.public) else None
+            event = BlocksStored(chain.key_before(low), tuple(keys), tokens, begins)
+            for observer in observers:
+                observer.notify(event)
 
     def removed(keys: list[bytes]) -> None:
         for observer in observers:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.keys import chain_keys
 from foreword.blocks.prefix_cache import BlockTable
 from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
@@ -85,5 +84,4 @@ def release(core: EngineCore, tokens: Sequence[int] | None, salt: Salt) -> list[
     book, tenant = core.kept.book, tenant_digest(salt.tenant)
     if tokens is None:
         return book.release(tenant, [one.key for one in book.of(tenant) if one.root.startswith(salt.prefix)])
-    keys = chain_keys(core.cache.scope(salt).root(), tokens, core.cache.block_size)
-    return book.release(tenant, keys)
+    return book.release(tenant, core.cache.public.keys_of(core.cache.scope(salt), tokens))

@@ -12,7 +12,7 @@ from typing import Any, Self, cast
 from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
-from foreword.blocks.salt import NO_SALT
+from foreword.blocks.salt import NO_SALT, PUBLIC
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -62,6 +62,7 @@ class LLM:
         self._core = self._parts.core
         self._ids = itertools.count()
         self._prefixes = self._parts.prefix_service()
+        self._prefixes.refresh(PUBLIC.tenant)
         self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
 
     def generate(

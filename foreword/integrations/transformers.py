@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import ROOT_BYTES, LayerLayout, Layout, chain_prefix
+from foreword.blocks.layout import ROOT_BYTES, LayerLayout, Layout, block_names
 from foreword.blocks.salt import Salt
 from foreword.engine.model import fingerprint_model
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
@@ -121,8 +121,7 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         size = self._layout.block_size
         full = (len(self._tokens) - 1) // size
         keys = chain_keys(self._root, self._tokens[: full * size], size)
-        prefix = chain_prefix(self._layout.fingerprint, self._root)
-        names = [prefix + key for key in keys]
+        names = block_names(self._layout.fingerprint, self._root, keys)
         found: list[Tensor] = []
         with contextlib.suppress(StoreError):
             names = names[: self._store.lookup(names, deadline=deadline)]

@@ -23,7 +23,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foreword.blocks.layout import ROOT_BYTES, BlockUnits, Layout, whole_blocks
+from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
+from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
@@ -405,10 +406,9 @@ class OffloadManager:
         return len(units)
 
     def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
-        root = root[:ROOT_BYTES]
         size, fingerprints = self._staging.block_bytes[group], self._fingerprints[group]
         return [
-            Header(fingerprint, root, key, before, position, RAW, size, size, group)
+            Header(fingerprint, named_root(root, key), key, before, position, RAW, size, size, group)
             for position, (key, before) in enumerate(zip(keys, (parent, *keys[:-1]), strict=True), start=depth)
             for fingerprint in fingerprints
         ]

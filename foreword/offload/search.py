@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from foreword.blocks.layout import chain_prefix
+from foreword.blocks.layout import block_names
 from foreword.blocks.resume import KVGroup, alignment, longest_resumable
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore, TierSearch
@@ -42,9 +42,10 @@ class StoredGroup:
         ends = [(block + 1) * self.keys_per_block for block in blocks]
         return [key for end in ends for key in chain[end - self.frames : end]]
 
-    def names(self, root: bytes, keys: Iterable[bytes]) -> list[Name]:
+    def names(self, root: bytes, keys: Sequence[bytes]) -> list[Name]:
         """Names of the frames with these keys, in all layouts."""
-        return [chain_prefix(layout, root) + key for key in keys for layout in self.layouts]
+        names = [block_names(layout, root, keys) for layout in self.layouts]
+        return [name for part in zip(*names, strict=True) for name in part]
 
     def behind(self, chain: Sequence[bytes]) -> list[bytes]:
         """Keys of the frames with which a request continues behind a prefix, given the keys of the prefix."""
@@ -173,8 +174,7 @@ class _Lookup:
         return group.keys(self._keys, range(max(block - _BEFORE // group.frames, 0), block))
 
     def _names(self, layout: bytes, keys: Sequence[bytes]) -> list[bytes]:
-        prefix = chain_prefix(layout, self._root)
-        return [prefix + key for key in keys]
+        return block_names(layout, self._root, keys)
 
     def _take_turn(self) -> None:
         """The next lookup gets its part of the time: a slow store must not take that of the lookups that follow."""

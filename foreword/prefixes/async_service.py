@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, ShuttingDown
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
@@ -41,6 +42,7 @@ class AsyncPrefixes:
         self._compute = compute
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
 
     async def add(
         self,
@@ -67,6 +69,12 @@ class AsyncPrefixes:
             raise ShuttingDown(f"the prefix {name!r} was not registered")
         return made
 
+    def follow_public(self) -> None:
+        """Learn of public prefixes that other instances have registered or removed, in the background, unless that was done
+        within the last seconds. Called before each request."""
+        if self.service.stale(PUBLIC.tenant) and (self._following is None or self._following.done()):
+            self._following = self.later(self._refresh(PUBLIC.tenant, None))
+
     async def repin(self, prefix: NamedPrefix, salt: bytes = b"", compute: Compute | None = None) -> None:
         """Keep the KV of a registered prefix, if the budget lasts; otherwise it is cached like any other text."""
         with self.service.repin(prefix, salt=salt) as registration:
@@ -80,7 +88,7 @@ class AsyncPrefixes:
         """
         if not self.service.stale(salt, name):
             return
-        known = name is not None and bool(self.service.book.version(name, salt=salt))
+        known = name is not None and self.service.book.knows(name, salt=salt)
         reading = self.later(self._refresh(salt, name))
         done, _ = await asyncio.wait({reading}, timeout=_KNOWN_NAME_WAIT if known else None)
         if done:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
+from foreword.blocks.salt import PUBLIC
 from foreword.errors import BadRequest, UnknownPrefix
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -104,7 +105,8 @@ class _Entry:
 
 
 class PrefixBook:
-    """The named prefixes of one engine or router, per tenant (`salt`). Each tenant has its own names."""
+    """The named prefixes of one engine or router, per tenant (`salt`). Each tenant has its own names, and uses those of the
+    salt PUBLIC where it has none of that name."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -162,10 +164,18 @@ class PrefixBook:
     def get(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Raises UnknownPrefix, which lists similar names of the same tenant."""
         with self._lock:
-            entry = self._entries.get((salt, name))
-            if entry is None:
-                raise UnknownPrefix(name[:200], [known for owner, known in self._entries if owner == salt])
-            return entry.prefix
+            return self._entry(name, (salt, PUBLIC.tenant)).prefix
+
+    def knows(self, name: str, *, salt: bytes) -> bool:
+        """Whether `get` finds a prefix."""
+        return bool(self.version(name, salt=salt) or self.version(name, salt=PUBLIC.tenant))
+
+    def _entry(self, name: str, owners: Sequence[bytes]) -> _Entry:
+        """Raises UnknownPrefix."""
+        found = next((self._entries[owner, name] for owner in owners if (owner, name) in self._entries), None)
+        if found is None:
+            raise UnknownPrefix(name[:200], [known for owner, known in self._entries if owner in owners])
+        return found
 
     def use(self, name: str, kind: Kind, *, salt: bytes = b"") -> NamedPrefix:
         """The prefix, for a request of this kind; counts the use. Raises UnknownPrefix, or BadRequest for another kind."""
@@ -180,25 +190,25 @@ class PrefixBook:
                     param="prefix",
                 )
             used = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
-            self._entries[salt, name].prefix = used
+            self._entry(name, (salt, PUBLIC.tenant)).prefix = used
         return used
 
     def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
         """A request that named the prefix found `tokens` of its prompt cached."""
         with self._lock:
-            entry = self._entries.get((salt, name))
-            if entry is not None:
+            if self.knows(name, salt=salt):
+                entry = self._entry(name, (salt, PUBLIC.tenant))
                 cached = min(tokens, len(entry.prefix.tokens))
                 entry.prefix = replace(entry.prefix, hit_tokens=entry.prefix.hit_tokens + cached)
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix; its blocks stay cached until they are evicted. Raises UnknownPrefix."""
         with self._lock:
-            prefix = self.get(name, salt=salt)
-            kept = self._entries.pop((salt, name)).kept
-            if kept is not None:
-                kept.end()
-        return prefix
+            entry = self._entry(name, (salt,))
+            del self._entries[salt, name]
+            if entry.kept is not None:
+                entry.kept.end()
+        return entry.prefix
 
     def all(self) -> list[tuple[bytes, NamedPrefix]]:
         """The prefixes of all tenants."""

@@ -21,7 +21,8 @@ from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import Any
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, ROOT_BYTES, key_of
+from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES, block_names, key_of
+from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
 from foreword.prefixes.stored import PREFIXES, PrefixRecord
@@ -418,15 +419,19 @@ class _Erasure:
 
     def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool]) -> None:
         """Delete a named prefix, given its tenant, the key of its last block and which record keys it has."""
-        chosen = self._chains(root).with_prefix(last)
+        chains = self._chains(root)
+        # A tenant may have a name for public blocks, which are not its own.
+        lent = is_public(last) and not root.startswith(PUBLIC_ROOT)
+        chosen = chains.behind(last) if lent else chains.with_prefix(last)
         self._widened |= chosen is None
         self.sweep([(b"", root[:TENANT_BYTES] if chosen is None else root)], wanted, chosen)
 
     def chain(self, root: bytes, key: bytes, depth: int) -> None:
         """Delete a block and all that may continue it, given its tenant, its key and its position."""
+        root = roots_behind(root)
         chains = self._chains(root)
-        starts = {name for name, block in chains.blocks.items() if key in (key_of(name), block.parent)}
-        chosen = chains.descendants(starts) | chains.behind_gaps(depth)
+        starts = {name for name in chains.blocks if key_of(name) == key}
+        chosen = chains.descendants(starts) | chains.behind(key) | chains.behind_gaps(depth)
         self.sweep([(b"", root)], lambda _: False, chains.of_all_groups(chosen))
 
     def _chains(self, root: bytes) -> StoredChains:
@@ -501,6 +506,10 @@ class StoredChains:
                 left += self._children.get(name, ())
         return found
 
+    def behind(self, key: bytes) -> set[Name]:
+        """The blocks that continue the one with this key."""
+        return self.descendants(name for name, block in self.blocks.items() if block.parent == key)
+
     def of_all_groups(self, chosen: set[Name]) -> set[Name]:
         """These blocks, and those of other KV groups at the same positions or right behind them. Groups with windows or
         recurrent states keep only some blocks of a chain, so their blocks have no path to its root."""
@@ -542,8 +551,12 @@ class StoredChains:
         return {name for name, block in self.blocks.items() if name not in reached and block.depth > depth}
 
     def heads(self) -> Iterator[StoredBlock]:
-        """The first blocks of chains."""
-        return (block for block in self.blocks.values() if block.depth == 0)
+        """The first blocks of chains, or behind their public blocks."""
+        return (
+            block
+            for block in self.blocks.values()
+            if block.depth == 0 or is_public(block.parent) > is_public(key_of(block.name))
+        )
 
     def leaves(self) -> int:
         """Number of blocks without children, which is the number of different texts."""
@@ -555,4 +568,4 @@ class StoredChains:
 
 
 def _parent(block: StoredBlock) -> Name:
-    return block.name[:PREFIX_BYTES] + block.parent
+    return block_names(block.name[:FINGERPRINT_BYTES], block.name[FINGERPRINT_BYTES:], [block.parent])[0]

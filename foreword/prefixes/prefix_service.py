@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Self
 
+from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, StoreError, UnknownPrefix
 from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage
@@ -90,6 +91,7 @@ class PrefixService:
         tokenize: tokens of a text, or of messages. Raises BadRequest. May block.
         reserve: room for the KV of a name and its tokens. Raises PrefixBudgetExceeded.
         storage: where prefixes outlive the process and are shared with other instances; None: nowhere.
+        mark: called with the tokens of all public prefixes, those of the salt PUBLIC, when they have changed.
     """
 
     def __init__(
@@ -97,11 +99,13 @@ class PrefixService:
         tokenize: Callable[[Content], Sequence[int]],
         reserve: Callable[[str, Sequence[int]], KeptKV],
         storage: PrefixStorage | None = None,
+        mark: Callable[[list[Sequence[int]]], None] = lambda texts: None,
     ) -> None:
         self.book = PrefixBook()
         self._reserve = reserve
         self._tokenize = tokenize
         self._storage = storage
+        self._mark = mark
         if storage is not None:
             storage.pins.needed.append(lambda tenant: self._chains(storage, tenant))
         self._changing = threading.Lock()
@@ -152,6 +156,7 @@ class PrefixService:
             if self._storage is not None and not one.adopted:
                 self._storage.put(prefix, salt)
             prefix = self.book.commit(prefix, one.kept, salt=salt)
+            self._marked(salt)
             if not one.adopted:
                 self._unpin_stored([old.tokens for old in known], salt)
         return prefix
@@ -169,6 +174,7 @@ class PrefixService:
             if self._storage is not None:
                 self._storage.remove(name, salt)
             self.book.remove(name, salt=salt)
+            self._marked(salt)
             self._unpin_stored([prefix.tokens], salt)
         return prefix
 
@@ -177,6 +183,12 @@ class PrefixService:
         with self._changing:
             for prefix in self.book.list(salt=salt):
                 self.book.remove(prefix.name, salt=salt)
+            self._marked(salt)
+
+    def _marked(self, salt: bytes) -> None:
+        """The prefixes of a tenant have changed."""
+        if salt == PUBLIC.tenant:
+            self._mark([prefix.tokens for prefix in self.book.list(salt=salt)])
 
     def _unpin_stored(self, removed: Sequence[Sequence[int]], salt: bytes) -> None:
         if self._storage is not None:
@@ -195,7 +207,7 @@ class PrefixService:
         """Whether `refresh` should be called: at most every two seconds, or at once for a name that is not known here."""
         if self._storage is None:
             return False
-        unknown = name is not None and not self.book.version(name, salt=salt)
+        unknown = name is not None and not self.book.knows(name, salt=salt)
         age = time.monotonic() - self._looked.get(salt, -math.inf)
         return age >= (_UNKNOWN_SECONDS if unknown else _REFRESH_SECONDS)
 
@@ -225,7 +237,9 @@ class PrefixService:
                         with contextlib.suppress(UnknownPrefix):
                             self.book.remove(prefix.name, salt=salt)
             newer = [record for record in records if record.version > self.book.version(record.name, salt=salt)]
-            return self._adopt(newer, salt)
+            adopted = self._adopt(newer, salt)
+            self._marked(salt)
+            return adopted
 
     def _adopt(self, records: Sequence[PrefixRecord], salt: bytes) -> list[NamedPrefix]:
         adopted = []

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from foreword.blocks.layout import ROOT_BYTES
+from foreword.blocks.public import roots_behind
 from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
@@ -142,7 +143,7 @@ class ChainQuarantine:
         assert self._store is not None and self._records is not None
         try:
             self._records.put(record, chain)
-            self._drop([bytes.fromhex(chain.root)[:ROOT_BYTES]])
+            self._drop([roots_behind(bytes.fromhex(chain.root)[:ROOT_BYTES])])
             receipt = forget_chain(self._store, bytes.fromhex(chain.root), bytes.fromhex(chain.key), depth)
         except StoreError as error:
             log.error("quarantine: the stores could not be told of the chain %s: %s", chain.key, error.message)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
-from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys
+from foreword.blocks.keys import KEY_BYTES, Scope
+from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.retention import MAX_PRIORITY, Retained
 from foreword.blocks.salt import Salt, tenant_digest
@@ -121,7 +122,8 @@ RETENTIONS: Final = RecordKind(
 
 class PrefixPins:
     """Pins what continuing behind a kept prefix needs, and unpins what no other one needs: those of this process, and those of
-    other processes, which have records in the stores. A prefix is given by its root key and its block keys.
+    other processes, which have records in the stores. A prefix is given by its root key and its block keys. A tenant's prefix
+    leaves public blocks to the public prefix that they are of.
 
     Args:
         model: fingerprint, hexadecimal.
@@ -144,7 +146,7 @@ class PrefixPins:
 
     def pin_now(self, root: bytes, keys: Chain) -> bool:
         """Pin the blocks that are stored already. Whether these are all."""
-        names = [name for group in self.groups for name in group.names(root, group.behind(keys))]
+        names = [name for group in self.groups for name in group.names(root, _own(root, group.behind(keys)))]
         return self._set(names, pinned=True) == len(names)
 
     def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
@@ -163,7 +165,7 @@ class PrefixPins:
         found = []
         for group in self.groups:
             shared = {key for other in others for key in group.behind(other)}
-            found.append([key for key in group.behind(keys) if key not in shared])
+            found.append([key for key in _own(bytes.fromhex(tenant), group.behind(keys)) if key not in shared])
         return found
 
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
@@ -189,10 +191,15 @@ class StorePins(PrefixPins):
 
     def pin(self, root: bytes, keys: Chain) -> None:
         for number, group in enumerate(self.groups):
-            self._offload.pin(root, group.behind(keys), group=number)
+            self._offload.pin(root, _own(root, group.behind(keys)), group=number)
 
     def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
         self._offload.pin(root, keys, pinned=False, group=number)
+
+
+def _own(root: bytes, keys: Chain) -> list[bytes]:
+    """The blocks of a prefix that are its tenant's, given the first bytes of its root."""
+    return [key for key in keys if is_public(key) == root.startswith(PUBLIC_ROOT)]
 
 
 class PrefixStorage(ABC):
@@ -266,8 +273,18 @@ class PrefixStorage(ABC):
 
 
 class StoredPrefixes(PrefixStorage):
-    """The stores of Foreword's own engine. Their only bound is the budget of the device."""
+    """The stores of Foreword's own engine. Their only bound is the budget of the device.
+
+    Args:
+        public: the engine's.
+    """
+
+    def __init__(
+        self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int, public: PublicBlocks | None = None
+    ) -> None:
+        super().__init__(store, pins, model_name, block_size)
+        self._public = public or PublicBlocks()
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
-        root = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt)).root()
-        return root, chain_keys(root, tokens, self.block_size)
+        scope = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt))
+        return scope.root(), self._public.keys_of(scope, tokens)

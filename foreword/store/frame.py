@@ -37,6 +37,7 @@ import xxhash
 
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
+from foreword.blocks.public import named_root
 from foreword.errors import BadFrame
 
 MAGIC: Final = b"FWKV"
@@ -89,7 +90,7 @@ class Header:
     @property
     def parent_name(self) -> bytes:
         """The name of the previous block of the chain. For the first block it is a name that no block has."""
-        return self.layout + self.root + self.parent
+        return self.layout + named_root(self.root, self.parent) + self.parent
 
     def pack(self) -> bytes:
         """Encode the header without its checksum, 160 bytes."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foreword.blocks.layout import Layout, chain_prefix
+from foreword.blocks.layout import Layout, block_names
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.errors import StoreError
 from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
@@ -114,9 +114,9 @@ class KVLeases(FrameServer):
     def _named(self, save: BlockSave) -> Iterator[tuple[Name, bytes, int, int]]:
         """Name, parent, depth and block id of each block."""
         parents = (save.parent, *save.keys[:-1])
-        prefix = chain_prefix(self._fingerprints[save.group], save.root)
-        for i, (key, parent, block) in enumerate(zip(save.keys, parents, save.blocks, strict=True)):
-            yield prefix + key, parent, save.depth + i, block
+        names = block_names(self._fingerprints[save.group], save.root, save.keys)
+        for i, (name, parent, block) in enumerate(zip(names, parents, save.blocks, strict=True)):
+            yield name, parent, save.depth + i, block
 
     def _copy(self, save: BlockSave) -> None:
         """Copy blocks that vLLM may change soon. A block for which there is no room is missing for the readers."""

@@ -19,7 +19,7 @@ import transformers
 import vllm
 
 from foreword import __version__
-from foreword.blocks.layout import Layout, chain_prefix
+from foreword.blocks.layout import Layout, block_names
 from foreword.config import TransferConfig
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
@@ -397,7 +397,8 @@ class ForewordConnectorWorker:
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
-            self.offload.delete([chain_prefix(layouts[group], root) + key for group, root, key in metadata.deletes])
+            named = (block_names(layouts[group], root, [key]) for group, root, key in metadata.deletes)
+            self.offload.delete([name for [name] in named])
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):

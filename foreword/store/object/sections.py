@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 from foreword.blocks.layout import key_of
+from foreword.blocks.public import is_public
 from foreword.store.base import Name
 from foreword.store.frame import Frame
 from foreword.store.object.chunks import ObjectChunk, ends_section, prefix_of, tag_of
@@ -76,7 +77,7 @@ class Heads:
     def of_frame(self, frame: Frame) -> bytes:
         """The head of the section in which to store a frame. A block whose section is not known begins one."""
         header = frame.header
-        if header.depth == 0 or ends_section(header.parent):
+        if header.depth == 0 or ends_section(header.parent) or is_public(header.parent) != is_public(header.key):
             return header.key
         known = self._heads.get(header.parent) or self._heads.get(header.key)
         return known[0] if known else header.key

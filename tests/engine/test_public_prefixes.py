@@ -1,0 +1,195 @@
+"""Public prefixes on Foreword's engine: what tenants share, and that they share nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from patience import patient, unhurried
+from tiny import VOCAB, greedy
+
+from foreword.api.tenants import derive_salt
+from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.blocks.salt import PUBLIC, Salt
+from foreword.config import EngineConfig
+from foreword.engine.request import CacheReport, Request
+from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.errors import UnknownPrefix
+from foreword.prefixes.erasure import forget_prefix
+from foreword.store.base import Name
+from foreword.store.tiered import TieredStore
+from foreword.store.urls import open_store
+
+BLOCK = 4
+OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_memory": "2048 tokens", "block_size": BLOCK, "threads": 1}
+TEXT = " ".join(f"w{number}" for number in range(3, 15)) + " a"
+TENANTS = [Salt(derive_salt(b"a secret of these tests", name)) for name in ("ann", "bob", "cyd")]
+
+
+class Server:
+    """An engine that several tenants use."""
+
+    def __init__(self, model: Path, store: str | None = None, **options: Any) -> None:
+        config = EngineConfig(model=str(model), **(OPTIONS | options))
+        self.engine = unhurried(AsyncEngine.from_config(config, store=patient(store) if store else None))
+        self._requests = 0
+
+    def close(self) -> None:
+        self.engine.close()
+
+    async def mark(self, text: str = TEXT, name: str = "system", **more: Any) -> list[int]:
+        return list((await self.engine.prefixes.add(name, content=text, salt=PUBLIC.tenant, **more)).tokens)
+
+    async def ask(self, salt: Salt, tokens: Sequence[int], count: int = 6) -> tuple[list[int], CacheReport]:
+        """Output tokens and cache report of a prompt."""
+        self._requests += 1
+        request = Request(f"r{self._requests}", tuple(tokens), greedy(count), salt, want_cache_report=True)
+        deltas = [delta async for delta in self.engine.generate(request)]
+        await self.engine.check_integrity()
+        report = next(delta.cache_report for delta in deltas if delta.cache_report is not None)
+        return [token for delta in deltas for token in delta.tokens], report
+
+    async def cached(self, salt: Salt, tokens: Sequence[int]) -> int:
+        return (await self.ask(salt, tokens))[1].cached_tokens
+
+    async def flush(self) -> None:
+        assert self.engine.offload is not None
+        assert await asyncio.to_thread(self.engine.offload.flush, 60.0)
+
+
+def private(seed: int, count: int = 21) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_tenants_share_the_marked_blocks_only(folder: Callable[[str], Path], family: str) -> None:
+    """Each tenant has the full blocks of a marked text cached, and only its own text behind them. Every answer has the tokens
+    that an engine without marks computes."""
+
+    async def run(plain: Server, server: Server) -> None:
+        marked = await server.mark()
+        assert len(marked) % BLOCK, "its last block is partial"
+        shared, own = len(marked) // BLOCK * BLOCK, private(1)
+        for turn, salt in enumerate(TENANTS * 2):
+            prompt = marked + own
+            tokens, report = await server.ask(salt, prompt)
+            expected, known = await plain.ask(salt, prompt)
+            assert tokens == expected
+            assert report.public_tokens == shared and report.computed_tokens == len(prompt) - report.cached_tokens
+            if turn < len(TENANTS):
+                assert report.cached_tokens == shared and known.cached_tokens == 0
+            else:
+                assert report.cached_tokens == known.cached_tokens == len(prompt) - 1
+        others = [*marked[: 5 * BLOCK + 2], *private(2)]
+        assert await server.cached(TENANTS[0], others) == 5 * BLOCK, "a text that shares some first blocks with it"
+        assert await server.cached(TENANTS[1], others) == 5 * BLOCK
+
+    model = folder(family)
+    with closing(Server(model)) as plain, closing(Server(model)) as server:
+        asyncio.run(run(plain, server))
+
+
+def test_nothing_is_public_by_itself(folder: Callable[[str], Path]) -> None:
+    """Before a text is marked and after the mark is removed it is every tenant's own. A tenant's name for it marks nothing."""
+
+    async def run(server: Server) -> None:
+        made = await server.engine.prefixes.add("system", content=TEXT, salt=TENANTS[0].tenant)
+        prompt = [*made.tokens, *private(3)]
+        assert await server.cached(TENANTS[0], prompt) and not await server.cached(TENANTS[1], prompt)
+        marked = await server.mark(name="all")
+        assert server.engine.prefixes.service.book.use("all", "text", salt=TENANTS[2].tenant).tokens == tuple(marked)
+        assert await server.cached(TENANTS[2], prompt) == len(marked) // BLOCK * BLOCK
+        with pytest.raises(UnknownPrefix):
+            await server.engine.prefixes.remove("all", salt=TENANTS[2].tenant)
+        await server.engine.prefixes.remove("all", salt=PUBLIC.tenant)
+        _, report = await server.ask(TENANTS[2], prompt)
+        assert report.cached_tokens == report.public_tokens == 0
+        assert await server.cached(TENANTS[1], prompt) == len(prompt) - 1, "what it computed as its own"
+
+    with closing(Server(folder("llama"))) as server:
+        asyncio.run(run(server))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+    """Instances on one store, and one that starts later, learn what is public and load it, for every tenant. Erasing a tenant
+    removes its blocks and no public one. One whose mark is removed is erased by its name."""
+    store = f"disk://{tmp_path}/store?size=64MiB"
+
+    async def run() -> None:
+        with closing(Server(folder(family), store)) as first, closing(Server(folder(family), store)) as second:
+            marked = await first.mark()
+            shared, prompt = len(marked) // BLOCK * BLOCK, marked + private(4)
+            expected, _ = await first.ask(TENANTS[0], prompt)
+            await first.flush()
+            await second.engine.prefixes.refresh(PUBLIC.tenant)
+            tokens, report = await second.ask(TENANTS[1], prompt)
+            assert (tokens, report.cached_tokens, report.public_tokens) == (expected, shared, shared)
+            assert await second.cached(TENANTS[0], prompt) > shared, "its own blocks behind public ones are loaded"
+            await second.flush()
+            receipt = await first.engine.forget(TENANTS[0])
+            assert receipt["complete"] and receipt["removed"]["disk"] > 0
+            assert await first.cached(TENANTS[0], prompt) == shared
+        with closing(Server(folder(family), store)) as third:
+            await third.engine.prefixes.refresh(PUBLIC.tenant)
+            assert await third.cached(TENANTS[2], prompt) == shared
+            await third.flush()
+        with closing(open_store([store])) as found:
+            roots = Counter(one[FINGERPRINT_BYTES:PREFIX_BYTES] for one in names_in(found))
+            assert roots.keys() == {salt.digest for salt in (PUBLIC, *TENANTS)}
+            assert forget_prefix(found, "system").complete
+            left = Counter(one[FINGERPRINT_BYTES:PREFIX_BYTES] for one in names_in(found))
+            assert left == {root: count for root, count in roots.items() if root != PUBLIC.digest}
+        with closing(Server(folder(family), store)) as fourth:
+            await fourth.engine.prefixes.refresh(PUBLIC.tenant)
+            assert await fourth.cached(TENANTS[1], prompt) == 0, "it is not public any more"
+
+    asyncio.run(run())
+
+
+def test_a_tenants_name_for_public_blocks(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """A tenant may give a name to a text that is public, and remove it: the public blocks stay, pinned for their own name."""
+    store = f"disk://{tmp_path}/store?size=64MiB"
+
+    async def run() -> None:
+        with closing(Server(folder("llama"), store)) as server:
+            marked = await server.mark()
+            await server.engine.prefixes.add("mine", content=TEXT + " b", salt=TENANTS[0].tenant)
+            await server.flush()
+            pinned = _pinned(store)
+            assert len(pinned[PUBLIC.digest]) == len(marked) // BLOCK and pinned[TENANTS[0].digest]
+            await server.engine.prefixes.remove("mine", salt=TENANTS[0].tenant)
+            await server.flush()
+            assert _pinned(store) == {PUBLIC.digest: pinned[PUBLIC.digest]}
+            await server.engine.prefixes.add("mine", content=TEXT, salt=TENANTS[0].tenant)
+            await server.flush()
+            with closing(open_store([store])) as found:
+                assert forget_prefix(found, "mine").complete
+            assert _pinned(store) == {PUBLIC.digest: pinned[PUBLIC.digest]}
+
+    asyncio.run(run())
+
+
+def names_in(store: TieredStore) -> list[Name]:
+    return [
+        one for tier in store.tiers for names in tier.store.list_names(deadline=time.monotonic() + 60) for one in names
+    ]
+
+
+def _pinned(url: str) -> dict[bytes, set[Name]]:
+    """The pinned blocks of a store by the root in their names."""
+    found: dict[bytes, set[Name]] = {}
+    with closing(open_store([url])) as store:
+        for tier in store.tiers:
+            for one in tier.store.scan(deadline=time.monotonic() + 60):
+                if one.pinned:
+                    found.setdefault(one.name[FINGERPRINT_BYTES:PREFIX_BYTES], set()).add(one.name)
+    return found
