@@ -23,6 +23,7 @@ from foreword.blocks.salt import DIGEST_BYTES, PUBLIC
 
 _MARK: Final = b"\x00public\x00"
 _MARKED: Final = slice(16, 24)
+_MOST_LEARNED: Final = 1 << 16
 PUBLIC_ROOT: Final = PUBLIC.digest  # in the names of public blocks
 
 
@@ -45,7 +46,18 @@ def public_keys(
     scope: Scope, tokens: Sequence[int], extras: Sequence[bytes] = (), known: Container[bytes] | None = None
 ) -> list[bytes]:
     """Keys of the leading full blocks of a text as public ones: those that are `known`, or all."""
-    parent, size, keys = public_root(scope), scope.block_size, list[bytes]()
+    return public_chain(public_root(scope), tokens, scope.block_size, extras, known)
+
+
+def public_chain(
+    parent: bytes,
+    tokens: Sequence[int],
+    size: int,
+    extras: Sequence[bytes] = (),
+    known: Container[bytes] | None = None,
+) -> list[bytes]:
+    """The same of what follows a public block, or the root of public chains."""
+    keys = list[bytes]()
     for block in range(len(tokens) // size):
         [digest] = chain_keys(parent, tokens[block * size : (block + 1) * size], size, extras[block : block + 1])
         parent = digest[: _MARKED.start] + _MARK + digest[_MARKED.stop :]
@@ -73,6 +85,11 @@ class PublicBlocks:
     def set(self, chains: Iterable[Iterable[bytes]]) -> None:
         """From now on the blocks of these public chains are public, and no others."""
         self.keys = frozenset(key for chain in chains for key in chain)
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """These blocks are public too, as long as there are not too many."""
+        if not self.keys.issuperset(keys) and len(self.keys) + len(keys) <= _MOST_LEARNED:
+            self.keys = self.keys.union(keys)
 
     def leading(self, scope: Scope, tokens: Sequence[int], extras: Sequence[bytes] = ()) -> list[bytes]:
         """Keys of the public blocks with which a prompt begins. With the salt PUBLIC, that of an administrator who marks

@@ -63,10 +63,8 @@ class PrefixRegistry:
         return self._book.list(salt=tenant.encode())
 
     def find(self, tenant: str, name: str) -> NamedPrefix | None:
-        try:
-            return self.get(tenant, name)
-        except UnknownPrefix:
-            return None
+        """One of the tenant's own."""
+        return self.get(tenant, name) if self._book.version(name, salt=tenant.encode()) else None
 
     def get(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""

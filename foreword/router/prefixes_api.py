@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
 
@@ -13,14 +14,18 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.decoders import decode_json
-from foreword.errors import BadRequest
+from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.events import TokenUsage
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
 from foreword.router.prefix_registry import NewPrefix
+from foreword.router.replicas import CONNECTION_ERRORS
+from foreword.router.router_prefixes import PUBLIC_TENANT
 from foreword.router.service import Router
 
 _PATH = "/v1/prefixes"
+_PUBLIC_PATH = "/v1/public/prefixes"
+_JSON: Final = {"content-type": "application/json"}
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
@@ -68,6 +73,37 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         known = known or router.prefixes.registry.get(tenant.name, name)
         return {"id": name, "object": "prefix", "deleted": True, "version": known.version}
 
+    operator: dict[str, Any] = {"right": Right.OPERATOR, "meter": Meter.FREE, "tag": "prefixes"}
+    reads: dict[str, Any] = {"right": Right.TENANT, "meter": Meter.FREE, "body": NO_BODY, "tag": "prefixes"}
+
+    @routes.add("POST", _PUBLIC_PATH, body=body, status=201, **operator)
+    @routes.add("PUT", _PUBLIC_PATH + "/{name}", body=body, **operator)
+    async def mark(call: Call) -> Answer:
+        """Register a prefix whose blocks all tenants share, on all of Foreword's servers."""
+        new: NewPrefix = call.body
+        new.replace |= call.method == "PUT"
+        new.name = call.names.get("name", new.name)
+        prefix = router.prefixes.registry.make(PUBLIC_TENANT.name, new)
+        answer = await asyncio.shield(_change_public(router, "PUT", prefix))
+        if answer.status < 300:
+            await router.prefixes.add(PUBLIC_TENANT, prefix, lambda tokens: None)
+        return answer
+
+    @routes.add("DELETE", _PUBLIC_PATH + "/{name}", body=NO_BODY, **operator)
+    async def unmark(call: Call) -> Answer:
+        """Remove such a prefix from all of Foreword's servers. Its blocks are no tenant's then."""
+        name = call.names["name"]
+        known = router.prefixes.registry.find(PUBLIC_TENANT.name, name)
+        if known is not None:
+            await router.prefixes.remove(PUBLIC_TENANT, name)
+        return await _change_public(router, "DELETE", known or NamedPrefix(name, 0, "", (), 0.0))
+
+    @routes.add("GET", _PUBLIC_PATH, **reads)
+    @routes.add("GET", _PUBLIC_PATH + "/{name}", **reads)
+    async def show_public(call: Call) -> Answer:
+        """The prefixes whose blocks all tenants share, as one of Foreword's servers has them; or one, with its content."""
+        return await send_to_one(router, call, foreword_replicas(router), call.path, b"")
+
 
 async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
     """Goes to its end, so that all replicas have the prefix, and its tenant pays for what each of them computes."""
@@ -89,6 +125,23 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
         computed(0)
         await router.prefixes.add(call.tenant, prefix, computed)
     return answer or Answer.json(_describe(prefix), 201 if prefix.version == 1 else 200)
+
+
+async def _change_public(router: Router, method: str, prefix: NamedPrefix) -> Answer:
+    """Register or remove a public prefix on all of Foreword's servers. Raises BadRequest, NoReplica, ReplicaFailed."""
+    if router.auth.replica_key is None:
+        raise BadRequest(
+            "servers believe a router with their --router-key as its --replica-key; or mark the text on each of them"
+        )
+    replicas = foreword_replicas(router)
+    if not replicas:
+        raise NoReplica("None of Foreword's servers takes requests now. At vLLM, mark the text on one of the servers")
+    path, body = f"{_PATH}/{quote(prefix.name, safe='')}", prefix.body if method == "PUT" else None
+    sent = (router.prefixes.send(one.url, one.kind, PUBLIC_TENANT, method, path, body) for one in replicas)
+    try:
+        return chosen([Answer(status, data, _JSON) for status, data in await asyncio.gather(*sent)])
+    except CONNECTION_ERRORS as error:
+        raise ReplicaFailed(f"a server did not answer; it may have executed the request. Retry it ({error})") from None
 
 
 def _describe(prefix: NamedPrefix) -> dict[str, Any]:

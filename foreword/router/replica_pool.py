@@ -7,6 +7,7 @@ only replicas with equal weights continue each other's responses, compute prompt
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Final
 
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.public import is_public
 from foreword.blocks.salt import Salt
 from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
@@ -182,7 +184,15 @@ class ReplicaPool:
         other_keys = {space: self._keys(prompt, name, space, salt) for space in others}
         weights, size = main
         return PlacementQuery(
-            keys, max(len(prompt.tokens), 1), size, session, max_output, other_keys, weights, required_weights
+            keys,
+            max(len(prompt.tokens), 1),
+            size,
+            session,
+            max_output,
+            other_keys,
+            weights,
+            required_weights,
+            self._public_keys(prompt, name, (main, *others), salt),
         )
 
     def _key_spaces(self, required_weights: str | None) -> list[KeySpace]:
@@ -203,6 +213,18 @@ class ReplicaPool:
             return chain_keys(_root(key_model(model, weights), size, salt), prompt.tokens, size)
         except BadRequest:  # invalid token ids; the replica reports the error
             return []
+
+    def _public_keys(
+        self, prompt: TokenizedPrompt, model: str, spaces: Sequence[KeySpace], salt: Salt
+    ) -> dict[KeySpace, list[bytes]]:
+        public, found = self.fleet.directory.public, dict[KeySpace, list[bytes]]()
+        for space in spaces if public.keys else ():
+            scope = Scope(key_model(model, space[0]).encode(), space[1], salt)
+            with contextlib.suppress(BadRequest):
+                keys = public.keys_of(scope, prompt.tokens)
+                if keys and is_public(keys[0]):
+                    found[space] = keys
+        return found
 
     def likely_replicas(self, query: PlacementQuery) -> dict[str, int]:
         """Replicas that have more than half of a prompt in tiers of their own, or serve its session; with the tokens that they

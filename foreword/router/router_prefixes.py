@@ -20,7 +20,7 @@ from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
-from foreword.blocks.salt import Salt
+from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
@@ -39,6 +39,8 @@ _SECONDS: Final = 120.0
 # To bring a replica up to date before it gets requests. What is missing then is registered when it is asked for.
 _REPAIR_SECONDS: Final = 30.0
 _AT_A_TIME: Final = 8
+# Whose prefixes are public. No tenant with a key has such a name.
+PUBLIC_TENANT: Final = Tenant(PUBLIC.tenant.decode(), PUBLIC.tenant, "router")
 
 
 class _Router(Protocol):
@@ -72,7 +74,7 @@ class RouterPrefixes:
         self.registry.put(tenant.name, prefix)
         await self._save()
         for upstream in self._router.healthy():
-            if upstream.info is not None and upstream.kind != "foreword":
+            if upstream.info is not None and upstream.kind != "foreword" and tenant is not PUBLIC_TENANT:
                 self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix, computed))
 
     async def remove(self, tenant: Tenant, name: str) -> NamedPrefix:
@@ -111,7 +113,9 @@ class RouterPrefixes:
     async def prepare(self, url: str, info: ReplicaInfo) -> None:
         """Bring a replica that joins or has restarted up to date."""
         tenants = self._router.auth.tenants
-        wanted = [(tenant, one) for name, one in self.registry.all() if (tenant := tenants.named(name)) is not None]
+        owners = {PUBLIC_TENANT.name: PUBLIC_TENANT}
+        named = [(owners.get(name) or tenants.named(name), one) for name, one in self.registry.all()]
+        wanted = [(tenant, one) for tenant, one in named if tenant is not None]
         if info.kind != "foreword":
             self._router.background(self._warm_all(url, info, wanted))
             return
@@ -132,10 +136,10 @@ class RouterPrefixes:
     async def _ensure(self, url: str, tenant: Tenant, prefix: NamedPrefix) -> bool:
         path = f"/v1/prefixes/{quote(prefix.name, safe='')}"
         try:
-            status, data = await self._send(url, "foreword", tenant, "GET", path)
+            status, data = await self.send(url, "foreword", tenant, "GET", path)
             if status == 200 and _has(prefix, data):
                 return True
-            status, _ = await self._send(url, "foreword", tenant, "PUT", path, prefix.body)
+            status, _ = await self.send(url, "foreword", tenant, "PUT", path, prefix.body)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             logger.warning("prefix %r could not be registered at %s: %s", prefix.name, url, error)
             return False
@@ -163,15 +167,15 @@ class RouterPrefixes:
         if info.kind == "vllm" and tenant.salt:
             body["cache_salt"] = Salt(tenant.salt).text
         try:
-            _, data = await self._send(url, info.kind, tenant, "POST", path, body)
+            _, data = await self.send(url, info.kind, tenant, "POST", path, body)
             computed(check_whole(data).prompt or 0)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             logger.info("prefix %r was not computed on %s: %s", prefix.name, url, error)
 
-    async def _send(
+    async def send(
         self, url: str, kind: str, tenant: Tenant, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, bytes]:
-        """Status and body. Raises what aiohttp raises, and ReplicaFailed."""
+        """Status and body of the router's own call for a tenant. Raises what aiohttp raises, and ReplicaFailed."""
         headers = {**self._router.auth.headers_of(tenant, kind), "content-type": "application/json"}
         limit = aiohttp.ClientTimeout(total=_SECONDS)
         data = None if body is None else msgspec.json.encode(body)

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
+from foreword.blocks.public import PublicBlocks
 from foreword.errors import ConfigError
 
 # Of estimates: bounds and steps of the factor that corrects them.
@@ -93,6 +94,12 @@ class Holdings:
         """The reach of a replica."""
         return self.replicas.get(replica, self.shared)
 
+    def or_else(self, other: Holdings) -> Holdings:
+        """The longer reach of two chains of one prompt."""
+        names = {*self.replicas, *other.replicas}
+        longer = {name: tuple(map(max, self.of(name), other.of(name))) for name in names}
+        return Holdings(longer, tuple(map(max, self.shared, other.shared)))
+
 
 class Directory:
     """Maps block keys to replicas and tiers. Not thread-safe. A replica is created when it is first mentioned.
@@ -100,6 +107,9 @@ class Directory:
     Args:
         max_blocks: maximum number of records, one per block and replica (whatever the number of tiers). A record takes
             about 20 bytes. Eviction starts a few percent below the limit.
+
+    Attributes:
+        public: blocks of which a replica has said that they are public. Some may not be any more.
 
     Raises ConfigError for less than one block.
     """
@@ -121,6 +131,7 @@ class Directory:
         # Slots of removed replicas -> buckets that `scrub` still has to visit for them.
         self._dead: dict[int, int] = {}
         self.evicted = 0
+        self.public = PublicBlocks()
 
     # Updates by events
 

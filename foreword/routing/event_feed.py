@@ -8,6 +8,8 @@ Messages are numbered. Before a message after a gap the subscriber asks for a re
 they are not available any more, the feed forgets everything about the replica, because the gap may contain removals. Foreword's
 servers then send a snapshot, as the last message before those that they have; vLLM's do not, so what they stored long before
 the router has started is not known.
+
+Blocks with the salt PUBLIC in their extra keys are public: the directory learns their keys from the events.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys
-from foreword.blocks.salt import Salt
+from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, parent_behind
+from foreword.blocks.public import is_public, public_chain
+from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
@@ -169,7 +172,15 @@ class KvEventFeed:
         if tier is None or parent is None or fields["block_size"] != self._block_size:
             self.counters.skipped_blocks += len(hashes)
             return
-        keys = chain_keys(parent, fields["token_ids"], self._block_size)
+        extras = fields.get("extra_keys") or ((),)
+        if is_public(parent) and extras[0]:
+            behind = parent_behind(parent, self._root(extras[0]))
+            keys = chain_keys(behind, fields["token_ids"], self._block_size)
+        elif is_public(parent) or parent == self._root([PUBLIC.text]):
+            keys = public_chain(parent, fields["token_ids"], self._block_size)
+            self._directory.public.add(keys)
+        else:
+            keys = chain_keys(parent, fields["token_ids"], self._block_size)
         if len(keys) != len(hashes):
             raise ValueError("the number of hashes differs from the number of blocks")
         for block_hash, key in zip(hashes, keys, strict=True):
@@ -191,15 +202,17 @@ class KvEventFeed:
         extras = fields.get("extra_keys") or ()
         if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
             return None
-        parent = fields["parent_block_hash"]
-        if parent is not None:
-            return None if _has_extras(extras) else self._keys_by_hash.get(_hash_bytes(parent))
-        if _has_extras(extras[1:]):
-            return None
         first = list(extras[0] or ()) if extras else []
-        if len(first) > 1 or not all(isinstance(one, str) for one in first):
+        if _has_extras(extras[1:]) or len(first) > 1 or not all(isinstance(one, str) for one in first):
             return None
-        return Scope(self._model, self._block_size, Salt.parse(first[0] if first else None)).root()
+        if fields["parent_block_hash"] is None:
+            return self._root(first)
+        parent = self._keys_by_hash.get(_hash_bytes(fields["parent_block_hash"]))
+        return None if parent is None or (first and not is_public(parent)) else parent
+
+    def _root(self, extras: Sequence[str]) -> bytes:
+        """The root key of a salt, given what extra keys say of it."""
+        return Scope(self._model, self._block_size, Salt.parse(extras[0] if extras else None)).root()
 
     def _clear(self) -> None:
         self._directory.cleared(self.replica)

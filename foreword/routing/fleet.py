@@ -345,7 +345,7 @@ class Fleet:
         own = int(CacheTier.DISK)
         for space in {query.key_space, *query.other_keys}:
             keys = query.keys_in(space)
-            lookups[space] = self.directory.lookup(keys)
+            lookups[space] = self._lookup(query, space)
             found = self._shortlist.sent_to(keys)
             for name, reach in lookups[space].replicas.items():
                 found[name] = reach[own]
@@ -353,6 +353,10 @@ class Fleet:
                 found = {name: blocks for name, blocks in found.items() if self._is_in(name, space, query)}
             held.update([(name, blocks * space[1]) for name, blocks in found.items() if blocks])
         return self._candidates(query, now, unsuited, self._shortlist.choose(held, home, unsuited), lookups)
+
+    def _lookup(self, query: PlacementQuery, space: KeySpace) -> Holdings:
+        found, public = self.directory.lookup(query.keys_in(space)), query.public_keys.get(space)
+        return found.or_else(self.directory.lookup(public)) if public else found
 
     def _is_in(self, name: str, space: KeySpace, query: PlacementQuery) -> bool:
         return name in self.replicas and self.replicas[name].key_space(query) == space
@@ -378,7 +382,7 @@ class Fleet:
             space = replica.key_space(query)
             keys = query.keys_in(space)
             if space not in lookups:
-                lookups[space] = self.directory.lookup(keys)
+                lookups[space] = self._lookup(query, space)
             reach = lookups[space].of(name)
             # Many replicas hold the same part of the prompt, so the last result is a good guess.
             leading = replica.leading_without_events(keys, reach[0], leading)
@@ -435,7 +439,8 @@ class Fleet:
         self._shortlist.sent(computing.name, keys, len(self.replicas))
         computing.in_flight_prefixes.add(keys)
         if computing.sends_events:
-            self.directory.touched(computing.name, keys[: estimate.reused // size])
+            for chain in (keys, query.public_keys.get(space, ())):
+                self.directory.touched(computing.name, chain[: estimate.reused // size])
         else:
             estimated = computing.estimate(size)
             request.guessed = max(estimate.reused // size - max(estimated.known(keys), in_flight), 0)

@@ -75,6 +75,7 @@ class PlacementQuery:
         max_output: `max_tokens`, if the client gave it.
         other_keys: keys for replicas with other weights or block sizes.
         weights: of the replicas that `keys` are for.
+        public_keys: of prompts that begin with public blocks, by key space: the keys of the chain that begins with those.
         required_weights: a replica with these weights has sent output already, so only one with the same may serve it.
     """
 
@@ -86,6 +87,7 @@ class PlacementQuery:
     other_keys: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
     weights: str = ""
     required_weights: str | None = None
+    public_keys: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
 
     @property
     def key_space(self) -> KeySpace:

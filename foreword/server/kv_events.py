@@ -6,6 +6,9 @@ no copy of the block is left, so a repeated key is not another copy. Hashes are 
 The last messages are kept for late subscribers. A message that is too old to be kept is folded into a snapshot: the blocks that
 it stored are added, those that it removed are dropped. A subscriber that asks for messages that are gone gets the snapshot as
 one message, with the number of the last of them, and then the messages that are kept.
+
+Public blocks have the salt PUBLIC in their extra keys. The first block behind them has the salt of its tenant there, also an
+empty one, and the last public block as its parent.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import zmq
 
 from foreword.api.event_curve import check_curve, secure_publisher
 from foreword.blocks.layout import key_of
+from foreword.blocks.public import is_public
 from foreword.decoders import decode_msgpack
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
@@ -136,7 +140,7 @@ class KvEventLog:
             run: BlockStored | None = None
             for key in _parents_first(blocks):
                 block = blocks[key]
-                if run is None or block.parent != run.block_hashes[-1]:
+                if run is None or block.parent != run.block_hashes[-1] or block.extra_keys:
                     extras: list[list[str] | None] | None = [] if block.extra_keys else None
                     medium, *where = place
                     run = BlockStored([], block.parent, [], len(block.tokens), None, medium, None, extras, *where)
@@ -289,11 +293,11 @@ class KvEvents:
                 self._known.popitem(last=False)
 
     def _described(self, event: BlocksStored, place: PublisherPlace = DEVICE) -> BlockStored:
-        begins = event.salt is not None
+        behind_public = is_public(event.parent)
         extras: list[list[str] | None] | None = None
-        if event.salt:
+        if event.salt or (behind_public and event.salt is not None):
             extras = [[event.salt], *[None] * (len(event.keys) - 1)]
-        parent = None if begins else event.parent
+        parent = None if event.salt is not None and not behind_public else event.parent
         tokens = list(event.tokens)
         return BlockStored(
             list(event.keys), parent, tokens, self._block_size, None, place.medium, None, extras, *place[1:]
@@ -337,7 +341,7 @@ class KvEvents:
             found = [(key, self._known[key]) for key in keys if key in self._known]
         runs: list[list[tuple[bytes, _KnownBlock]]] = []
         for key, block in found:
-            if runs and runs[-1][-1][0] == block.parent:
+            if runs and runs[-1][-1][0] == block.parent and block.salt is None:
                 runs[-1].append((key, block))
             else:
                 runs.append([(key, block)])

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.salt import NO_SALT, Salt
+from foreword.blocks.public import public_keys
+from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.routing.directory import NOTHING, CacheTier, Directory
 from foreword.routing.event_feed import KeyTable, KvEventFeed
 
@@ -254,3 +255,29 @@ def test_the_table_of_hashes_is_bounded() -> None:
     found = Counter(table.get(name) == name * 4 for name in names if table.get(name) is not None)
     assert found[False] == 0 < found[True] <= 100
     assert table.get(names[-1]) is not None
+
+
+def test_public_blocks_and_what_follows_them() -> None:
+    """Blocks with the salt PUBLIC are known to be public. What follows them is its tenant's, whose salt is in the extra keys of
+    the first block, also an empty one."""
+    directory, one = feed()
+    scopes = [Scope(b"m", BLOCK, Salt(tenant)) for tenant in (b"", b"ann", b"bob")]
+    names = hashes_of(TEXT)
+    public = stored(TEXT[:12]) | {"extra_keys": [[PUBLIC.text], None, None]}
+    more = stored(TEXT[:20], 3)
+    one.receive(0, [public, more])
+    assert len(directory.public.keys) == 5, "a public block behind others needs no salt"
+    one.receive(1, [removed(names[3:5])])
+    for number, scope in enumerate(scopes):
+        behind = stored(TEXT, 3) | {
+            "block_hashes": [name + number for name in names[3:]],
+            "extra_keys": [[scope.salt.text], *[None] * 6],
+        }
+        one.receive(2 + number, [behind])
+    directory.public.set([sorted(directory.public.keys - set(public_keys(scopes[0], TEXT[:20])[3:]))])
+    for scope in scopes:
+        keys = directory.public.keys_of(scope, TEXT)
+        assert directory.lookup(keys).of("r")[CacheTier.DEVICE] == 10
+    assert directory.lookup(directory.public.keys_of(Scope(b"m", BLOCK, Salt(b"cyd")), TEXT)).of("r")[0] == 3
+    assert directory.lookup(keys_of(TEXT)).of("r") == NOTHING
+    assert one.counters.skipped_blocks == one.counters.malformed == 0

@@ -15,7 +15,8 @@ import zmq
 import zmq.asyncio
 
 from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.salt import NO_SALT, Salt
+from foreword.blocks.public import PublicBlocks, is_public, public_keys
+from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.events import BlocksRemoved
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.routing.directory import Directory
@@ -36,7 +37,8 @@ PLACES = ((None, None, None), ("CPU", "LOCAL", "memory"), ("STORAGE", "REMOTE", 
 
 
 class Replica:
-    """Stores and removes blocks of chains at random: from a chain's end, as pools do."""
+    """Stores and removes blocks of chains at random: from a chain's end, as pools do. A third of them begins with public
+    blocks."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -45,7 +47,9 @@ class Replica:
             shared = [number % 3] * BLOCK * 3
             own = [self.random.randrange(1000) for _ in range(BLOCK * self.random.randrange(8))]
             salt = Salt(b"0102") if number % 2 else NO_SALT
-            self.chains.append((salt, shared + own, chain_keys(Scope(b"m", BLOCK, salt).root(), shared + own, BLOCK)))
+            public, scope = PublicBlocks(), Scope(b"m", BLOCK, salt)
+            public.set([public_keys(scope, shared)] if number % 3 == 2 else [])
+            self.chains.append((salt, shared + own, public.keys_of(scope, shared + own)))
         self.held: dict[object, set[bytes]] = {place: set() for place in PLACES}
 
     def event(self) -> BlockStored | BlockRemoved | None:
@@ -55,10 +59,13 @@ class Replica:
         known = sum(key in held for key in keys)
         if self.random.random() < 0.6 and known < len(keys):
             end = self.random.randrange(known, len(keys)) + 1
+            public = sum(map(is_public, keys))
+            if known < public:
+                end, salt = min(end, public), PUBLIC
             held.update(keys[:end])
             extras: list[list[str] | None] | None = None
-            if salt and not known:
-                extras = [[salt.text], *[None] * (end - 1)]
+            if (salt and not known) or 0 < known == public:
+                extras = [[salt.text], *[None] * (end - known - 1)]
             parent = keys[known - 1] if known else None
             blocks = tokens[known * BLOCK : end * BLOCK]
             return BlockStored(keys[known:end], parent, blocks, BLOCK, None, place[0], None, extras, *place[1:])
