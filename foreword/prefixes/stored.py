@@ -9,6 +9,7 @@ keep their blocks from eviction. The KV itself is stored as ordinary blocks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -22,8 +23,10 @@ from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.retention import MAX_PRIORITY, Retained
 from foreword.blocks.salt import Salt, tenant_digest
+from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import NamedPrefix
+from foreword.store.background import Follower
 from foreword.store.base import Name
 from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
@@ -146,7 +149,7 @@ class PrefixPins:
 
     def pin_now(self, root: bytes, keys: Chain) -> bool:
         """Pin the blocks that are stored already. Whether these are all."""
-        names = [name for group in self.groups for name in group.names(root, _own(root, group.behind(keys)))]
+        names = [name for group in self.groups for name in group.names(root, own_keys(root, group.behind(keys)))]
         return self._set(names, pinned=True) == len(names)
 
     def unpin(self, tenant: str, root: bytes, keys: Chain) -> None:
@@ -165,7 +168,7 @@ class PrefixPins:
         found = []
         for group in self.groups:
             shared = {key for other in others for key in group.behind(other)}
-            found.append([key for key in _own(bytes.fromhex(tenant), group.behind(keys)) if key not in shared])
+            found.append([key for key in own_keys(bytes.fromhex(tenant), group.behind(keys)) if key not in shared])
         return found
 
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
@@ -191,13 +194,35 @@ class StorePins(PrefixPins):
 
     def pin(self, root: bytes, keys: Chain) -> None:
         for number, group in enumerate(self.groups):
-            self._offload.pin(root, _own(root, group.behind(keys)), group=number)
+            self._offload.pin(root, own_keys(root, group.behind(keys)), group=number)
 
     def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
         self._offload.pin(root, keys, pinned=False, group=number)
 
 
-def _own(root: bytes, keys: Chain) -> list[bytes]:
+class PublicRecords:
+    """Which blocks are public, for a process that reads that from the records of its stores once a second.
+
+    Attributes:
+        blocks: what is known so far.
+    """
+
+    def __init__(self, store: TieredStore, model: str) -> None:
+        self.blocks = PublicBlocks()
+        self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
+        self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
+        self._follower = Follower("foreword-public", self._scan, 1.0)
+        self._follower.do(self._scan)
+
+    def _scan(self) -> None:
+        with contextlib.suppress(StoreError):  # then it is as it was
+            self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
+
+    def close(self) -> None:
+        self._follower.close(_READ_SECONDS)
+
+
+def own_keys(root: bytes, keys: Chain) -> list[bytes]:
     """The blocks of a prefix that are its tenant's, given the first bytes of its root."""
     return [key for key in keys if is_public(key) == root.startswith(PUBLIC_ROOT)]
 

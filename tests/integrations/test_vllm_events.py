@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm_process import BLOCK, attempt, make_model, needs_vllm, prompts, result
 
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.salt import Salt
+from foreword.routing.directory import CacheTier, Directory
+from foreword.routing.event_feed import KvEventFeed
 from foreword.store.frame import HEADER_BYTES
 
 pytestmark = needs_vllm
@@ -104,6 +109,39 @@ def test_metrics(found: dict[str, Any]) -> None:
     assert of("loads") == of("load_seconds") == 1
     assert of("dropped_blocks") == of("loads_cut") == 0
     assert metrics["vllm:foreword_queued_blocks[('rank', '0')]"] == 0
+
+
+def test_public_blocks(tmp_path: Path) -> None:
+    """A router that has read the events knows that the tiers have the public blocks of a text for every tenant, and what a
+    tenant has behind them for that one."""
+    text, own = prompts(22, [4 * BLOCK + 5])[0], prompts(23, [3 * BLOCK])[0]
+    tenants = [Salt(name) for name in (b"ann", b"bob", b"cyd")]
+    done = attempt(
+        "vllm_events_script.py",
+        {
+            "model": str(make_model(tmp_path / "model")),
+            "store": [f"disk://{tmp_path}/kv?size=64MiB"],
+            "public": text,
+            "rounds": [[text + own], [text + own]],
+            "salts": [salt.text for salt in tenants[:2]],
+            "endpoint": f"ipc://{tmp_path}/events",
+            "replay": f"ipc://{tmp_path}/replay",
+        },
+        forked=False,
+    )
+    found = result(done)
+    assert found["cached"] == {"0-0": 0, "1-0": 4 * BLOCK}
+    directory = Directory(10_000)
+    feed = KvEventFeed(directory, "r", b"m", BLOCK)
+    events = [{**event, "type": event["kind"]} for event in found["events"] if event["kind"] != "AllBlocksCleared"]
+    feed.receive(0, events)
+    assert feed.counters.malformed == 0 and len(directory.public.keys) == 4
+    for number, salt in enumerate(tenants):
+        scope, prompt = Scope(b"m", BLOCK, salt), text + own
+        shared = directory.lookup(directory.public.keys_of(scope, prompt)).of("r")
+        assert shared[CacheTier.DISK] == 4 and shared[CacheTier.DEVICE] == 0
+        device = directory.lookup(chain_keys(scope.root(), prompt, BLOCK)).of("r")
+        assert device[CacheTier.DEVICE] == (7 if number < 2 else 0)
 
 
 def test_log_line(found: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ without. All tests share two servers, and the last ones start one of them again,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import transformers
 from vllm_process import needs_vllm
 from vllm_server import BLOCK, VllmServer, make_byte_model
 
+from foreword.blocks.salt import Salt
 from foreword.prefixes.book import NamedPrefix
 from foreword.store.urls import open_store
 
@@ -297,6 +299,37 @@ def test_bad_requests(pair: Pair) -> None:
     found = pair.first.ask("GET", "/v1/prefixes").json()
     assert {prefix["name"] for prefix in found["data"]} == {"manual", "stream"}
     assert found["budget_bytes"] == 128 << 20
+
+
+def test_public_prefixes(pair: Pair) -> None:
+    """A text that a program on the host of one server marks is loaded by both, for every salt, and each answer is the model's
+    without any cache. What follows it is its salt's only, on both. A caller from elsewhere marks nothing. Unmarked, it is every
+    salt's own again."""
+    content, own, path = text(71, 330), text(72, 200), "/v1/public/prefixes"
+    shared, fresh = 330 // BLOCK * BLOCK, (Salt(f"tenant {number}".encode()).text for number in itertools.count())
+    body = {"name": "house", "content": content}
+    far = {"authorization": f"Bearer {KEY}", "x-forwarded-for": "192.0.2.1"}
+    assert httpx.post(pair.second.url + path, json=body, headers=far, timeout=180).status_code == 403
+    made = pair.second.ask("POST", path, body)
+    assert made.status_code == 201 and made.json()["bytes"] == shared * 3 * 2 * 2 * 32 * 4
+    assert pair.second.ask("GET", "/v1/prefixes/house").json()["version"] == 1
+    for server in (pair.first, pair.second):
+        wait_for(lambda server=server: server.complete(content, cache_salt=next(fresh))["cached"] == shared)  # type: ignore[misc]
+    one, other = next(fresh), next(fresh)
+    right = pair.reference(content + own)
+    before, blocks = pair.first.metric("vllm:external_prefix_cache_hits_total"), pair.blocks()
+    answer = pair.first.complete(content + own, cache_salt=one)
+    assert (answer["tokens"], answer["cached"]) == (right, shared)
+    assert pair.first.metric("vllm:external_prefix_cache_hits_total") - before == shared, "loaded, not computed"
+    wait_for(lambda: pair.blocks() - blocks >= (530 - shared) // BLOCK)
+    for salt, cached in ((one, 530 // BLOCK * BLOCK), (other, shared)):
+        answer = pair.second.complete(content + own, cache_salt=salt)
+        assert (answer["tokens"], answer["cached"]) == (right, cached)
+    named = pair.second.complete(own, prefix="house", cache_salt=next(fresh))
+    assert (named["tokens"], named["cached"]) == (right, shared)
+    assert pair.second.ask("DELETE", f"{path}/house").status_code == 200
+    for server in (pair.first, pair.second):
+        wait_for(lambda server=server: server.complete(content, cache_salt=next(fresh))["cached"] == 0)  # type: ignore[misc]
 
 
 def test_a_restarted_server_is_warm(pair: Pair) -> None:

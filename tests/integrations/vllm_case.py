@@ -145,11 +145,11 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8) -> str:
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> str:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt), **more}, params)
         return name
 
     def step(self) -> bool:

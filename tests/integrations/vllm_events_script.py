@@ -35,6 +35,26 @@ def events(endpoint: str) -> list[dict[str, Any]]:
             found += [{"kind": type(event).__name__, **msgspec.to_builtins(event)} for event in batch.events]
 
 
+def mark(engine: Engine, tokens: list[int]) -> None:
+    """Write the record of a public prefix, as a server's middleware does, and wait until the connector has read it."""
+    from foreword.blocks.public import public_keys, public_root
+    from foreword.blocks.salt import NO_SALT, PUBLIC
+    from foreword.prefixes.stored import PREFIXES, PrefixRecord
+    from foreword.store.shared_records import SharedRecords
+
+    connector = scheduler_of(engine.llm).connector._scheduler
+    info = connector._info
+    scope = info.scope(NO_SALT)
+    keys = public_keys(scope, tokens)
+    record = PrefixRecord(
+        len(tokens), info.key_size, public_root(scope).hex(), b"".join(keys), name="law", version=1, kind="text",
+        content="x", created=0.0, model="tiny", last_key=keys[-1].hex(),
+    )  # fmt: skip
+    store = worker_of(engine.llm).offload.store
+    SharedRecords(store, PREFIXES).put(PREFIXES.key(info.model.hex()[:32], PUBLIC.digest.hex(), "law"), record)
+    engine.until(lambda: connector._public.blocks.keys == frozenset(keys))
+
+
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     from vllm.config import KVEventsConfig
@@ -45,9 +65,11 @@ def main() -> None:
     job["llm"] = {"disable_log_stats": False, "kv_events_config": published, **job.get("llm", {})}
     engine = Engine(make_llm(job))
     scheduler = scheduler_of(engine.llm)
+    if "public" in job:
+        mark(engine, job["public"])
     for number, prompts in enumerate(job["rounds"]):
         for i, prompt in enumerate(prompts):
-            engine.add(f"{number}-{i}", prompt)
+            engine.add(f"{number}-{i}", prompt, **({"cache_salt": job["salts"][number]} if "salts" in job else {}))
             engine.run()
         engine.until(lambda: not scheduler.has_requests())
         engine.settle()

@@ -196,7 +196,7 @@ def _names(engine: Engine, prompt: list[int]) -> list[bytes]:
     from foreword.blocks.salt import NO_SALT
 
     worker = worker_of(engine.llm)
-    root = scheduler_of(engine.llm).connector._scheduler._info.root(NO_SALT)
+    root = scheduler_of(engine.llm).connector._scheduler._info.scope(NO_SALT).root()
     return worker.offload.units[0].names(root, chain_keys(root, prompt, 32))
 
 

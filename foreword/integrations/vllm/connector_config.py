@@ -348,9 +348,9 @@ class KVCacheInfo:
         """Fingerprints of the layouts by rank, then by group."""
         return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
 
-    def root(self, salt: Salt) -> bytes:
-        """The root key of a salt's chains."""
-        return Scope(self.model, self.key_size, salt).root()
+    def scope(self, salt: Salt) -> Scope:
+        """What determines the keys of a salt's chains."""
+        return Scope(self.model, self.key_size, salt)
 
 
 def _needs_last_token(one: ConnectorGroup) -> bool:

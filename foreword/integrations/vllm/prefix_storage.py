@@ -12,16 +12,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ITEM_BYTES
+from foreword.blocks.public import PublicBlocks
 from foreword.blocks.resume import alignment, longest_resumable
-from foreword.blocks.salt import NO_SALT, Salt
+from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.stored import PrefixPins, PrefixRecord, PrefixStorage
+from foreword.prefixes.stored import PrefixPins, PrefixRecord, PrefixStorage, own_keys
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords
@@ -93,6 +94,7 @@ class ConnectorStorage(PrefixStorage):
         self._limits = [tier.store.status().pin_budget for tier in self._store.tiers] if urls else []
         self.budget_bytes = min((limit for limit in self._limits if limit is not None), default=None)
         self._layouts: list[_StoredLayout] = []
+        self._public = PublicBlocks()
         self._wait = _LAYOUT_WITHIN
         if len(urls) < len(settings.store.urls):
             logger.warning(
@@ -148,8 +150,7 @@ class ConnectorStorage(PrefixStorage):
         """After how many tokens of a prompt a request with this salt can continue, with what the stores have."""
         if not self._find_layouts():
             return 0
-        root = self._root(salt)
-        keys = chain_keys(root, tokens[: self._longest], self.block_size, self._extras)
+        root, keys = self._chain(tokens[: self._longest], self._current(salt))
         deadline = time.monotonic() + _CALL_WITHIN
 
         def names(layout: _StoredLayout, blocks: Iterable[int]) -> list[Name]:
@@ -175,14 +176,18 @@ class ConnectorStorage(PrefixStorage):
         return bytes.fromhex(self.pins.model)
 
     def chain(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[bytes, list[bytes]]:
-        """Named prefixes of vLLM have no salt."""
+        """Named prefixes of vLLM have no salt, or that of public ones."""
         if not self._layouts:
             return b"", []
-        root, end = self._root(NO_SALT), self.position(len(tokens))
-        return root, chain_keys(root, tokens[:end], self.block_size, self._extras)
+        return self._chain(tokens[: self.position(len(tokens))], self._current(Salt(salt)))
 
-    def _root(self, salt: Salt) -> bytes:
-        return Scope(self.model, self.block_size, self._current(salt)).root()
+    def _chain(self, tokens: Sequence[int], salt: Salt) -> tuple[bytes, list[bytes]]:
+        scope = Scope(self.model, self.block_size, salt)
+        return scope.root(), self._public.keys_of(scope, tokens, self._extras)
+
+    def mark(self, texts: Sequence[Sequence[int]]) -> None:
+        """From now on these are the public prefixes."""
+        self._public.set(self.chain(tokens, PUBLIC.tenant)[1] for tokens in texts)
 
     # Records
 
@@ -201,7 +206,7 @@ class ConnectorStorage(PrefixStorage):
     # Pins
 
     def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:
-        alone = self.pins.alone(self.tenant(salt), self.chain(tokens)[1])
+        alone = self.pins.alone(self.tenant(salt), self.chain(tokens, salt)[1])
         needed = sum(one.block_bytes * len(keys) for one, keys in zip(self._layouts, alone, strict=True))
         for tier, limit in zip(self._store.tiers, self._limits, strict=False):
             free = needed if limit is None else max(limit - tier.store.status().pinned_bytes, 0)
@@ -212,12 +217,14 @@ class ConnectorStorage(PrefixStorage):
                     param="content",
                 )
 
-    def pin(self, tokens: Sequence[int]) -> PinnedBlocks:
+    def pin(self, tokens: Sequence[int], salt: bytes = b"") -> PinnedBlocks:
         """Pin the blocks of a prefix that are there, in every tier."""
         if not self._find_layouts():
             return PinnedBlocks(0, not self._visible)
-        root, keys = self.chain(tokens)
-        names = [(layout.block_bytes, layout.names(root, layout.behind(keys))) for layout in self._layouts]
+        root, keys = self.chain(tokens, salt)
+        names = [
+            (layout.block_bytes, layout.names(root, own_keys(root, layout.behind(keys)))) for layout in self._layouts
+        ]
         sizes = [sum(size * self._pin_in(tier, blocks) for size, blocks in names) for tier in self._store.tiers]
         return PinnedBlocks(max(sizes), min(sizes) >= sum(size * len(blocks) for size, blocks in names))
 

@@ -40,6 +40,7 @@ from foreword.integrations.vllm.worker_side import (
     worker_of,
 )
 from foreword.offload.search import Found
+from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse
@@ -100,6 +101,7 @@ class ForewordConnectorScheduler:
         self._retentions = ConnectorRetentions(
             stores.store, self._groups, info.model, info.key_size, info.step, per_key
         )
+        self._public = PublicRecords(stores.store, info.model.hex())
         tiers = [(reach, label) for label, reach in self._reaches.items()]
         sizes = [one.block_size for one in info.groups]
         self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
@@ -220,8 +222,8 @@ class ForewordConnectorScheduler:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
-        root = self._info.root(self._info.current(salt_of(request)))
-        return TokenChain(root, self._info.key_size, tokens, identity.extras(self._version.salt))
+        scope = self._info.scope(self._info.current(salt_of(request)))
+        return self._public.blocks.chain(scope.root(), scope, tokens, identity.extras(self._version.salt))
 
     def _follow_session(self, state: RequestState, tokens: Sequence[int]) -> None:
         """A session's next input replaces the last sampled token, which was never computed."""
@@ -258,7 +260,9 @@ class ForewordConnectorScheduler:
         state.skip_to(self._info, position)
         if self.events is not None:
             for part in parts:
-                self.events.expect(request, part.group, part.numbers, self._last_keys(part.group, part.keys))
+                keys = self._last_keys(part.group, part.keys)
+                before = state.key_at(self._info, part.numbers[0] * self._info.groups[part.group].block_size)
+                self.events.expect(request, part.group, part.numbers, keys, before)
 
     def _parts(self, state: RequestState, found: Found, position: int, ids: BlockIds) -> Iterator[GroupBlocks]:
         """What each group needs to continue from `position`."""
@@ -415,7 +419,7 @@ class ForewordConnectorScheduler:
             for save in saves:
                 keys = self._last_keys(save.group, save.keys)
                 first = save.depth // self._info.keys_before(save.group)
-                self.events.expect(request, save.group, range(first, first + len(keys)), keys)
+                self.events.expect(request, save.group, range(first, first + len(keys)), keys, save.parent)
 
     def _last_keys(self, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Of the keys of blocks' frames, those of the blocks."""
@@ -571,5 +575,6 @@ class ForewordConnectorScheduler:
 
     def close(self) -> None:
         self._retentions.close()
+        self._public.close()
         if self._lookup is not None:
             self._lookup.close()

@@ -23,6 +23,8 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, BlockUnits, key_of
+from foreword.blocks.public import is_public
+from foreword.blocks.salt import PUBLIC
 from foreword.integrations.vllm.step_messages import TierChange
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
@@ -72,6 +74,11 @@ class TierWatch:
 
 # Scheduler side
 
+
+def _public_hash(key: bytes) -> int:
+    return int.from_bytes(key[-8:], "big")
+
+
 _GroupKey = tuple[int, bytes]
 
 
@@ -117,17 +124,27 @@ class TierEvents:
         self._stored_in: OrderedDict[_GroupKey, _StoredIn] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
-    def expect(self, request: Any, group: int, numbers: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Blocks of a request, by their index in it, that a tier may store soon. Without prefix caching vLLM has no hashes."""
+    def expect(self, request: Any, group: int, numbers: Sequence[int], keys: Sequence[bytes], before: bytes) -> None:
+        """Blocks of a request, by their index in it, that a tier may store soon. Without prefix caching vLLM has no hashes.
+        Public blocks have hashes of our own, which no tenant's salt is in. `before`: the key before the first block."""
         size = self._block_sizes[group]
         hashes = resolve_block_hashes(request.block_hashes, self.hash_size, size)
         for index, key in zip(numbers, keys, strict=True):
             if index >= len(hashes):
                 break
             tokens = list(request.all_token_ids[index * size : (index + 1) * size])
-            extra, _ = generate_block_hash_extra_keys(request, index * size, (index + 1) * size, 0)
-            parent = maybe_convert_block_hash(hashes[index - 1]) if index else None
-            self._expected[group, key] = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
+            if is_public(key):
+                extra, parent = (
+                    None if index else (("cache_salt", PUBLIC.text),),
+                    _public_hash(before) if index else None,
+                )
+                block = _BlockInfo(_public_hash(key), parent, tokens, extra)
+            else:
+                extra, _ = generate_block_hash_extra_keys(request, index * size, (index + 1) * size, 0)
+                parent = maybe_convert_block_hash(hashes[index - 1]) if index else None
+                block = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
+            before = key
+            self._expected[group, key] = block
             self._expected.move_to_end((group, key))
         while len(self._expected) > _MAX_EXPECTED:
             self._expected.popitem(last=False)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import httpx
 
 from foreword.api.asgi import App, Receive, Scope, Send
+from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.prefixes.async_service import AsyncPrefixes
@@ -70,11 +71,12 @@ class InnerServer:
 
 
 class VllmPrefixes(AsyncPrefixes):
-    """Named prefixes of the whole server: vLLM's API keys are not tenants. Make it on the server's event loop."""
+    """Named prefixes of the whole server: vLLM's API keys are not tenants. Make it on the server's event loop. Public ones are
+    computed with the salt PUBLIC; the connector learns of them by their records."""
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
         # The stores' own limits are the budget.
-        service = PrefixService(self._tokenize, lambda name, tokens: KeptBytes(), storage)
+        service = PrefixService(self._tokenize, lambda name, tokens: KeptBytes(), storage, storage.mark)
         super().__init__(service, self._pin_computed, storage.budget_bytes)
         self._storage = storage
         self._server = server
@@ -85,6 +87,7 @@ class VllmPrefixes(AsyncPrefixes):
     def start(self) -> None:
         """Read what the stores know, and compute what they have lost."""
         self.later(self.refresh())
+        self.follow_public()
 
     async def close(self) -> None:
         await super().close()
@@ -96,11 +99,13 @@ class VllmPrefixes(AsyncPrefixes):
 
     def used(self, prefix: NamedPrefix, cached: int) -> None:
         """A request that named the prefix has ended, with `cached` tokens of its prompt found in the cache."""
-        self.service.book.note_hit(prefix.name, cached)
+        book = self.service.book
+        book.note_hit(prefix.name, cached)
         now = time.monotonic()
         if now - self._checked.get(prefix.name, -math.inf) > _CHECK_SECONDS:
             self._checked[prefix.name] = now
-            self.later(self.repin(prefix, compute=self._pin_written))
+            salt = b"" if book.version(prefix.name, salt=b"") else PUBLIC.tenant
+            self.later(self.repin(prefix, salt, compute=self._pin_written))
 
     # What the service asks of vLLM
 
@@ -139,7 +144,8 @@ class VllmPrefixes(AsyncPrefixes):
                 await self._compute_and_pin_written(one)
 
     async def _compute_and_pin_written(self, one: Registration) -> None:
-        body = {"prompt": list(one.tokens), "max_tokens": 1, "temperature": 0.0, "stream": False}
+        body: dict[str, Any] = {"prompt": list(one.tokens), "max_tokens": 1, "temperature": 0.0, "stream": False}
+        body |= {"cache_salt": Salt(one.salt).text} if one.salt else {}
         await self._server.post("/v1/completions", body)
         await self._pin_written(one)
 
@@ -156,7 +162,7 @@ class VllmPrefixes(AsyncPrefixes):
 
     async def _pin(self, one: Registration) -> bool:
         """Pin what the stores have of a prefix. Whether that is all of it."""
-        pinned = await asyncio.to_thread(self._storage.pin, one.tokens)
+        pinned = await asyncio.to_thread(self._storage.pin, one.tokens, one.salt)
         assert isinstance(one.kept, KeptBytes)
         one.kept.bytes = pinned.bytes
         return pinned.whole
