@@ -42,15 +42,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(arguments: argparse.Namespace, folder: Path, store: list[str]) -> Iterator[Server]:
-    """A server; with the connector if there are stores."""
+def serving(arguments: argparse.Namespace, folder: Path, store: list[str], *more: str) -> Iterator[Server]:
+    """A server; with the connector if there are stores, and with more arguments of vLLM."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         *vllm(arguments), "serve", str(arguments.model), "--served-model-name", "model", "--host", "127.0.0.1",
         "--port", str(port), "--dtype", arguments.dtype, "--enforce-eager", "--max-model-len", "4096",
-        "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--seed", "0",
+        "--block-size", "32", "--kv-cache-memory-bytes", str(1 << 30), "--seed", "0", *more,
     ]  # fmt: skip
     name = "alone"
     if store:

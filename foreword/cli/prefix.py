@@ -18,6 +18,10 @@ prefix_app = typer.Typer(help="Named prefixes of a running server.", no_args_is_
 
 ServerOption = Annotated[str, typer.Option("--server", help="URL of the server.")]
 KeyOption = Annotated[str | None, typer.Option("--api-key", help="API key, if the server requires one.")]
+PublicOption = Annotated[
+    bool,
+    typer.Option("--public", help="Of the prefixes that all tenants share; to change them takes the operator's key."),
+]
 PrefixName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the prefix.")]
 DEFAULT_SERVER = "http://127.0.0.1:8000"
 
@@ -35,19 +39,22 @@ def prefix_add(
     file: Annotated[Path | None, typer.Option("--file", help="File with the prefix; - reads standard input.")] = None,
     messages: Annotated[Path | None, typer.Option("--messages", help="JSON file with a list of chat messages.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Make a new version if the name exists.")] = False,
+    public: PublicOption = False,
     server: ServerOption = DEFAULT_SERVER,
     api_key: KeyOption = None,
 ) -> None:
     """Compute a prefix on the server, pin its blocks and give it a name."""
     body = _prefix_body(text, file, messages)
-    made = call_server(server, api_key, "POST", "/v1/prefixes", {"name": name, "replace": replace, **body})
+    made = call_server(server, api_key, "POST", _path(public), {"name": name, "replace": replace, **body})
     print(_summary(made))
 
 
 @prefix_app.command("list", **described("prefix list --server http://127.0.0.1:8000"))
-def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
+def prefix_list(
+    *, public: PublicOption = False, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None
+) -> None:
     """List the named prefixes with their size and use."""
-    found = call_server(server, api_key, "GET", "/v1/prefixes")
+    found = call_server(server, api_key, "GET", _path(public))
     for prefix in found["data"]:
         print(_summary(prefix))
     budget = found["budget_bytes"]
@@ -56,15 +63,19 @@ def prefix_list(*, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = N
 
 
 @prefix_app.command("show", **described("prefix show manual"))
-def prefix_show(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
+def prefix_show(
+    name: PrefixName, *, public: PublicOption = False, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None
+) -> None:
     """Show one prefix with its content, as JSON."""
-    print(json.dumps(call_server(server, api_key, "GET", _prefix_path(name)), indent=2, ensure_ascii=False))
+    print(json.dumps(call_server(server, api_key, "GET", _path(public, name)), indent=2, ensure_ascii=False))
 
 
 @prefix_app.command("remove", **described("prefix remove manual"))
-def prefix_remove(name: PrefixName, *, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None) -> None:
+def prefix_remove(
+    name: PrefixName, *, public: PublicOption = False, server: ServerOption = DEFAULT_SERVER, api_key: KeyOption = None
+) -> None:
     """Remove a prefix and unpin its blocks."""
-    removed = call_server(server, api_key, "DELETE", _prefix_path(name))
+    removed = call_server(server, api_key, "DELETE", _path(public, name))
     print(f"removed {removed['id']} (version {removed['version']})")
 
 
@@ -91,10 +102,11 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} is not text in UTF-8") from error
 
 
-def _prefix_path(name: str) -> str:
+def _path(public: bool, *names: str) -> str:
     from urllib.parse import quote
 
-    return f"/v1/prefixes/{quote(name, safe='')}"
+    base = "/v1/public/prefixes" if public else "/v1/prefixes"
+    return "/".join([base, *(quote(name, safe="") for name in names)])
 
 
 def _summary(prefix: Mapping[str, Any]) -> str:

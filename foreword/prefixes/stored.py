@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _READ_SECONDS: Final = 2.0
 _PIN_SECONDS: Final = 5.0
+_SCAN_SECONDS: Final = 2.0
 # Versions, tokens and seconds of real records are less.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Chain = Sequence[bytes]
@@ -201,7 +202,7 @@ class StorePins(PrefixPins):
 
 
 class PublicRecords:
-    """Which blocks are public, for a process that reads that from the records of its stores once a second.
+    """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
 
     Attributes:
         blocks: what is known so far.
@@ -211,7 +212,7 @@ class PublicRecords:
         self.blocks = PublicBlocks()
         self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
         self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
-        self._follower = Follower("foreword-public", self._scan, 1.0)
+        self._follower = Follower("foreword-public", self._scan, _SCAN_SECONDS)
         self._follower.do(self._scan)
 
     def _scan(self) -> None:

@@ -17,12 +17,13 @@ from tiny import VOCAB, greedy
 
 from foreword.api.tenants import derive_salt
 from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.blocks.public import public_keys
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.config import EngineConfig
+from foreword.config import EncryptionConfig, EngineConfig
 from foreword.engine.request import CacheReport, Request
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import UnknownPrefix
-from foreword.prefixes.erasure import forget_prefix
+from foreword.prefixes.erasure import forget_chain, forget_prefix
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
@@ -36,9 +37,9 @@ TENANTS = [Salt(derive_salt(b"a secret of these tests", name)) for name in ("ann
 class Server:
     """An engine that several tenants use."""
 
-    def __init__(self, model: Path, store: str | None = None, **options: Any) -> None:
-        config = EngineConfig(model=str(model), **(OPTIONS | options))
-        self.engine = unhurried(AsyncEngine.from_config(config, store=patient(store) if store else None))
+    def __init__(self, model: Path, store: str | None = None, encryption: EncryptionConfig | None = None) -> None:
+        config, stores = EngineConfig(model=str(model), **OPTIONS), patient(store) if store else None
+        self.engine = unhurried(AsyncEngine.from_config(config, store=stores, encryption=encryption))
         self._requests = 0
 
     def close(self) -> None:
@@ -118,11 +119,11 @@ def test_nothing_is_public_by_itself(folder: Callable[[str], Path]) -> None:
         asyncio.run(run(server))
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "kind"), [("llama", "disk"), ("gemma3", "disk"), ("llama", "file")])
+def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: Path, family: str, kind: str) -> None:
     """Instances on one store, and one that starts later, learn what is public and load it, for every tenant. Erasing a tenant
     removes its blocks and no public one. One whose mark is removed is erased by its name."""
-    store = f"disk://{tmp_path}/store?size=64MiB"
+    store = f"disk://{tmp_path}/store?size=64MiB" if kind == "disk" else f"file://{tmp_path}/store"
 
     async def run() -> None:
         with closing(Server(folder(family), store)) as first, closing(Server(folder(family), store)) as second:
@@ -136,7 +137,7 @@ def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: P
             assert await second.cached(TENANTS[0], prompt) > shared, "its own blocks behind public ones are loaded"
             await second.flush()
             receipt = await first.engine.forget(TENANTS[0])
-            assert receipt["complete"] and receipt["removed"]["disk"] > 0
+            assert receipt["complete"] and sum(receipt["removed"].values()) > 0
             assert await first.cached(TENANTS[0], prompt) == shared
         with closing(Server(folder(family), store)) as third:
             await third.engine.prefixes.refresh(PUBLIC.tenant)
@@ -151,6 +152,55 @@ def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: P
         with closing(Server(folder(family), store)) as fourth:
             await fourth.engine.prefixes.refresh(PUBLIC.tenant)
             assert await fourth.cached(TENANTS[1], prompt) == 0, "it is not public any more"
+
+    asyncio.run(run())
+
+
+def test_encrypted(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Where stores are encrypted, public blocks have a data key of their own: after the keys of tenants were destroyed, a
+    server that starts loads them."""
+    store = f"disk://{tmp_path}/store?size=64MiB"
+    keys = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'7' * 64}",))
+
+    async def run() -> None:
+        with closing(Server(folder("llama"), store, keys)) as first:
+            marked = await first.mark()
+            for salt in TENANTS[:2]:
+                assert await first.cached(salt, marked + private(7)) == len(marked) // BLOCK * BLOCK
+            await first.flush()
+            for salt in TENANTS[:2]:
+                receipt = await first.engine.forget(salt)
+                assert receipt["complete"] and len(receipt["keys"]) == 1
+            await first.engine.clear_cache()
+            assert _pinned(store).keys() == {PUBLIC.digest}
+        with closing(Server(folder("llama"), store, keys)) as second:
+            await second.engine.prefixes.refresh(PUBLIC.tenant)
+            assert await second.cached(TENANTS[2], marked + private(7)) == len(marked) // BLOCK * BLOCK
+            assert second.engine.offload is not None
+            assert second.engine.offload.status().loaded == len(marked) // BLOCK, "it was not recomputed"
+
+    asyncio.run(run())
+
+
+def test_a_wrong_public_block(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """What the audit of hits does about a wrong block that is public: every tenant's blocks behind it go, from the stores and
+    from the device, and none before it in the stores."""
+    store = f"disk://{tmp_path}/store?size=64MiB"
+
+    async def run() -> None:
+        with closing(Server(folder("llama"), store)) as server:
+            marked = await server.mark()
+            for salt in TENANTS:
+                assert await server.cached(salt, marked + private(6)) == len(marked) // BLOCK * BLOCK
+            await server.flush()
+            cache = server.engine._core.cache
+            keys = public_keys(cache.scope(PUBLIC), marked)
+            with closing(open_store([store])) as found:
+                receipt = forget_chain(found, PUBLIC.digest, keys[3], 3)
+                assert receipt.complete and {one[-32:] for one in names_in(found)} == set(keys[:3])
+            await server.engine._call(lambda: cache.drop(cache.root(PUBLIC)))
+            assert cache.pool.num_cached == 0
+            await server.engine.check_integrity()
 
     asyncio.run(run())
 
