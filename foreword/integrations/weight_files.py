@@ -35,14 +35,14 @@ def model_folder(model: str, revision: str | None) -> Path:
 def weights_digest(folder: Path) -> bytes:
     """32 bytes: SHA-256 over each weight file's name and XXH3-128.
 
-    A file's digest is kept in the user's cache until its size or a time changes. Raises ModelUnsupported.
+    Raises ModelUnsupported.
     """
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not weights:
         raise ModelUnsupported(f"there are no weights (*.safetensors, *.bin) in {folder}")
     digest = hashlib.sha256(b"foreword/weights\x00")
     for path in weights:
-        digest.update(path.name.encode() + b"\x00" + _digest_of(path))
+        digest.update(path.name.encode() + b"\x00" + file_digest(path))
     return digest.digest()
 
 
@@ -58,11 +58,12 @@ def digest_of_files(paths: Iterable[Path]) -> bytes:
     digest = hashlib.sha256(b"foreword/adapter\x00")
     for path in paths:
         name = path.name.encode()
-        digest.update(len(name).to_bytes(4, "little") + name + _digest_of(path))
+        digest.update(len(name).to_bytes(4, "little") + name + file_digest(path))
     return digest.digest()
 
 
-def _digest_of(path: Path) -> bytes:
+def file_digest(path: Path) -> bytes:
+    """XXH3-128 of a file, 16 bytes. It is kept in the user's cache until the file's size or a time changes. Raises OSError."""
     status = path.stat()
     # A file that is rewritten in place may keep its size and its modification time (rsync --inplace -t); no tool sets ctime.
     times = f"{status.st_mtime_ns}\x00{status.st_ctime_ns}"

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from foreword.decoders import decode_json
-from foreword.errors import ConfigError, PrefixBudgetExceeded, UnknownPrefix, reason_of
+from foreword.errors import ConfigError, PrefixBudgetExceeded, reason_of
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of
 
 _MAX_BYTES: Final = 256 << 20
