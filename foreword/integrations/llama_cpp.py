@@ -1,0 +1,433 @@
+"""A cache for llama-cpp-python over Foreword's stores: a prefix is computed once, for several processes and after restarts.
+
+    llm = Llama("model.gguf", n_ctx=8192)
+    llm.set_cache(ForewordCache(llm, "disk:///var/cache/foreword?size=20GiB"))
+
+llama.cpp writes a state layer by layer: K of all tokens, and then V, which is transposed without flash attention. Each is an
+array `[rows, tokens, bytes]`. So a state is cut into blocks of tokens, and put together from them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import re
+import struct
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, cast
+
+import llama_cpp
+import numpy as np
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
+from foreword.blocks.salt import Salt
+from foreword.errors import BadRequest, ModelUnsupported, StoreConfigError, StoreError
+from foreword.integrations.file_digest import file_digest
+from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+from foreword.store.sealing import KeyRing
+from foreword.store.tier import used_once
+from foreword.store.tier_counters import LookupOutcome
+from foreword.store.tiered import TieredStore, TierSearch
+from foreword.store.urls import loss_of, open_store
+
+BLOCK_SIZE = 32
+# Blocks per call of the store that saves them.
+_BATCH_BLOCKS = 64
+_PROBE_TOKENS = 32
+# Parameters of a context that change KV. What else does, such as the device or an adapter, the probe shows.
+_PARAMETERS = (
+    "rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast",
+    "yarn_beta_slow", "yarn_orig_ctx", "attention_type", "flash_attn_type",
+)  # fmt: skip
+_SPLIT: Final = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """K or V of one layer in a state: `head`, which llama.cpp writes before it, and then `[rows, tokens, width]` bytes."""
+
+    head: bytes
+    rows: int
+    width: int
+
+
+class _UnknownState(Exception):
+    """A state that is not what `_read` knows."""
+
+
+def _read(state: memoryview) -> tuple[list[list[_Part]], list[Bytes], int]:
+    """The parts of a state by cache (a model with windows has two), the array of each part, and the number of tokens, which are
+    those from position 0 on. Raises _UnknownState."""
+    caches: list[list[_Part]] = []
+    arrays: list[Bytes] = []
+    at, counts = 0, set()
+    try:
+        while at < len(state):
+            streams, tokens = struct.unpack_from("<2I", state, at)
+            cells = np.frombuffer(state, "<i4", 3 * tokens, at + 8).reshape(tokens, 3)
+            if streams != 1 or not np.array_equal(cells, _cells(tokens)):
+                raise _UnknownState("other sequences or positions")
+            counts.add(tokens)
+            begin = at + 8 + cells.nbytes
+            transposed, layers = struct.unpack_from("<2I", state, begin)
+            at = begin + 8
+            caches.append([])
+            for number in range(2 * layers):
+                rows = 1
+                if number < layers or not transposed:
+                    _, width = struct.unpack_from("<iQ", state, at)
+                else:
+                    _, width, rows = struct.unpack_from("<iII", state, at)
+                at += 12
+                caches[-1].append(_Part(bytes(state[begin:at]), rows, width))
+                part = np.frombuffer(state, np.uint8, rows * tokens * width, at)
+                arrays.append(part.reshape(rows, tokens, width))
+                begin = at = at + part.nbytes
+    except (struct.error, ValueError) as error:
+        raise _UnknownState(str(error)) from error
+    if len(counts) != 1:
+        raise _UnknownState("the caches of this model have different tokens")
+    return caches, arrays, counts.pop()
+
+
+def _cells(tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Position, number of sequences, and sequence of each token."""
+    cells = np.zeros((tokens, 3), "<i4")
+    cells[:, 0] = np.arange(tokens)
+    cells[:, 1] = 1
+    return cells
+
+
+@dataclass(frozen=True, slots=True)
+class _StateFormat:
+    """How this llama.cpp writes the state of this model.
+
+    Attributes:
+        whole: what is before the caches in the state of a context (`save_state`).
+        sequence: what is before them in the state of a sequence. Loading one of these does not clear the context's memory.
+        caches: as `_read` returns them.
+    """
+
+    whole: bytes
+    sequence: bytes
+    caches: list[list[_Part]]
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(part.rows * part.width for parts in self.caches for part in parts)
+
+    def cut(self, state: bytes) -> tuple[list[Bytes], int]:
+        """The arrays and the number of tokens of a context's state. Raises _UnknownState."""
+        if not state.startswith(self.whole):
+            raise _UnknownState("the state of another model")
+        caches, arrays, tokens = _read(memoryview(state)[len(self.whole) :])
+        if caches != self.caches:
+            raise _UnknownState("the state of another model or other settings")
+        return arrays, tokens
+
+    def join(self, payloads: Bytes, size: int) -> Bytes:
+        """The state of a sequence whose blocks, of `size` tokens, are the rows of `payloads`."""
+        blocks, tokens, at, offset = len(payloads), len(payloads) * size, 0, 0
+        cells = struct.pack("<2I", 1, tokens) + _cells(tokens).tobytes()
+        heads = len(self.sequence) + sum(len(cells) + sum(len(part.head) for part in one) for one in self.caches)
+        state = np.empty(heads + tokens * self.token_bytes, np.uint8)
+
+        def write(data: bytes) -> None:
+            nonlocal at
+            state[at : at + len(data)] = np.frombuffer(data, np.uint8)
+            at += len(data)
+
+        write(self.sequence)
+        for parts in self.caches:
+            write(cells)
+            for part in parts:
+                write(part.head)
+                run = size * part.width
+                end, after = at + blocks * part.rows * run, offset + part.rows * run
+                _runs(state[at:end], part.rows, blocks, run)[:] = _runs(
+                    payloads[:, offset:after], blocks, part.rows, run
+                ).T
+                at, offset = end, after
+        return state
+
+
+def _payloads(arrays: Sequence[Bytes], low: int, high: int, size: int, spare: int = 0) -> Bytes:
+    """The payloads of blocks `low` to `high`, one per row, with `spare` bytes behind each."""
+    width = size * sum(len(array) * array.shape[2] for array in arrays)
+    found, offset = np.empty((high - low, width + spare), np.uint8), 0
+    for array in arrays:
+        rows, run = len(array), size * array.shape[2]
+        part = _runs(array[:, low * size : high * size], rows, high - low, run)
+        _runs(found[:, offset : offset + rows * run], high - low, rows, run)[:] = part.T
+        offset += rows * run
+    return found
+
+
+def _runs(data: Bytes, rows: int, columns: int, run: int) -> np.ndarray[Any, Any]:
+    """A view `[rows, columns]` of runs of bytes, which numpy copies faster than single ones."""
+    runs: np.ndarray[Any, Any] = data.reshape(rows, columns, run).view(np.dtype((np.void, run)))[..., 0]
+    return runs
+
+
+class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
+    """A cache of llama-cpp-python: `llm.set_cache(ForewordCache(llm, store))`.
+
+    Before a completion, the longest stored prefix of its prompt is loaded straight into the model's context, unless that has a
+    longer one. Afterwards each full block that the stores do not have is saved. A store that fails or is slow saves and
+    loads less and raises no error.
+
+    Args:
+        llm: the `Llama` that gets this cache, whose layers all keep keys and values. Its context is cleared. Weights, adapters
+            and settings must not change afterwards.
+        store: one URL, several (the fastest first), or an open `TieredStore`, which the caller closes.
+        block_size: tokens per block. Only caches with the same one share blocks.
+        salt: of the tenant; blocks with different salts are never shared.
+        timeout: limit of each load and each save in seconds.
+
+    Attributes:
+        loaded_tokens: tokens of the last prompt that were loaded from the stores.
+        saved_blocks: how many blocks were saved.
+        lookups: how many prompts were looked up, by outcome.
+        unsaved: how many states were not saved, by reason.
+
+    Raises:
+        BadRequest: a block has less than a token.
+        ModelUnsupported: the state of this model cannot be cut by tokens, or it may not be reused.
+        StoreError: a wrong URL.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        store: str | Sequence[str] | TieredStore,
+        *,
+        block_size: int = BLOCK_SIZE,
+        salt: bytes = b"",
+        timeout: float = 10.0,
+    ) -> None:
+        if block_size < 1:
+            raise BadRequest(f"block_size is {block_size}; a block has at least one token", param="block_size")
+        _check(llm)
+        self._llm = llm
+        self._timeout = timeout
+        self._opened = not isinstance(store, TieredStore)
+        urls = () if isinstance(store, TieredStore) else (store,) if isinstance(store, str) else tuple(store)
+        if urls and loss_of(urls):
+            raise StoreConfigError("lossy codecs do not know the state of llama.cpp; use raw or lossless")
+        self._format, fingerprint = _measure(llm)
+        length = block_size * self._format.token_bytes
+        self._layout = Layout(fingerprint, block_size, (), "uint8", order="llama.cpp", opaque_bytes=length)
+        keys = KeyRing.from_environment()
+        self._root = Scope(fingerprint, block_size, Salt(keys.current(salt) if keys else salt)).root()
+        self.store = store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=keys)
+        super().__init__(self.store.status().budget)
+        self.loaded_tokens = self.saved_blocks = 0
+        self.lookups: Counter[LookupOutcome] = Counter()
+        self.unsaved: Counter[str] = Counter()
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes in the stores, 0 if they do not answer."""
+        with contextlib.suppress(StoreError):
+            return self.store.status().bytes
+        return 0
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        """Whether the stores seem to have the first block of these tokens."""
+        names = self._names(self._keys(key)[:1])
+        return bool(self.store.lookup(names, deadline=time.monotonic() + self._timeout))
+
+    def __getitem__(self, key: Sequence[int]) -> Any:
+        """Load the longest stored prefix of a prompt into the model. Its last token is always computed.
+
+        Returns a `LlamaState` of the tokens that were loaded, without data, which `load_state` refuses. Raises KeyError if
+        nothing was loaded.
+        """
+        self.loaded_tokens = self._load(list(key))
+        if not self.loaded_tokens:
+            raise KeyError("not in the stores")
+        tokens = np.array(key[: self.loaded_tokens], np.intc)
+        return llama_cpp.LlamaState(tokens, np.empty((0, 0), np.single), len(tokens), b"", 0, 0)
+
+    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+        """Save the full blocks of the state that the model has now, with the tokens that the state names."""
+        deadline = time.monotonic() + self._timeout
+        tokens = value.input_ids[: value.n_tokens].tolist()
+        try:
+            if _sees_images():
+                raise _UnknownState("images")
+            if self._present(tokens) < max(len(tokens), self._llm.n_tokens):
+                raise _UnknownState("the state of another model")
+            arrays, count = self._format.cut(value.llama_state)
+        except _UnknownState as reason:
+            self.unsaved[str(reason)] += 1
+            return
+        keys = self._keys(tokens[:count])
+        known = self.store.lookup(self._names(keys), deadline=deadline)
+        for low in range(known, len(keys), _BATCH_BLOCKS):
+            if time.monotonic() >= deadline:
+                self.unsaved["no time was left"] += 1
+                return
+            self.saved_blocks += self._put(arrays, keys, low, min(low + _BATCH_BLOCKS, len(keys)), deadline)
+
+    def close(self) -> None:
+        """Close the stores, unless the caller opened them."""
+        if self._opened:
+            self.store.close()
+
+    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
+        return chain_keys(self._root, tokens, self._layout.block_size)
+
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        prefix = chain_prefix(self._layout.fingerprint, self._root)
+        return [prefix + key for key in keys]
+
+    def _load(self, tokens: list[int]) -> int:
+        """How many tokens were loaded."""
+        size, deadline = self._layout.block_size, time.monotonic() + self._timeout
+        names = self._names(self._keys(tokens[:-1]))
+        if _sees_images() or not names:
+            self.lookups[LookupOutcome.TOO_SMALL if not names else LookupOutcome.NOT_ALLOWED] += 1
+            return 0
+        present = self._present(tokens)
+        if len(names) * size <= present:
+            return 0
+        search = TierSearch(deadline)
+        found = len(self.store.locate(names, search=search))
+        self.lookups[LookupOutcome.FOUND if found else search.reason] += 1
+        payloads = self._get(names[:found], deadline) if found * size > present else np.empty((0, 0), np.uint8)
+        count = len(payloads) * size
+        return count if count > present and self._give(payloads, tokens[:count]) else 0
+
+    def _present(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens the model's context begins with."""
+        count = min(len(tokens), self._llm.n_tokens)
+        other = np.flatnonzero(self._llm.input_ids[:count] != np.array(tokens[:count], np.intc))
+        return int(other[0]) if len(other) else count
+
+    def _get(self, names: Sequence[bytes], deadline: float) -> Bytes:
+        """Payloads of the leading `names` that the stores have, `[blocks, bytes]`."""
+        length = HEADER_BYTES + self._layout.block_bytes
+        memory, count = np.empty((len(names), length), np.uint8), 0
+        rows = [memoryview(cast(Any, row)) for row in memory]
+        for one in self.store.fetch(names, rows, deadline=deadline, on_late=used_once):
+            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != length:
+                break
+            count += 1
+        return memory[:count, :-HEADER_BYTES]
+
+    def _give(self, payloads: Bytes, tokens: list[int]) -> bool:
+        """Make the model's context that of these tokens. If llama.cpp refuses, it is empty."""
+        llm = self._llm
+        if not _set_state(llm, self._format.join(payloads, self._layout.block_size)):
+            _clear(llm)
+            return False
+        llm.input_ids[: len(tokens)] = tokens
+        llm.n_tokens = len(tokens)
+        llm._requires_eval = True  # the logits are not those of the last token
+        return True
+
+    def _put(self, arrays: Sequence[Bytes], keys: Sequence[bytes], low: int, high: int, deadline: float) -> int:
+        layout, root, frames = self._layout, self._root[:ROOT_BYTES], []
+        length = layout.block_bytes
+        for number, row in enumerate(_payloads(arrays, low, high, layout.block_size, HEADER_BYTES), low):
+            parent = keys[number - 1] if number else self._root
+            header = Header(layout.fingerprint, root, keys[number], parent, number, RAW, length, length)
+            frames.append(seal(header, memoryview(cast(Any, row))))
+        return self.store.put(frames, deadline=deadline)
+
+
+def _sees_images() -> bool:
+    """Whether a model of this process may see images. Its tokens then do not say what its KV is of."""
+    return "llama_cpp.mtmd_cpp" in sys.modules
+
+
+def _check(llm: Any) -> None:
+    """Raises ModelUnsupported for models whose prefixes cannot be reused, or not without computing them."""
+    reasons = {
+        "it keeps a recurrent state, which is not of single tokens": llama_cpp.llama_model_is_recurrent(llm.model)
+        or llama_cpp.llama_model_is_hybrid(llm.model),
+        "its decoder's KV depends on what its encoder has read": llama_cpp.llama_model_has_encoder(llm.model),
+        "it was loaded for embeddings; load it with embedding=False": llm.context_params.embeddings,
+        "it keeps the logits of all tokens, which are not stored; load it with logits_all=False, and without a draft model": (
+            llm._logits_all
+        ),
+        "a model of this process sees images, which its tokens do not name": _sees_images(),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ModelUnsupported(f"prefixes of this model cannot be cached: {reason}")
+
+
+def _measure(llm: Any) -> tuple[_StateFormat, bytes]:
+    """The format of a model's state, which is tried out, and the fingerprint of the model: of its weights, what changes KV in
+    its settings, and the KV of a probe. Clears the context. Raises ModelUnsupported."""
+    files = _weights(Path(llm.model_path))
+    adapter = Path(llm.lora_path).resolve() if llm.lora_path else None
+    settings = {
+        "parameters": {name: getattr(llm.context_params, name) for name in _PARAMETERS},
+        "overrides": llm.kv_overrides,
+        "adapter": [file_digest(adapter).hex(), llm.lora_scale] if adapter else None,
+    }
+    _clear(llm)
+    llm.eval([(37 * number + 1) % llm.n_vocab() for number in range(min(_PROBE_TOKENS, len(llm.input_ids)))])
+    try:
+        state = _state(llm)
+        whole = state[: 4 + int.from_bytes(state[:4], "little")]
+        caches, arrays, tokens = _read(memoryview(state)[len(whole) :])
+        found = _StateFormat(whole, _sequence_head(llm), caches)
+        _clear(llm)
+        if not _set_state(llm, found.join(_payloads(arrays, 0, tokens, 1), 1)) or _state(llm) != state:
+            raise _UnknownState("it is not the same once it was loaded")
+    except _UnknownState as error:
+        raise ModelUnsupported(f"the state that llama.cpp keeps of this model is not known: {error}") from error
+    finally:
+        _clear(llm)
+    digest = sha256(b"foreword/llama.cpp\x00" + json.dumps(settings, sort_keys=True, default=str).encode())
+    for part in (*map(file_digest, files), sha256(state).digest()):
+        digest.update(part)
+    return found, digest.digest()
+
+
+def _weights(path: Path) -> list[Path]:
+    """The files of a model, in order: a GGUF may be split."""
+    split = _SPLIT.search(path.name)
+    if split is None:
+        return [path]
+    stem, count = path.name[: split.start()], int(split[1])
+    return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+def _clear(llm: Any) -> None:
+    llm._ctx.kv_cache_clear()
+    llm.reset()
+
+
+def _state(llm: Any) -> bytes:
+    """The state of a context."""
+    buffer = (ctypes.c_uint8 * llama_cpp.llama_state_get_size(llm.ctx))()
+    written = llama_cpp.llama_state_get_data(llm.ctx, buffer, len(buffer))
+    return bytes(buffer)[:written]
+
+
+def _sequence_head(llm: Any) -> bytes:
+    """What is before the caches in the state of a sequence: a mark and its number, 8 bytes."""
+    buffer = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(llm.ctx, 0))()
+    llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, len(buffer), 0)
+    return bytes(buffer[:8])
+
+
+def _set_state(llm: Any, state: Bytes) -> bool:
+    """Replace what a context has by the state of a sequence. False if llama.cpp refuses it."""
+    buffer = (ctypes.c_uint8 * len(state)).from_buffer(cast(Any, state))
+    return bool(llama_cpp.llama_state_seq_set_data(llm.ctx, buffer, len(state), 0) == len(state))
