@@ -30,6 +30,8 @@ PAGES = [
 ]
 # Sections that start vLLM.
 VLLM = {"README.md": "Under vLLM", "docs/quickstart.md": "Under vLLM: three minutes", "docs/guides/vllm.md": ""}
+# A page that runs in an interpreter with llama-cpp-python, and its model.
+LLAMA = "docs/guides/llama-cpp.md"
 # Folders of the pages, which are others in a test.
 STORED = ("/tmp/foreword", "/var/cache/foreword", "/var/lib/foreword")
 EMBEDDED = ROOT / "foreword" / "models" / "stdlib-nano"
@@ -69,8 +71,8 @@ def commands(page: str) -> list[Step]:
     return [step for step in found if step.kind in ("sh", "python") and not step.skipped]
 
 
-def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
-    """Run a page, or some of its sections."""
+def run_page(page: str, folder: Path, downloaded: Path, *sections: str, python: str = sys.executable) -> None:
+    """Run a page, or some of its sections, with this interpreter."""
     if not private_network():
         pytest.skip("needs a network of its own: unshare -rn is not permitted here")
     if shutil.which("curl") is None:
@@ -78,7 +80,7 @@ def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
     work = folder / "work"
     work.mkdir()
     stored = [f"--replace={path}={folder / path.strip('/').replace('/', '-')}" for path in STORED]
-    paths = [str(Path(sys.executable).parent)]
+    paths = [str(Path(python).parent)]
     if "FOREWORD_VLLM_PYTHON" in os.environ:
         paths.append(str(Path(os.environ["FOREWORD_VLLM_PYTHON"]).parent))
     environment = {
@@ -93,7 +95,7 @@ def run_page(page: str, folder: Path, downloaded: Path, *sections: str) -> None:
         "-rnpf",
         "--kill-child",
         "--mount-proc",
-        sys.executable,
+        python,
         str(ROOT / "tests/documented_page.py"),
     ]
     options = [str(ROOT / page), "--folder", str(work), "--loopback", *stored]
@@ -135,8 +137,21 @@ def test_under_vllm(page: str, tmp_path: Path, downloaded: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    "FOREWORD_LLAMA_PYTHON" not in os.environ,
+    reason="FOREWORD_LLAMA_PYTHON names no interpreter with llama-cpp-python",
+)
+def test_under_llama_cpp(tmp_path: Path, downloaded: Path) -> None:
+    """The guide's script and server load in a second run what the first computed."""
+    run_page(LLAMA, tmp_path, downloaded, python=os.environ["FOREWORD_LLAMA_PYTHON"])
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/guides/vllm.md" and commands(page)])
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in ("docs/guides/vllm.md", LLAMA) and commands(page)]
+)
 def test_commands_work(page: str, tmp_path: Path, downloaded: Path) -> None:
     """Every command of the page works as it is written."""
     sections = dict.fromkeys(step.section for step in commands(page) if step.section != VLLM.get(page))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import logging
 import re
 import struct
 import sys
@@ -30,13 +31,15 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, ModelUnsupported, StoreConfigError, StoreError
-from foreword.integrations.file_digest import file_digest
+from foreword.integrations.weight_files import file_digest
 from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
 from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import loss_of, open_store
+
+log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 32
 # Blocks per call of the store that saves them.
@@ -254,6 +257,7 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         nothing was loaded.
         """
         self.loaded_tokens = self._load(list(key))
+        log.info("%d of %d tokens loaded from the stores", self.loaded_tokens, len(key))
         if not self.loaded_tokens:
             raise KeyError("not in the stores")
         tokens = np.array(key[: self.loaded_tokens], np.intc)
