@@ -1,10 +1,10 @@
 """Writes a Llama of engine/random_model.py as a GGUF file in bfloat16, for llama.cpp. Needs gguf and numpy, not torch.
 
     python -m benchmarks.engine.gguf_model MODEL
-    python -m benchmarks.engine.gguf_model --random SIZE FILE [--seed 0]
+    python -m benchmarks.engine.gguf_model --random SIZE FILE [--seed 0] [--exact]
 
-With `--random` the weights are drawn here, so that no folder is needed, and the file has a vocabulary: a token for each byte,
-and words that no text has.
+With `--random` the weights are drawn here, so that no folder is needed, and quantized to Q8_0, as is usual on laptops, or
+float32 with `--exact`. The file has a vocabulary: a token for each byte, and words that no text has.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def target_name(name: str) -> str:
 
 
 def random_tensors(size: Size, seed: int) -> Iterator[tuple[str, Any]]:
-    """The same of a Llama with random weights, of a deviation with which answers depend on the context."""
+    """Names and float32 numbers of a Llama with random weights, of a deviation with which answers depend on the context."""
     import numpy
 
     draw = numpy.random.default_rng(seed)
@@ -82,17 +82,17 @@ def random_tensors(size: Size, seed: int) -> Iterator[tuple[str, Any]]:
     for name, shape in shapes.items():
         deviation = max(size.deviation, 2 / size.hidden**0.5)
         values = numpy.ones(shape) if len(shape) == 1 else draw.standard_normal(shape, dtype=numpy.float32) * deviation
-        yield f"{name}.weight", (values.astype(numpy.float32).view(numpy.uint32) >> 16).astype(numpy.uint16)
+        yield f"{name}.weight", values.astype(numpy.float32)
 
 
-def write_random(path: Path, size: Size, seed: int = 0) -> Path:
+def write_random(path: Path, size: Size, seed: int = 0, *, exact: bool = False) -> Path:
     """The path of the file, which is written if there is none."""
     config = {
         "max_position_embeddings": CONTEXT, "hidden_size": size.hidden, "num_hidden_layers": size.layers,
         "intermediate_size": size.feed_forward, "num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads,
         "rms_norm_eps": 1e-6, "head_dim": HEAD_SIZE, "rope_theta": 10_000.0, "vocab_size": size.vocabulary,
     }  # fmt: skip
-    return path if path.exists() else _write(path, config, random_tensors(size, seed), vocabulary=True)
+    return path if path.exists() else _write(path, config, random_tensors(size, seed), vocabulary=True, exact=exact)
 
 
 def write(folder: Path) -> Path:
@@ -103,7 +103,14 @@ def write(folder: Path) -> Path:
     return _write(path, json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors(folder))
 
 
-def _write(path: Path, config: dict[str, Any], found: Iterable[tuple[str, Any]], *, vocabulary: bool = False) -> Path:
+def _write(
+    path: Path,
+    config: dict[str, Any],
+    found: Iterable[tuple[str, Any]],
+    *,
+    vocabulary: bool = False,
+    exact: bool = False,
+) -> Path:
     import gguf  # type: ignore[import-not-found,unused-ignore]
     import numpy
 
@@ -126,8 +133,12 @@ def _write(path: Path, config: dict[str, Any], found: Iterable[tuple[str, Any]],
     else:
         writer.add_tokenizer_model("no_vocab")
     for name, numbers in found:
-        if numbers.ndim == 1:
+        if numbers.ndim == 1 and numbers.dtype != numpy.float32:
             writer.add_tensor(target_name(name), (numbers.astype(numpy.uint32) << 16).view(numpy.float32))
+            continue
+        if numbers.dtype == numpy.float32:
+            kind = gguf.GGMLQuantizationType.F32 if exact or numbers.ndim == 1 else gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(target_name(name), gguf.quants.quantize(numbers, kind), raw_dtype=kind)
             continue
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             # llama.cpp rotates adjacent dimensions where Transformers rotates halves.
@@ -167,8 +178,12 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--random", choices=SIZES)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--exact", action="store_true", help="random weights in float32")
     given = parser.parse_args()
-    print(write_random(given.model, SIZES[given.random], given.seed) if given.random else write(given.model))
+    if given.random:
+        print(write_random(given.model, SIZES[given.random], given.seed, exact=given.exact))
+    else:
+        print(write(given.model))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     llm.set_cache(ForewordCache(llm, "disk:///var/cache/foreword?size=20GiB"))
 
 llama.cpp writes a state layer by layer: K of all tokens, and then V, which is transposed without flash attention. Each is an
-array `[rows, tokens, bytes]`. So a state is cut into blocks of tokens, and put together from them.
+array `[rows, tokens, bytes]`. So a state is cut into blocks of tokens. Some blocks make a state again, which llama.cpp loads as
+another sequence; its cells then become cells of the first one.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ from foreword.store.urls import loss_of, open_store
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 32
-# Blocks per call of the store that saves them.
+# Blocks per call of the store that saves them, and bytes per one that loads them.
 _BATCH_BLOCKS = 64
+_BATCH_BYTES = 8 << 20
+_OTHER_SEQUENCE = 1
 _PROBE_TOKENS = 32
 # Parameters of a context that change KV. What else does, such as the device or an adapter, the probe shows.
 _PARAMETERS = (
@@ -78,7 +81,7 @@ def _read(state: memoryview) -> tuple[list[list[_Part]], list[Bytes], int]:
         while at < len(state):
             streams, tokens = struct.unpack_from("<2I", state, at)
             cells = np.frombuffer(state, "<i4", 3 * tokens, at + 8).reshape(tokens, 3)
-            if streams != 1 or not np.array_equal(cells, _cells(tokens)):
+            if streams != 1 or not np.array_equal(cells, _cells(0, tokens)):
                 raise _UnknownState("other sequences or positions")
             counts.add(tokens)
             begin = at + 8 + cells.nbytes
@@ -103,10 +106,10 @@ def _read(state: memoryview) -> tuple[list[list[_Part]], list[Bytes], int]:
     return caches, arrays, counts.pop()
 
 
-def _cells(tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Position, number of sequences, and sequence of each token."""
+def _cells(first: int, tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Position, number of sequences, and sequence of each token from position `first` on."""
     cells = np.zeros((tokens, 3), "<i4")
-    cells[:, 0] = np.arange(tokens)
+    cells[:, 0] = np.arange(first, first + tokens)
     cells[:, 1] = 1
     return cells
 
@@ -117,7 +120,7 @@ class _StateFormat:
 
     Attributes:
         whole: what is before the caches in the state of a context (`save_state`).
-        sequence: what is before them in the state of a sequence. Loading one of these does not clear the context's memory.
+        sequence: what is before them in the state of a sequence.
         caches: as `_read` returns them.
     """
 
@@ -138,10 +141,10 @@ class _StateFormat:
             raise _UnknownState("the state of another model or other settings")
         return arrays, tokens
 
-    def join(self, payloads: Bytes, size: int) -> Bytes:
-        """The state of a sequence whose blocks, of `size` tokens, are the rows of `payloads`."""
+    def join(self, payloads: Bytes, size: int, first: int) -> Bytes:
+        """The state of a sequence whose blocks, of `size` tokens, are the rows of `payloads`, from position `first` on."""
         blocks, tokens, at, offset = len(payloads), len(payloads) * size, 0, 0
-        cells = struct.pack("<2I", 1, tokens) + _cells(tokens).tobytes()
+        cells = struct.pack("<2I", 1, tokens) + _cells(first, tokens).tobytes()
         heads = len(self.sequence) + sum(len(cells) + sum(len(part.head) for part in one) for one in self.caches)
         state = np.empty(heads + tokens * self.token_bytes, np.uint8)
 
@@ -185,9 +188,9 @@ def _runs(data: Bytes, rows: int, columns: int, run: int) -> np.ndarray[Any, Any
 class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
     """A cache of llama-cpp-python: `llm.set_cache(ForewordCache(llm, store))`.
 
-    Before a completion, the longest stored prefix of its prompt is loaded straight into the model's context, unless that has a
-    longer one. Afterwards each full block that the stores do not have is saved. A store that fails or is slow saves and
-    loads less and raises no error.
+    Before a completion, the blocks of its prompt that the stores have and the model's context has not are loaded straight into
+    the context. Afterwards each full block that the stores do not have is saved. A store that fails or is slow saves and loads
+    less and raises no error.
 
     Args:
         llm: the `Llama` that gets this cache, whose layers all keep keys and values. Its context is cleared. Weights, adapters
@@ -253,14 +256,14 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
     def __getitem__(self, key: Sequence[int]) -> Any:
         """Load the longest stored prefix of a prompt into the model. Its last token is always computed.
 
-        Returns a `LlamaState` of the tokens that were loaded, without data, which `load_state` refuses. Raises KeyError if
-        nothing was loaded.
+        Returns a `LlamaState` of the tokens that the context has now, without data, which `load_state` refuses. Raises KeyError
+        if nothing was loaded.
         """
         self.loaded_tokens = self._load(list(key))
         log.info("%d of %d tokens loaded from the stores", self.loaded_tokens, len(key))
         if not self.loaded_tokens:
             raise KeyError("not in the stores")
-        tokens = np.array(key[: self.loaded_tokens], np.intc)
+        tokens = np.array(key[: self._llm.n_tokens], np.intc)
         return llama_cpp.LlamaState(tokens, np.empty((0, 0), np.single), len(tokens), b"", 0, 0)
 
     def __setitem__(self, key: Sequence[int], value: Any) -> None:
@@ -303,15 +306,25 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         if _sees_images() or not names:
             self.lookups[LookupOutcome.TOO_SMALL if not names else LookupOutcome.NOT_ALLOWED] += 1
             return 0
-        present = self._present(tokens)
-        if len(names) * size <= present:
+        known = self._present(tokens) // size
+        if len(names) <= known:
             return 0
         search = TierSearch(deadline)
         found = len(self.store.locate(names, search=search))
         self.lookups[LookupOutcome.FOUND if found else search.reason] += 1
-        payloads = self._get(names[:found], deadline) if found * size > present else np.empty((0, 0), np.uint8)
-        count = len(payloads) * size
-        return count if count > present and self._give(payloads, tokens[:count]) else 0
+        length = HEADER_BYTES + self._layout.block_bytes
+        # Fresh memory is slow: it is used again after a batch that was read as a whole, when nothing more is written into it.
+        memory, end = np.empty((max(min(_BATCH_BYTES // length, found - known), 1), length), np.uint8), known
+        while end < found:
+            asked = names[end : min(end + len(memory), found)]
+            payloads = self._get(asked, memory, deadline)
+            if not len(payloads) or not _append(self._llm, self._format.join(payloads, size, end * size), end * size):
+                break
+            _hold(self._llm, tokens[: (end + len(payloads)) * size])
+            end += len(payloads)
+            if len(payloads) < len(asked):
+                break
+        return (end - known) * size
 
     def _present(self, tokens: Sequence[int]) -> int:
         """How many of these tokens the model's context begins with."""
@@ -319,27 +332,15 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         other = np.flatnonzero(self._llm.input_ids[:count] != np.array(tokens[:count], np.intc))
         return int(other[0]) if len(other) else count
 
-    def _get(self, names: Sequence[bytes], deadline: float) -> Bytes:
-        """Payloads of the leading `names` that the stores have, `[blocks, bytes]`."""
-        length = HEADER_BYTES + self._layout.block_bytes
-        memory, count = np.empty((len(names), length), np.uint8), 0
-        rows = [memoryview(cast(Any, row)) for row in memory]
+    def _get(self, names: Sequence[bytes], memory: Bytes, deadline: float) -> Bytes:
+        """Payloads of the leading `names` that the stores have, `[blocks, bytes]`, in `memory`."""
+        count = 0
+        rows = [memoryview(cast(Any, row)) for row in memory[: len(names)]]
         for one in self.store.fetch(names, rows, deadline=deadline, on_late=used_once):
-            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != length:
+            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != memory.shape[1]:
                 break
             count += 1
         return memory[:count, :-HEADER_BYTES]
-
-    def _give(self, payloads: Bytes, tokens: list[int]) -> bool:
-        """Make the model's context that of these tokens. If llama.cpp refuses, it is empty."""
-        llm = self._llm
-        if not _set_state(llm, self._format.join(payloads, self._layout.block_size)):
-            _clear(llm)
-            return False
-        llm.input_ids[: len(tokens)] = tokens
-        llm.n_tokens = len(tokens)
-        llm._requires_eval = True  # the logits are not those of the last token
-        return True
 
     def _put(self, arrays: Sequence[Bytes], keys: Sequence[bytes], low: int, high: int, deadline: float) -> int:
         layout, root, frames = self._layout, self._root[:ROOT_BYTES], []
@@ -391,7 +392,11 @@ def _measure(llm: Any) -> tuple[_StateFormat, bytes]:
         caches, arrays, tokens = _read(memoryview(state)[len(whole) :])
         found = _StateFormat(whole, _sequence_head(llm), caches)
         _clear(llm)
-        if not _set_state(llm, found.join(_payloads(arrays, 0, tokens, 1), 1)) or _state(llm) != state:
+        half = tokens // 2
+        for low, high in ((0, half), (half, tokens)):
+            if not _append(llm, found.join(_payloads(arrays, low, high, 1), 1, low), low):
+                raise _UnknownState("it cannot be loaded")
+        if _state(llm) != state:
             raise _UnknownState("it is not the same once it was loaded")
     except _UnknownState as error:
         raise ModelUnsupported(f"the state that llama.cpp keeps of this model is not known: {error}") from error
@@ -431,7 +436,20 @@ def _sequence_head(llm: Any) -> bytes:
     return bytes(buffer[:8])
 
 
-def _set_state(llm: Any, state: Bytes) -> bool:
-    """Replace what a context has by the state of a sequence. False if llama.cpp refuses it."""
+def _append(llm: Any, state: Bytes, first: int) -> bool:
+    """Replace what a context has from position `first` on by the state of a sequence. False if llama.cpp refuses it."""
+    llm._ctx.kv_cache_seq_rm(0, first, -1)
     buffer = (ctypes.c_uint8 * len(state)).from_buffer(cast(Any, state))
-    return bool(llama_cpp.llama_state_seq_set_data(llm.ctx, buffer, len(state), 0) == len(state))
+    done = llama_cpp.llama_state_seq_set_data(llm.ctx, buffer, len(state), _OTHER_SEQUENCE) == len(state)
+    if done:
+        llm._ctx.kv_cache_seq_cp(_OTHER_SEQUENCE, 0, -1, -1)
+    llm._ctx.kv_cache_seq_rm(_OTHER_SEQUENCE, -1, -1)
+    llm.n_tokens = min(llm.n_tokens, first)
+    return bool(done)
+
+
+def _hold(llm: Any, tokens: Sequence[int]) -> None:
+    """A context has these tokens now."""
+    llm.input_ids[: len(tokens)] = tokens
+    llm.n_tokens = len(tokens)
+    llm._requires_eval = True  # its logits are not those of the last token
