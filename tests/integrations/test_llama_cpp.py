@@ -96,6 +96,14 @@ def test_a_conversation(model: Path, tmp_path: Path) -> None:
     assert loaded(other) == [(len(turn) + len(alone[1]["tokens"])) // BLOCK * BLOCK]
 
 
+def test_what_the_context_has_is_kept(model: Path, tmp_path: Path) -> None:
+    """Only the blocks behind what the context already has are loaded, and the answers are the same."""
+    [prompt] = prompts(15, [300])
+    alone = llama(model, [disk(tmp_path)], [[prompt]])["rounds"][0]
+    found = llama(model, [disk(tmp_path)], [[prompt[:100], prompt]], keep=True)["rounds"][0]
+    assert loaded(found) == [96, 288 - 96] and answers(found)[1] == answers(alone)[0]
+
+
 def test_windows(tmp_path: Path) -> None:
     """A model with sliding windows is cached like others. If it keeps only the windows (`swa_full=False`), a long prompt is
     not saved, and that is counted."""
