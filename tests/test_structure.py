@@ -102,11 +102,11 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 47_710),
+        ("statements", statements, 48_780),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_250),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_090),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_560),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_340),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
