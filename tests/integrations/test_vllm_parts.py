@@ -183,12 +183,15 @@ class MemoryStorage:
     def remove(self, name: str, salt: bytes) -> None:
         pass
 
-    def pin(self, tokens: Sequence[int]) -> Any:
+    def pin(self, tokens: Sequence[int], salt: Salt) -> Any:
         self.pinned.append(tokens)
         return self._pinned_blocks(len(tokens), True)
 
     def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
         self.pinned.remove(tuple(tokens))
+
+    def mark(self, texts: Sequence[Sequence[int]]) -> None:
+        pass
 
     def position(self, num_tokens: int) -> int:
         return num_tokens // 2 * 2
