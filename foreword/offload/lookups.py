@@ -217,16 +217,16 @@ class StoreLookups:
         ending: Future[None] = Future()
 
         def run(inline: bool) -> None:
-            result, reason, goes_on = None, LookupOutcome.TIER_OFF, False
+            result, reason, handed_on = None, LookupOutcome.TIER_OFF, False
             try:
                 search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
                 result = look_up(search, inline)
                 if result is None:
                     self._threads.submit(run, False)
-                    goes_on = True
+                    handed_on = True
                 reason = search.reason
             finally:  # an error ends a lookup too: a request waits for it
-                if not goes_on:
+                if not handed_on:
                     self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
                     load.end(result, reason)
                     ending.set_result(None)

@@ -15,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -249,8 +250,9 @@ class Fleet:
 
     def _join(self, replica: ReplicaState) -> None:
         """Apply that a replica begins to take requests."""
-        others = [one for one in self.replicas.values() if one is not replica and one.role == replica.role]
-        replica.load.join([one.load for one in others if not one.excluded])
+        others = (one for one in self.replicas.values() if one is not replica and one.role == replica.role)
+        # Some are enough: a large fleet is added one by one.
+        replica.load.join([one.load for one in islice(others, MAX_PRICED) if not one.excluded])
 
     def _rank(self, replica: ReplicaState) -> None:
         """Apply a change of a replica's load to the order in which replicas of a large fleet are considered."""

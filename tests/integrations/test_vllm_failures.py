@@ -19,6 +19,8 @@ def test_no_error_of_the_connector_reaches_vllm(phase: str, tmp_path: Path) -> N
     found = failures(phase, 20, 7, tmp_path, make_model(tmp_path / "model"))
     assert len(found["failures"]) == 20
     assert not found["wrong"] and not found["lines"] and not found["blocks"]
+    if phase in ("start", "serve"):
+        assert found["threads"] < 40, "a degraded connector is closed: 20 of them leave no threads behind"
     assert found["degraded"] >= {"start": 15, "serve": 15}.get(phase, 0)
     assert found["unguarded"] == [
         "bind_connector_metadata",

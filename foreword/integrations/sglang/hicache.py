@@ -106,7 +106,7 @@ class PagePool:
     dtype: torch.dtype
 
     def starts(self, indices: Tensor | None, pages: int) -> list[int] | None:
-        """The index of each page's first token, given those of all tokens. None if they are not those of so many pages."""
+        """The index of each page's first token, given those of all tokens. None if they are not those of `pages` pages."""
         size = self.layout.block_size
         if indices is None or indices.numel() != pages * size:
             return None
@@ -408,7 +408,7 @@ def _key(key: str) -> bytes:
 
 
 def _parts(count: int, size: int) -> list[range]:
-    """Divide so many pages of this size into parts that fit into the staging memory."""
+    """Divide `count` pages of this size into parts that fit into the staging memory."""
     step = max(1, _STAGING_BYTES // size)
     return [range(low, min(low + step, count)) for low in range(0, count, step)]
 

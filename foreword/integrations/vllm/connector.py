@@ -324,7 +324,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._close(self._worker_side)
         self._close(self._scheduler_side)
 
-    @hook(lambda *_: None)
+    @hook(lambda *_: None, always=True)
     def _close(self, side: ForewordConnectorWorker | ForewordConnectorScheduler | None) -> None:
         if side is not None:
             side.close()

@@ -32,23 +32,25 @@ class Degradable(Protocol):
     degraded: str
 
 
-def hook(instead: Callable[..., Any], *, at_start: bool = False) -> Callable[[Method], Method]:
+def hook(instead: Callable[..., Any], *, at_start: bool = False, always: bool = False) -> Callable[[Method], Method]:
     """A call that vLLM makes. `instead` answers it on a degraded side, and if the call has just failed: it may be asked twice.
 
     Args:
         at_start: vLLM calls it while it starts. Mistakes of the operator are raised.
+        always: it is made on a degraded side, too.
     """
 
     def guard(method: Method) -> Method:
         @functools.wraps(method)
         def guarded(self: Degradable, *args: Any, **kwargs: Any) -> Any:
-            if not self.degraded:
+            if always or not self.degraded:
                 try:
                     return method(self, *args, **kwargs)
                 except Exception as error:  # the edge to vLLM's process
                     if at_start and isinstance(error, _MISTAKES):
                         raise
-                    degrade(self, f"{type(error).__name__} in {method.__name__}: {error}", error)
+                    if not self.degraded:
+                        degrade(self, f"{type(error).__name__} in {method.__name__}: {error}", error)
             return instead(self, *args, **kwargs)
 
         guarded.__dict__["is_hook"] = True
