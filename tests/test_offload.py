@@ -153,6 +153,30 @@ def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None
     assert torch.equal(device.blocks[:6], device.computed[:6])
 
 
+def test_a_promotion_waits_until_nothing_is_loaded(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded is not written into a faster tier while more may be loaded, and delays no save; a flush ends the wait."""
+    monkeypatch.setattr("foreword.offload.writer._PROMOTION_PAUSE", 1e6)
+    monkeypatch.setattr("foreword.offload.writer._LONGEST_PAUSE", 1e6)
+    device, fast, _ = with_slow_tier(made, 1, 4)
+    fast.gate.set()
+    assert device.load(0, 0, 4).loaded == 4
+    device.save(1, 4, 4)
+    device.wait(lambda: device.offload.status().saved == 4)
+    assert fast.inner.lookup(device.names(0, 4), deadline=soon()) == 0
+    assert device.offload.flush(PATIENCE)
+    assert fast.inner.lookup(device.names(0, 4), deadline=soon()) == 4
+
+
+def test_a_promotion_waits_no_longer_than_its_limit(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where loads never pause, what was loaded is written into the faster tier all the same."""
+    monkeypatch.setattr("foreword.offload.writer._PROMOTION_PAUSE", 1e6)
+    monkeypatch.setattr("foreword.offload.writer._LONGEST_PAUSE", 0.01)
+    device, fast, _ = with_slow_tier(made, 1, 4)
+    fast.gate.set()
+    assert device.load(0, 0, 4).loaded == 4
+    device.wait(lambda: fast.inner.lookup(device.names(0, 4), deadline=soon()) == 4)
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_load_ends_before_a_bad_block(made: Callable[..., Device], damaged: bool) -> None:
     """Of a load with a lost or damaged block in the middle, the blocks before it count as loaded, and none behind it."""

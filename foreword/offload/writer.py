@@ -5,8 +5,9 @@ tier is idle, and what has come during a write together as the next. A slot is f
 block, or when the queue is full and the block is dropped for new ones because a tier has it (`drop_stored`).
 
 Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). A request does not wait for
-such a promotion. Loads need slots too: queued promotions are dropped to free slots, and together they hold a bounded number
-of slots. A dropped promotion loses nothing, because the slower tier still has the block.
+such a promotion: it is written when nothing has been loaded for a moment, so that it takes no processor from the rest of the
+load and from the step that waits for it. Loads need slots too: queued promotions are dropped to free slots, and together they
+hold a bounded number of slots. A dropped promotion loses nothing, because the slower tier still has the block.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ WRITE_BLOCKS: Final = 32  # blocks per write
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds
+# Promotions wait until nothing has been loaded for this long, and at most as long as the second: a step with a loaded prefix
+# takes about the first.
+_PROMOTION_PAUSE: Final = 0.25  # seconds
+_LONGEST_PAUSE: Final = 2.0
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
 
@@ -44,6 +49,7 @@ class _WriteBatch:
         pending: tiers that have not started to write the blocks; `writing` tiers are writing them now.
         sealed: headers and checksums are written into the slots.
         promotion: the blocks came from a slower tier.
+        latest: when a promotion is written although blocks are being loaded.
         kept: largest number of these blocks that one tier has stored.
     """
 
@@ -54,6 +60,7 @@ class _WriteBatch:
     writing: int = 0
     sealed: bool = False
     promotion: bool = False
+    latest: float = -math.inf
     kept: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -84,6 +91,8 @@ class WriteBehind:
         self._batches: list[_WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
         self._closing = False
+        self._flushing = 0
+        self._quiet = -math.inf  # when nothing has been loaded for `_PROMOTION_PAUSE`
         self._erased: list[tuple[tuple[bytes, ...], float]] = []  # newest last, for loads that began before
         self.dropped = 0
         self.dropped_promotions = 0
@@ -110,7 +119,9 @@ class WriteBehind:
     ) -> None:
         """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already, or the blocks were
         erased since `started`, when their load began."""
-        batch = _WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True)
+        now = time.monotonic()
+        batch = _WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
+        self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, started)
 
     def _queue(self, batch: _WriteBatch, started: float = math.inf) -> None:
@@ -167,7 +178,12 @@ class WriteBehind:
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._batches, timeout)
+            self._flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._batches, timeout)
+            finally:
+                self._flushing -= 1
 
     def close(self) -> None:
         with self._changed:
@@ -194,11 +210,19 @@ class WriteBehind:
         with self._changed:
             while True:
                 mine = [batch for batch in self._batches if tier in batch.pending]
-                if mine:
-                    return self._claim(tier, mine)
+                wait = self._pause(mine)
+                if due := [batch for batch in mine if not wait or not batch.promotion]:
+                    return self._claim(tier, due)
                 if self._closing:
                     return None
-                self._changed.wait()
+                self._changed.wait(wait or None)
+
+    def _pause(self, batches: Sequence[_WriteBatch]) -> float:
+        """Seconds until promotions among these may be written."""
+        if self._closing or self._flushing:
+            return 0.0
+        latest = min((batch.latest for batch in batches if batch.promotion), default=-math.inf)
+        return max(min(self._quiet, latest) - time.monotonic(), 0.0)
 
     def _claim(self, tier: int, mine: Sequence[_WriteBatch]) -> list[_WriteBatch]:
         taken: list[_WriteBatch] = []
