@@ -4,10 +4,9 @@ The engine's thread adds blocks that were copied into staging slots. Each tier's
 tier is idle, and what has come during a write together as the next. A slot is free again when every tier has written its
 block, or when the queue is full and the block is dropped for new ones because a tier has it (`drop_stored`).
 
-Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). A request does not wait for
-such a promotion: it is written when nothing has been loaded for a moment, so that it takes no processor from the rest of the
-load and from the step that waits for it. Loads need slots too: queued promotions are dropped to free slots, and together they
-hold a bounded number of slots. A dropped promotion loses nothing, because the slower tier still has the block.
+Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). Such promotions are written
+when nothing has been loaded for a moment: they take no processor from a load and from the step behind it. Together they hold a
+bounded number of slots, and are dropped where loads need these: the slower tier still has the blocks.
 """
 
 from __future__ import annotations
@@ -180,10 +179,9 @@ class WriteBehind:
         with self._changed:
             self._flushing += 1
             self._changed.notify_all()
-            try:
-                return self._changed.wait_for(lambda: not self._batches, timeout)
-            finally:
-                self._flushing -= 1
+            empty = self._changed.wait_for(lambda: not self._batches, timeout)
+            self._flushing -= 1
+            return empty
 
     def close(self) -> None:
         with self._changed:

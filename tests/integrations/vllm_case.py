@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ class Engine:
         self.engine = llm.llm_engine
         self.tokens: dict[str, list[int]] = {}
         self.cached: dict[str, int] = {}
+        self.steps: Counter[str] = Counter()  # those that gave tokens
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **more: Any) -> str:
         from vllm import SamplingParams
@@ -158,6 +160,7 @@ class Engine:
         for output in outputs:
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
             self.cached[output.request_id] = output.num_cached_tokens
+            self.steps[output.request_id] += 1
         return bool(outputs)
 
     def until(self, reached: Any) -> None:

@@ -4,9 +4,9 @@
         {"store": null or [URL, ...], "llm": {...}, "passes": ["ask", "ask", "forget", "ask"]}, ...]}'
 
 `prompts` are the tokens of each, or the arguments of `mixed_prompts`. A pass is the name of a method of `Passes`, or an
-object with that name as `do` and its arguments. Each pass that asks adds a list to the run's `answers`: for each prompt its
-tokens, and how many of them were cached. `results` of the output has a run each, with the model's KV cache groups. `plant`
-names a change of meaning in this vLLM (`vllm_plants.py`).
+object with that name as `do` and its arguments. Each pass that asks adds a list to the run's `answers`: for each prompt the
+new tokens, how many of the prompt were cached, and how many steps gave tokens. `results` of the output has a run each, with
+the model's KV cache groups. `plant` names a change of meaning in this vLLM (`vllm_plants.py`).
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Passes:
         return self._engine.add(f"asked-{self._asked}", prompt, count)
 
     def _answer(self, name: str) -> Answer:
-        return {"tokens": self._engine.tokens.pop(name), "cached": self._engine.cached.pop(name)}
+        engine = self._engine
+        return {"tokens": engine.tokens.pop(name), "cached": engine.cached.pop(name), "steps": engine.steps.pop(name)}
 
     def _run(self) -> None:
         while self._engine.engine.has_unfinished_requests():
