@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults erasures strangers failures fuzz faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-slow test-all faults erasures strangers failures fuzz agentx faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -66,6 +66,10 @@ FAILURES ?= 1000
 
 failures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/failure_campaign.py --failures $(FAILURES) --seed $(SEED)
+
+# Agents' traffic through vLLM alone, with stores, and behind routers: make agentx MODEL=FOLDER TRACES=FOLDER MORE="--steps 4"
+agentx: setup
+	$(BIN)/python -m benchmarks.vllm.agentx $(MODEL) --traces $(TRACES) --vllm-python $(FOREWORD_VLLM_PYTHON) $(MORE)
 
 # Sends almost right requests to every front, and prints a table: make fuzz REQUESTS=3000 SEED=7
 REQUESTS ?= 200000

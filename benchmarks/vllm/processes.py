@@ -52,6 +52,10 @@ class Running:
         self.memory.stop()
         wipe(self.contender)
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._started]
+
     def _check(self) -> None:
         """Raises Failed, with the way to get it, where a contender is not installed."""
         for module in self.contender.imports:

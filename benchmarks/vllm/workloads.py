@@ -40,7 +40,13 @@ def chat(draw: random.Random, scale: float) -> list[Prompt]:
 
 
 def agents(folder: Path, model: Path, steps: int, longest: int) -> tuple[list[Prompt], str]:
-    """Sessions of a real agent, taking turns, and a sentence that says what was left out.
+    """The steps of `agent_sessions`, taking turns, and the sentence about them."""
+    sessions, about = agent_sessions(folder, model, steps, longest)
+    return in_turn(sessions), about
+
+
+def agent_sessions(folder: Path, model: Path, steps: int, longest: int) -> tuple[list[list[Prompt]], str]:
+    """Sessions of a real agent, and a sentence that says what was left out.
 
     Every `agent-*.jsonl` is a session, each line a step with its whole `input`. The text becomes tokens with the model's
     own tokenizer.json. A session's first `steps` steps of 16 to `longest` tokens are taken.
@@ -55,12 +61,11 @@ def agents(folder: Path, model: Path, steps: int, longest: int) -> tuple[list[Pr
         fitting = [one for one in encoded if 16 <= len(one) <= longest]
         sessions.append(fitting[:steps])
         left += len(texts) - len(sessions[-1])
-    asked = in_turn(sessions)
     about = (
-        f"{len(sessions)} sessions, {len(asked)} steps, {sum(map(len, asked)):,} tokens; the first {steps} steps of each, "
-        f"without those above {longest:,} tokens ({left} steps left out)"
+        f"{len(sessions)} sessions, {sum(map(len, sessions))} steps, {sum(len(one) for some in sessions for one in some):,} "
+        f"tokens; the first {steps} steps of each, without those above {longest:,} tokens ({left} steps left out)"
     )
-    return asked, about
+    return sessions, about
 
 
 def in_turn(sessions: Sequence[Sequence[Prompt]]) -> list[Prompt]:
