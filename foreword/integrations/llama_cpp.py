@@ -28,23 +28,18 @@ from typing import Any, Final, cast
 import llama_cpp
 import numpy as np
 
-from foreword.blocks.keys import Scope, chain_keys
-from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
-from foreword.blocks.salt import Salt
-from foreword.errors import BadRequest, ModelUnsupported, StoreConfigError, StoreError
+from foreword.blocks.layout import Layout
+from foreword.errors import BadRequest, ModelUnsupported, StoreError
+from foreword.integrations.stored_chains import BATCH_BLOCKS, StoredChains
 from foreword.integrations.weight_files import file_digest
-from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
-from foreword.store.sealing import KeyRing
-from foreword.store.tier import used_once
+from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome
-from foreword.store.tiered import TieredStore, TierSearch
-from foreword.store.urls import loss_of, open_store
+from foreword.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 32
-# Blocks per call of the store that saves them, and bytes per one that loads them.
-_BATCH_BLOCKS = 64
+# Bytes per call of the store that loads blocks.
 _BATCH_BYTES = 8 << 20
 _OTHER_SEQUENCE = 1
 _PROBE_TOKENS = 32
@@ -202,7 +197,6 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
 
     Attributes:
         loaded_tokens: tokens of the last prompt that were loaded from the stores.
-        saved_blocks: how many blocks were saved.
         lookups: how many prompts were looked up, by outcome.
         unsaved: how many states were not saved, by reason.
 
@@ -226,20 +220,20 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         _check(llm)
         self._llm = llm
         self._timeout = timeout
-        self._opened = not isinstance(store, TieredStore)
-        urls = () if isinstance(store, TieredStore) else (store,) if isinstance(store, str) else tuple(store)
-        if urls and loss_of(urls):
-            raise StoreConfigError("lossy codecs do not know the state of llama.cpp; use raw or lossless")
         self._format, fingerprint = _measure(llm)
         length = block_size * self._format.token_bytes
-        self._layout = Layout(fingerprint, block_size, (), "uint8", order="llama.cpp", opaque_bytes=length)
-        keys = KeyRing.from_environment()
-        self._root = Scope(fingerprint, block_size, Salt(keys.current(salt) if keys else salt)).root()
-        self.store = store if isinstance(store, TieredStore) else open_store(urls, self._layout, keys=keys)
+        layout = Layout(fingerprint, block_size, (), "uint8", order="llama.cpp", opaque_bytes=length)
+        self._chains = StoredChains(layout, store, salt)
+        self.store = self._chains.store
         super().__init__(self.store.status().budget)
-        self.loaded_tokens = self.saved_blocks = 0
-        self.lookups: Counter[LookupOutcome] = Counter()
+        self.loaded_tokens = 0
+        self.lookups = self._chains.lookups
         self.unsaved: Counter[str] = Counter()
+
+    @property
+    def saved_blocks(self) -> int:
+        """How many blocks were saved."""
+        return self._chains.saved_blocks
 
     @property
     def cache_size(self) -> int:
@@ -250,7 +244,7 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
 
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether the stores seem to have the first block of these tokens."""
-        names = self._names(self._keys(key)[:1])
+        names = self._chains.names(self._chains.keys(key)[:1])
         return bool(self.store.lookup(names, deadline=time.monotonic() + self._timeout))
 
     def __getitem__(self, key: Sequence[int]) -> Any:
@@ -279,50 +273,41 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         except _UnknownState as reason:
             self.unsaved[str(reason)] += 1
             return
-        keys = self._keys(tokens[:count])
-        known = self.store.lookup(self._names(keys), deadline=deadline)
-        for low in range(known, len(keys), _BATCH_BLOCKS):
-            if time.monotonic() >= deadline:
+        keys, size = self._chains.keys(tokens[:count]), self._chains.layout.block_size
+        known = self.store.lookup(self._chains.names(keys), deadline=deadline)
+        for low in range(known, len(keys), BATCH_BLOCKS):
+            payloads = _payloads(arrays, low, min(low + BATCH_BLOCKS, len(keys)), size, HEADER_BYTES)
+            if not self._chains.save(keys, low, _rows(payloads), deadline):
                 self.unsaved["no time was left"] += 1
                 return
-            self.saved_blocks += self._put(arrays, keys, low, min(low + _BATCH_BLOCKS, len(keys)), deadline)
 
     def close(self) -> None:
         """Close the stores, unless the caller opened them."""
-        if self._opened:
-            self.store.close()
-
-    def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain_keys(self._root, tokens, self._layout.block_size)
-
-    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        prefix = chain_prefix(self._layout.fingerprint, self._root)
-        return [prefix + key for key in keys]
+        self._chains.close()
 
     def _load(self, tokens: list[int]) -> int:
         """How many tokens were loaded."""
-        size, deadline = self._layout.block_size, time.monotonic() + self._timeout
-        names = self._names(self._keys(tokens[:-1]))
-        if _sees_images() or not names:
-            self.lookups[LookupOutcome.TOO_SMALL if not names else LookupOutcome.NOT_ALLOWED] += 1
+        size, deadline = self._chains.layout.block_size, time.monotonic() + self._timeout
+        keys = self._chains.keys(tokens[:-1])
+        if _sees_images() and keys:
+            self.lookups[LookupOutcome.NOT_ALLOWED] += 1
             return 0
         known = self._present(tokens) // size
-        if len(names) <= known:
+        if keys and len(keys) <= known:
             return 0
-        search = TierSearch(deadline)
-        found = len(self.store.locate(names, search=search))
-        self.lookups[LookupOutcome.FOUND if found else search.reason] += 1
-        length = HEADER_BYTES + self._layout.block_bytes
+        found = self._chains.find(keys, deadline)
+        length = HEADER_BYTES + self._chains.layout.block_bytes
         # Fresh memory is slow: it is used again after a batch that was read as a whole, when nothing more is written into it.
         memory, end = np.empty((max(min(_BATCH_BYTES // length, found - known), 1), length), np.uint8), known
         while end < found:
-            asked = names[end : min(end + len(memory), found)]
-            payloads = self._get(asked, memory, deadline)
-            if not len(payloads) or not _append(self._llm, self._format.join(payloads, size, end * size), end * size):
+            asked = keys[end : min(end + len(memory), found)]
+            count = self._chains.load(asked, _rows(memory[: len(asked)]), deadline)
+            payloads = memory[:count, :-HEADER_BYTES]
+            if not count or not _append(self._llm, self._format.join(payloads, size, end * size), end * size):
                 break
-            _hold(self._llm, tokens[: (end + len(payloads)) * size])
-            end += len(payloads)
-            if len(payloads) < len(asked):
+            end += count
+            _hold(self._llm, tokens[: end * size])
+            if count < len(asked):
                 break
         return (end - known) * size
 
@@ -332,24 +317,9 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         other = np.flatnonzero(self._llm.input_ids[:count] != np.array(tokens[:count], np.intc))
         return int(other[0]) if len(other) else count
 
-    def _get(self, names: Sequence[bytes], memory: Bytes, deadline: float) -> Bytes:
-        """Payloads of the leading `names` that the stores have, `[blocks, bytes]`, in `memory`."""
-        count = 0
-        rows = [memoryview(cast(Any, row)) for row in memory[: len(names)]]
-        for one in self.store.fetch(names, rows, deadline=deadline, on_late=used_once):
-            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != memory.shape[1]:
-                break
-            count += 1
-        return memory[:count, :-HEADER_BYTES]
 
-    def _put(self, arrays: Sequence[Bytes], keys: Sequence[bytes], low: int, high: int, deadline: float) -> int:
-        layout, root, frames = self._layout, self._root[:ROOT_BYTES], []
-        length = layout.block_bytes
-        for number, row in enumerate(_payloads(arrays, low, high, layout.block_size, HEADER_BYTES), low):
-            parent = keys[number - 1] if number else self._root
-            header = Header(layout.fingerprint, root, keys[number], parent, number, RAW, length, length)
-            frames.append(seal(header, memoryview(cast(Any, row))))
-        return self.store.put(frames, deadline=deadline)
+def _rows(memory: Bytes) -> list[memoryview]:
+    return [memoryview(cast(Any, row)) for row in memory]
 
 
 def _sees_images() -> bool:

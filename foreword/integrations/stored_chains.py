@@ -1,0 +1,103 @@
+"""Blocks of one layout and one tenant in the stores, for integrations that run in the engine's process: found, loaded and saved
+in the order of their chain."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from foreword.blocks.keys import Scope, chain_keys
+from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
+from foreword.blocks.salt import Salt
+from foreword.errors import StoreConfigError
+from foreword.store.frame import RAW, Header, seal
+from foreword.store.sealing import KeyRing
+from foreword.store.tier import used_once
+from foreword.store.tier_counters import LookupOutcome
+from foreword.store.tiered import TieredStore, TierSearch
+from foreword.store.urls import loss_of, open_store
+
+# Blocks per call of a store.
+BATCH_BLOCKS = 64
+
+
+class StoredChains:
+    """The blocks of one layout and one tenant.
+
+    A store that fails, is slow or has a damaged block finds, loads and saves less, and raises no error.
+
+    Args:
+        layout: of the blocks; codecs of the stores may add their loss.
+        store: one URL, several (the fastest first), or an open `TieredStore`, which the caller closes.
+        salt: of the tenant; blocks with different salts are never shared.
+        lossy: lossy codecs are possible.
+
+    Attributes:
+        saved_blocks: how many blocks were saved.
+        lookups: how many prompts were looked up, by outcome.
+
+    Raises:
+        StoreError: a wrong URL.
+    """
+
+    def __init__(
+        self, layout: Layout, store: str | Sequence[str] | TieredStore, salt: bytes = b"", *, lossy: bool = False
+    ) -> None:
+        self._opened = not isinstance(store, TieredStore)
+        keys = KeyRing.from_environment()
+        if isinstance(store, TieredStore):
+            self.layout, self.store = layout, store
+        else:
+            urls = (store,) if isinstance(store, str) else tuple(store)
+            loss = loss_of(urls) if urls else ""
+            if loss and not lossy:
+                raise StoreConfigError(f"lossy codecs do not know the state of {layout.order}; use raw or lossless")
+            self.layout = replace(layout, loss=loss)
+            self.store = open_store(urls, self.layout, keys=keys)
+        self.root = Scope(layout.model, layout.block_size, Salt(keys.current(salt) if keys else salt)).root()
+        self.saved_blocks = 0
+        self.lookups: Counter[LookupOutcome] = Counter()
+
+    def keys(self, tokens: Sequence[int]) -> list[bytes]:
+        """The keys of the full blocks of these tokens."""
+        return chain_keys(self.root, tokens, self.layout.block_size)
+
+    def names(self, keys: Sequence[bytes]) -> list[bytes]:
+        prefix = chain_prefix(self.layout.fingerprint, self.root)
+        return [prefix + key for key in keys]
+
+    def find(self, keys: Sequence[bytes], deadline: float) -> int:
+        """How many of the leading blocks the stores seem to have. Counted as a lookup."""
+        search = TierSearch(deadline)
+        found = len(self.store.locate(self.names(keys), search=search))
+        self.lookups[(LookupOutcome.FOUND if found else search.reason) if keys else LookupOutcome.TOO_SMALL] += 1
+        return found
+
+    def load(self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float) -> int:
+        """Load blocks into `rows` of `block_bytes + HEADER_BYTES` each; returns how many of the leading ones are verified."""
+        count = 0
+        for one in self.store.fetch(self.names(keys), rows, deadline=deadline, on_late=used_once):
+            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != len(rows[0]):
+                break
+            count += 1
+        return count
+
+    def save(self, keys: Sequence[bytes], low: int, rows: Sequence[memoryview], deadline: float) -> bool:
+        """Save the blocks of a chain from block `low` on, one in each row with `HEADER_BYTES` to spare behind it. False, and
+        nothing is saved, if no time is left."""
+        if time.monotonic() >= deadline:
+            return False
+        root, frames, length = self.root[:ROOT_BYTES], [], self.layout.block_bytes
+        for number, row in enumerate(rows, low):
+            parent = keys[number - 1] if number else self.root
+            header = Header(self.layout.fingerprint, root, keys[number], parent, number, RAW, length, length)
+            frames.append(seal(header, row))
+        self.saved_blocks += self.store.put(frames, deadline=deadline)
+        return True
+
+    def close(self) -> None:
+        """Close the stores, unless the caller opened them."""
+        if self._opened:
+            self.store.close()
