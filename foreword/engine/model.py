@@ -426,19 +426,26 @@ def _trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def fixed_rope_length(text: Any) -> int | None:
+    """The length up to which a model's rotary embedding does not change with a sequence's length. None if it never does."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    lengths = [
+        int(
+            part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None) or 0
+        )
+        for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]
+        if part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(filter(None, lengths), default=None)
+
+
 def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:
     """The longest sequence that is computed right. Where the rotary embedding changes with the sequence length, KV of
     one length is wrong for another: such models are limited to the length up to which it does not change. A model that
     applies its sliding window in a mask only, not through the attention interface, is limited to the window: up to
     there it is full attention."""
     length = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 1 << 20
-    rope = getattr(text, "rope_parameters", None) or {}
-    for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]:
-        if part.get("rope_type") in ("dynamic", "longrope"):
-            original = part.get("original_max_position_embeddings") or getattr(
-                text, "original_max_position_embeddings", None
-            )
-            length = min(length, int(original or length))
+    length = min(length, fixed_rope_length(text) or length)
     if has_window(text) and not any(params.window for params in recorder.params.values()):
         length = min(length, int(text.sliding_window))
     if config.max_model_len is not None:

@@ -1,7 +1,8 @@
-"""The contract of engines over Foreword's stores: `KVCache` under Transformers, and the toy engine of `examples/`."""
+"""The contract of engines over Foreword's stores: `generate()` of Transformers, and the toy engine of `examples/`."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import os
@@ -18,7 +19,7 @@ import torch
 import transformers
 
 from foreword.conformance.engine_contract import EngineContract, EngineRun, Start
-from foreword.integrations.transformers import KVCache
+from foreword.integrations.transformers import attach
 from foreword.store.tiered import TieredStore
 
 BLOCK = 8
@@ -37,17 +38,15 @@ def _model(seed: int) -> Any:
 
 
 class Script:
-    """A script that computes prompts with a `KVCache`."""
+    """A script that generates with a model to which the store is attached."""
 
     def __init__(self, store: TieredStore, seed: int) -> None:
-        self._store, self._model = store, _model(seed)
+        self._store, self._model = store, copy.deepcopy(_model(seed))
 
-    @torch.inference_mode()
     def run(self, tokens: Sequence[int], tenant: str = "") -> EngineRun:
-        ids = torch.tensor([tokens])
-        cache = KVCache(self._model, self._store, ids, block_size=BLOCK, salt=tenant.encode(), timeout=5.0)
-        self._model(input_ids=ids[:, cache.loaded_tokens :], past_key_values=cache, use_cache=True)
-        cache.save(timeout=5.0)
+        attached = attach(self._model, self._store, block_size=BLOCK, salt=tenant.encode(), timeout=5.0)
+        ids, cache = torch.tensor([tokens]), transformers.DynamicCache()
+        self._model.generate(ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=1)
         kv = {
             (0, end): b"".join(
                 tensor[0, :, end - BLOCK : end].contiguous().numpy().tobytes()
@@ -56,7 +55,7 @@ class Script:
             )
             for end in range(BLOCK, len(tokens) + 1, BLOCK)
         }
-        return EngineRun(cache.loaded_tokens, kv)
+        return EngineRun(attached.loaded_tokens[0], kv)
 
 
 class TestTransformers(EngineContract):
