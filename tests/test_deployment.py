@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import configparser
+import copy
 import json
 import os
 import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import typer
 import yaml
@@ -21,6 +24,7 @@ import foreword
 from foreword.cli.flags import with_config, with_router_config
 from foreword.config import Config
 from foreword.router.discovery import ServiceSpec, configured_replicas
+from foreword.store.urls import check_stores
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -273,3 +277,73 @@ def test_context_of_images() -> None:
     sources = {name for line in copied for name in line.split()}
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert sources == kept and all((ROOT / name).exists() for name in sources)
+
+
+# Files of deploy/ by the names of their schemas (tests/schemas/prune.py).
+ORCHESTRATORS = {
+    "rayservice": "kuberay/rayservice.yaml",
+    "llminferenceservice": "kserve/llminferenceservice.yaml",
+    "inferenceservice": "kserve/inferenceservice.yaml",
+    "llm-d-modelservice": "llm-d/values.yaml",
+}
+
+
+def orchestrated(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is in a file of deploy/, and its schema."""
+    found = yaml.safe_load((DEPLOY / ORCHESTRATORS[name]).read_text())
+    return found, json.loads((ROOT / "tests" / "schemas" / f"{name}.json").read_text())
+
+
+def pods(schema: Any, found: Any) -> Iterator[dict[str, Any]]:
+    """The pods in an object, where its schema leaves them to Kubernetes."""
+    if isinstance(schema, dict) and schema.get("pod"):
+        yield {key: found[key] for key in ("containers", "terminationGracePeriodSeconds") if key in found}
+    if isinstance(found, dict):
+        for key, one in found.items():
+            yield from pods((schema or {}).get("properties", {}).get(key), one)
+    elif isinstance(found, list):
+        for one in found:
+            yield from pods((schema or {}).get("items"), one)
+
+
+def vllm_arguments(name: str, found: dict[str, Any]) -> list[str]:
+    """The arguments that vLLM gets."""
+    spec = found.get("spec", {})
+    if name == "rayservice":
+        [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+        [llm] = application["args"]["llm_configs"]
+        return [f"--kv-transfer-config={json.dumps(llm['engine_kwargs']['kv_transfer_config'])}"]
+    if name == "llminferenceservice":  # KServe's template gives the variable to `eval`
+        [variable] = spec["template"]["containers"][0]["env"]
+        script = "eval \"printf '%s\\n' ${VLLM_ADDITIONAL_ARGS}\""
+        done = subprocess.run(["bash", "-c", script], env={variable["name"]: variable["value"]}, capture_output=True)
+        one, flag, value = done.stdout.decode().splitlines()
+        return [one, f"{flag}={value}"]
+    containers = spec["predictor"]["containers"] if spec else found["decode"]["containers"]
+    return [str(argument) for argument in containers[0]["args"]]
+
+
+@pytest.mark.parametrize("name", ORCHESTRATORS)
+def test_orchestrators(name: str) -> None:
+    """The files for KubeRay, KServe and llm-d follow their schemas, their pods those of Kubernetes; vLLM gets the connector's
+    configuration with stores that exist; and an unknown field is noticed."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    found, schema = orchestrated(name)
+    jsonschema.validate(found, schema)
+    for spec in pods(schema, found):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+        schemas.validate(pod, schemas.latest_version(), strict=True)
+    [text] = [one for one in vllm_arguments(name, found) if one.startswith("--kv-transfer-config=")]
+    transfer = json.loads(text.partition("=")[2])
+    extra = transfer.pop("kv_connector_extra_config")
+    assert transfer == {
+        "kv_connector": "ForewordConnector",
+        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_role": "kv_both",
+    }
+    assert [url.scheme for url in check_stores(extra["store"])] == ["memory", "redis"]
+    wrong = copy.deepcopy(found)
+    part = wrong["modelArtifacts"] if "modelArtifacts" in wrong else wrong["spec"]
+    part["unknownField"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="unknownField"):
+        jsonschema.validate(wrong, schema)
