@@ -108,9 +108,9 @@ class FreeList:
         previous[end] = last
         self._length += len(blocks)
 
-    def push_front(self, blocks: Iterable[int]) -> None:
-        """Add blocks at the front of ring 0 one after the other: the last one is evicted first."""
-        following, previous, end = self._next, self._prev, self._end
+    def push_front(self, blocks: Iterable[int], number: int = 0) -> None:
+        """Add blocks at the front of a ring one after the other: the last one is evicted first."""
+        following, previous, end = self._next, self._prev, self._end + number
         first = following[end]
         for block in blocks:
             following[block] = first
@@ -438,8 +438,27 @@ class BlockPool:
         Blocks in use keep their keys."""
         cached = [(block, key) for block in self._free if (key := self._keys[block]) is not None]
         dropped = [(block, key) for block, key in cached if (self._owners[block] or b"").startswith(owner)]
+        self._empty(dropped)
+        return len(dropped)
+
+    def retire(self, keys: Sequence[bytes], *, drop: bool) -> int:
+        """Blocks of one chain, in order, that nothing will continue: those that are cached and not in use are evicted before
+        all others of their tenant, the last one first. With `drop` they are empty at once. Returns their number."""
+        found = ((self._index.get(key), key) for key in keys)
+        free = [(block, key) for block, key in found if block is not None and not self._refs[block]]
+        if drop:
+            self._empty(free)
+            return len(free)
+        for block, _ in free:
+            self._free.remove(block)
+            self._used[block] = 0
+            self._free.push_front((block,), self._tenant_of(block).ring)
+        return len(free)
+
+    def _empty(self, cached: Iterable[tuple[int, bytes]]) -> None:
+        """Drop the content of free blocks, given with their keys."""
         removed = []
-        for block, key in dropped:
+        for block, key in cached:
             self._keys[block] = None
             self._free.remove(block)
             self._free.append((block,))
@@ -447,7 +466,6 @@ class BlockPool:
             if self._unindex(key):
                 removed.append(key)
         self._report_removed(removed)
-        return len(dropped)
 
     def check(self) -> None:
         """Verify the invariants. Raises IntegrityError with the first that is broken. Costs O(num_blocks)."""

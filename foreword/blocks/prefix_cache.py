@@ -508,6 +508,23 @@ class PrefixCache:
         self._forget_partials(owner)
         return self.pool.clear(owner)
 
+    def unused(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        """Of the keys of one chain, in order, those behind the last block that is in use."""
+        finds = [[self.pool.find(group_key(number, key)) for number in range(len(self.groups))] for key in keys]
+        used = (at for at in range(len(keys), 0, -1) if any(map(self._in_use, finds[at - 1])))
+        return keys[next(used, 0) :]
+
+    def _in_use(self, block: int | None) -> bool:
+        return block is not None and self.pool.references(block) > 0
+
+    def retire(self, keys: Sequence[bytes], *, drop: bool = False) -> int:
+        """Blocks of one chain, in order, of which nothing is expected any more go before all others of their tenant, or at once
+        (`BlockPool.retire`). Returns how many there are, in all groups."""
+        for key in self._partials.keys() & set(keys) if drop else ():
+            self._forget_partial(key)
+        groups = range(len(self.groups))
+        return sum(self.pool.retire([group_key(number, key) for key in keys], drop=drop) for number in groups)
+
     def drop(self, root: bytes) -> None:
         """Drop all cached blocks of the chains with this root key: no lookup finds them, those in use neither. If it is that of
         public blocks, drop everything, since any chain may continue them."""

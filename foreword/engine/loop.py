@@ -17,6 +17,7 @@ from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
 from foreword.blocks.salt import Salt
+from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
@@ -123,6 +124,8 @@ class EngineCore:
         self.cache = cache
         self.kept = kept or KeptPrefixes(cache, 0, 0)
         self.offload = offload
+        self.sessions = SessionBook()
+        self.on_superseded: Callable[[bytes, Alone], None] = lambda tenant, alone: None
         self._saver = None if offload is None else BlockSaver(cache, offload)
         self.transfers: KVTransferHooks | None = None
         self.audit: HitAudit | None = None
@@ -487,7 +490,11 @@ class EngineCore:
             self._saver.end(sequence)
         if self.transfers is not None:
             self.transfers.sequence_ended(sequence, error)
+        retired = self._note_session(sequence) if reason in ("stop", "length") else ()
         self.scheduler.finish(sequence)
+        for alone in retired:
+            self.cache.retire(alone.keys)
+            self.on_superseded(sequence.request.salt.tenant, alone)
         group = self._by_id[sequence.request.id]
         group.remove(sequence)
         if not group:
@@ -497,6 +504,21 @@ class EngineCore:
         report = replace(sequence.report, retained=retained) if sequence.report is not None else None
         return replace(
             delta, finish_reason=reason, stop_match=stop_match, error=error, cache_report=report, retained=retained
+        )
+
+    def _note_session(self, sequence: SequenceState) -> Sequence[Alone]:
+        request, table = sequence.request, sequence.table
+        if request.index or not table.published:
+            return ()
+        chain, full = table.chain, table.published
+        return self.sessions.note(
+            request.salt.tenant,
+            request.id,
+            chain.root,
+            chain.keys_to(full)[:full],
+            max(sequence.cached_tokens // self.cache.block_size, chain.public),
+            session=request.session,
+            supersedes=request.supersedes,
         )
 
     def notify(self, event: Event) -> None:

@@ -152,6 +152,8 @@ class Request:
         retain: which of its prefixes are kept, and how long; in order of their ends.
         output: tokens that another engine has generated after the prompt. Generation continues after them.
         named: room in which the prompt is kept as a named prefix.
+        session: the session that it belongs to, if the client has opened one of this name.
+        supersedes: id of an earlier request whose history this one has in a shorter form.
     """
 
     id: str
@@ -164,6 +166,8 @@ class Request:
     retain: tuple[Retention, ...] = ()
     output: tuple[int, ...] = ()
     named: Reservation | None = None
+    session: str = ""
+    supersedes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

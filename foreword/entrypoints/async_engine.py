@@ -20,6 +20,7 @@ from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
+from foreword.blocks.session_book import SessionBook
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
@@ -322,6 +323,31 @@ class AsyncEngine:
         await self._call(lambda: instance.migrations.begin(request_id, address, to or address, name, envelope, future))
         return await asyncio.wrap_future(future)
 
+    async def shorten_session(self, tenant: bytes, name: str, keep: int | None = None) -> dict[str, int]:
+        """A session of a tenant, given its salt, has ended; or it has been compacted to its first `keep` tokens. Frees what
+        only it has used: on the device, and in all stores before this returns. Returns the number of blocks by tier. Raises
+        NotFound."""
+        core, pins, size = self._core, self._parts.pins, self.info.block_size
+        alone = (
+            core.sessions.end(tenant, name) if keep is None else core.sessions.compact(tenant, name, -(-keep // size))
+        )
+
+        def retire() -> tuple[Sequence[bytes], int]:
+            keys = core.cache.unused(alone.keys)
+            return keys, core.cache.retire(keys, drop=True)
+
+        keys, blocks = await self._call(retire)
+        freed = {"device": blocks}
+        if self.offload is None or pins is None or not keys:
+            return freed
+        unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, keys)
+        return freed | await asyncio.wrap_future(self.offload.delete(unneeded))
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The sessions of all tenants."""
+        return self._core.sessions
+
     def status(self) -> EngineStatus:
         """From any thread; the numbers may be a step apart from each other."""
         core, pool = self._core, self._core.cache.pool
@@ -371,6 +397,8 @@ class AsyncEngine:
         if self._parts.erasures is not None:  # first: nothing can be read from here on, whatever the rest takes
             destroyed = await asyncio.to_thread(self._parts.erasures.destroy_keys, salts)
         tenants = [one.tenant for one in salts if not one.client]
+        for tenant in tenants:
+            self.sessions.forget(tenant)
 
         def drop_prefixes() -> None:
             for tenant in tenants:

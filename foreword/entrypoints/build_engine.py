@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -18,7 +19,8 @@ from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import public_keys
-from foreword.blocks.salt import PUBLIC
+from foreword.blocks.salt import PUBLIC, tenant_digest
+from foreword.blocks.session_book import Alone
 from foreword.config import (
     KV_MEMORY_FORMS,
     EncryptionConfig,
@@ -238,11 +240,16 @@ def build_engine(
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
         pins = StorePins(offload, info.namespace, cache.groups)
+        core.on_superseded = partial(_drop_held, offload, pins)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
     kept_there = pins, retentions, erasures, data_keys
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
+
+
+def _drop_held(offload: OffloadManager, pins: StorePins, tenant: bytes, alone: Alone) -> None:
+    offload.drop_held(partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys))
 
 
 def _in_namespace(

@@ -424,14 +424,24 @@ class OffloadManager:
 
     # Pins, deletion, records, status
 
-    def delete(self, names: Sequence[Name]) -> Future[None]:
-        """Delete blocks that are not needed, from every tier. A tier that fails keeps them until it evicts them."""
+    def delete(self, names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
+        """Delete blocks that are not needed, from every tier, after what is queued was written. `names` is called when it is
+        done. Returns how many were there, by the label of the tier. A tier that fails keeps them until it evicts them."""
 
-        def work() -> None:
-            with contextlib.suppress(StoreError):
-                self.store.delete(names, deadline=time.monotonic() + WRITE_TIMEOUT)
+        def work() -> dict[str, int]:
+            self._writer.flush(WRITE_TIMEOUT)
+            counts, wanted, deadline = {}, names(), time.monotonic() + WRITE_TIMEOUT
+            for tier in (self.store.tiers[index] for index in self.store.writable):
+                with contextlib.suppress(StoreError):
+                    counts[tier.label] = tier.delete(wanted, deadline)
+            return counts
 
         return self._later(work)
+
+    def drop_held(self, names: Callable[[], Sequence[Name]]) -> None:
+        """Nothing continues these blocks: tiers that hold them back do not write them."""
+        if self.store.holds:
+            self._later(lambda: self.store.drop_held(names()))
 
     def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
         """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""
@@ -498,6 +508,7 @@ class OffloadManager:
             return
         self._closed = True
         self.flush(timeout)
+        self.store.write_held(timeout)
         self._writer.close()
         self.lookups.close()
         for pool in (self._loaders, self._memory_loaders, self._control):

@@ -160,16 +160,27 @@ class PrefixPins:
 
     def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
         """Unpin blocks of the KV group with this number."""
-        self._set(self.groups[number].names(root, keys), pinned=False)
+        self._set(self.names(root, number, keys), pinned=False)
 
-    def alone(self, tenant: str, keys: Chain) -> list[list[bytes]]:
-        """By KV group, the keys of the blocks that continuing behind a prefix needs, and behind no other kept one."""
+    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
+        """Names of blocks of the KV group with this number."""
+        return self.groups[number].names(root, keys)
+
+    def unneeded(self, tenant: str, root: bytes, keys: Chain) -> list[Name]:
+        """Names of those of these blocks, in all groups, that no kept prefix of the tenant needs."""
+        alone = enumerate(self.alone(tenant, keys, whole=True))
+        return [name for number, own in alone for name in self.names(root, number, own)]
+
+    def alone(self, tenant: str, keys: Chain, *, whole: bool = False) -> list[list[bytes]]:
+        """By KV group, the keys of the blocks that continuing behind a prefix needs, or of all with `whole`, and that no other
+        kept prefix needs."""
         others = [chain for source in self.needed for chain in source(tenant)]
         others += self._recorded(tenant, others)
         found = []
         for group in self.groups:
             shared = {key for other in others for key in group.behind(other)}
-            found.append([key for key in own_keys(bytes.fromhex(tenant), group.behind(keys)) if key not in shared])
+            wanted = keys if whole else group.behind(keys)
+            found.append([key for key in own_keys(bytes.fromhex(tenant), wanted) if key not in shared])
         return found
 
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
@@ -199,6 +210,9 @@ class StorePins(PrefixPins):
 
     def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
         self._offload.pin(root, keys, pinned=False, group=number)
+
+    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
+        return self._offload.units[number].names(root, keys)
 
 
 class PublicRecords:

@@ -31,7 +31,9 @@ HOP_BY_HOP: Final = frozenset(
     )
 )
 # All that a replica sees of a client's headers. Any other might be one that the replica trusts.
-_SENT_TO_REPLICAS: Final = frozenset(("accept", "accept-language", "traceparent", "tracestate", "user-agent"))
+_SENT_TO_REPLICAS: Final = frozenset(
+    ("accept", "accept-language", "traceparent", "tracestate", "user-agent", "x-session-id")
+)
 _NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
     ("content-length", "date", "server", "x-request-id", "set-cookie", "location", "www-authenticate", "alt-svc")
 )

@@ -8,6 +8,7 @@ that of the replica that keeps most, and has the answers of all.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -15,7 +16,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
-from foreword.api import cache_control
+from foreword.api import cache_control, session_control
 from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
@@ -38,6 +39,16 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """What the tenant keeps with cache control, and on which replicas."""
         return _retained(await _ask(router, call, _able(healthy(router))))
 
+    async def session(call: Call) -> Answer:
+        """Open a session on all replicas, fork it, compact it, or end it, which frees what only it has used in every tier."""
+        answers = await _ask(router, call, _able(healthy(router), "session"), ClientBody(call.raw))
+        return _session_answer(answers)
+
+    async def open_sessions(call: Call) -> Answer:
+        """The open sessions of the caller, and on which replicas."""
+        return _retained(await _ask(router, call, _able(healthy(router), "session")))
+
+    session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
 
 
@@ -73,8 +84,8 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
 
 
 def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
-    """Foreword's servers among the replicas, and those of vLLM for a prefetch; all if there are none."""
-    kinds = ("foreword", "vllm") if verb == "prefetch" else ("foreword",)
+    """Foreword's servers among the replicas, and those of vLLM for a prefetch or a session; all if there are none."""
+    kinds = ("foreword", "vllm") if verb in ("prefetch", "session") else ("foreword",)
     return [one for one in replicas if one.kind in kinds] or list(replicas)
 
 
@@ -129,6 +140,20 @@ def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, A
         best = {**best, "released": _merged({one: body.get("released") for one, body in served.items()})}
     replicas = [{"replica": one.url, "why": why[one], **_body(answer)} for one, answer in answers.items()]
     return _respond({**best, "replicas": replicas}, len(served), len(answers))
+
+
+def _session_answer(answers: Mapping[Upstream, Answer]) -> Answer:
+    """That of a replica that knows the session, with the blocks that all have freed. It fails if one could not be asked, so
+    that the client repeats it: what is done stays done."""
+    served = {one: _body(answer) for one, answer in answers.items() if answer.status < 400}
+    failed = [answer for answer in answers.values() if answer.status >= 500]
+    if failed or not served:
+        return (failed or list(answers.values()))[0]
+    freed: Counter[str] = Counter()
+    for body in served.values():
+        freed.update(body.get("freed_blocks") or {})
+    body = next(iter(served.values()))
+    return _respond({**body, **({"freed_blocks": freed} if "freed_blocks" in body else {})}, len(served), len(answers))
 
 
 def _retained(answers: Mapping[Upstream, Answer]) -> Answer:

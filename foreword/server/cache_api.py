@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from foreword.api import cache_control
+from foreword.api import cache_control, session_control
 from foreword.api.cache_control import CacheRequest
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
@@ -33,6 +33,23 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     async def answer(call: Call, verb: str) -> dict[str, Any]:
         return await (_release(context, call) if verb == "release" else _answer(context, call, verb))
 
+    async def session(call: Call) -> dict[str, Any]:
+        """Open a session, fork it, compact it, or end it, which frees what only it has used in every tier."""
+        body: session_control.SessionBody = call.body
+        engine, tenant = context.admission.engine(), call.tenant.salt
+        if body.action in ("open", "fork"):
+            engine.sessions.open(tenant, body.session_id, body.parent_session_id or "", body.timeout)
+            return {"object": "session", "id": body.session_id, "action": body.action}
+        keep = body.keep_tokens if body.action == "compact" else None
+        freed = await engine.shorten_session(tenant, body.session_id, keep)
+        return {"object": "session", "id": body.session_id, "action": body.action, "freed_blocks": freed}
+
+    async def open_sessions(call: Call) -> dict[str, Any]:
+        """The open sessions of the caller."""
+        found = context.admission.engine().sessions.all(call.tenant.salt)
+        return {"object": "list", "data": [one.describe() for one in found]}
+
+    session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(
         routes, lambda verb: partial(cache_control.parse, releases=verb == "release"), answer, retained
     )

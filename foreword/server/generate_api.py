@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from msgspec import structs
+
 from foreword.api import stored_responses
 from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued, conversation
@@ -90,6 +92,8 @@ def _endpoint(context: ServerContext, dialect: Dialect) -> Handler:
 async def _make_job(context: ServerContext, call: Call, parsed: GenerateRequest) -> Job:
     if parsed.previous is not None:
         parsed = continued(parsed, context.responses.get(call.tenant.salt, parsed.previous).messages)
+    if parsed.session is None and (session := call.headers.get("x-session-id")):
+        parsed = structs.replace(parsed, session=session)
     return await make_job(context, call.tenant, parsed, call.id, Caller.of(call.headers), len(call.raw))
 
 
@@ -107,7 +111,7 @@ async def run(context: ServerContext, job: Job) -> AsyncGenerator[PromptDelta | 
         context.recent.record(job) as requests,
         context.active.track(job),
     ):
-        context.misses.begin(job, time.monotonic())
+        requests = context.misses.begin(job, requests, time.monotonic())
         yield None
         try:
             async with aclosing(_deltas(context, job, engine, requests)) as deltas:

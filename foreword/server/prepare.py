@@ -131,6 +131,7 @@ def _job(
             prefill=prefill,
             retain=prompt.retain,
             output=request.continuation.output if request.continuation is not None else (),
+            session=request.cache.key or request.session or "",
         )
         for prompt in prompts
     )

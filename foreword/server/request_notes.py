@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import structs
 
 from foreword.api.misses.causes import MissFinder
-from foreword.api.misses.outline import Conversation, outline
+from foreword.api.misses.outline import Conversation, first_difference, outline
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.engine.request import Delta, Request
@@ -54,11 +54,17 @@ class ServerMisses:
         )
         return make() if size <= _INLINE_CHARACTERS else await work.run(size, make)
 
-    def begin(self, job: Job, now: float) -> None:
-        """The job is admitted."""
-        for conversation in job.conversations:
-            conversation.began = now
+    def begin(self, job: Job, requests: Sequence[Request], now: float) -> list[Request]:
+        """The job is admitted. Its requests, with those that they supersede: where a client has shortened a history."""
+        found = list(requests)
+        for number, conversation in enumerate(job.conversations):
+            conversation.began, conversation.request = now, requests[number].id
             self._finder.add(conversation)
+            old = conversation.nearest
+            difference = first_difference(old, conversation) if old is not None else None
+            if old is not None and difference is not None and difference.change == "compacted":
+                found[number] = dataclasses.replace(found[number], supersedes=old.request)
+        return found
 
     def note(self, engine: AsyncEngine, job: Job, prompt: int, delta: Delta) -> None:
         """A delta was counted. With the last one of a prompt the cause is known."""

@@ -34,8 +34,11 @@ from foreword.store.base import (
     Store,
     StoreStatus,
     copy_error,
+    has_prefix,
+    step_deadline,
 )
 from foreword.store.frame import FOREIGN_REASONS, Frame, Header, check
+from foreword.store.held_writes import HeldWrites
 from foreword.store.tier_admission import AdmissionRule, BlockUse, TierAdmission
 from foreword.store.tier_counters import LookupOutcome, Rate, TierCounters, TierState
 from foreword.store.tier_threads import CircuitBreaker, TierCall, TierThreads
@@ -57,6 +60,7 @@ _SET_ASIDE: Final = {UNREADABLE: 5.0, FOREIGN: 60.0}
 _MAX_SET_ASIDE: Final = 65_536
 _KINDS: Final = {FAILED: "block_failed", UNREADABLE: "block_unreadable", FOREIGN: "block_foreign"}
 _UNREAD_TO_OPEN: Final = 3
+_HELD_BLOCKS: Final = 32  # of what is held back, read and written together
 
 
 class _End:
@@ -81,6 +85,8 @@ class StoreTier:
         location: names the tier to all instances that have it; "" if it ends with this process.
         local: whether it is memory or a disk of this machine.
         suspended: no block is searched or read here: an audit has found a wrong one that came from here.
+        held: blocks that are not written yet; None unless the rule says so.
+        faster: the tiers that have them.
     """
 
     def __init__(
@@ -101,6 +107,11 @@ class StoreTier:
         self.breaker = CircuitBreaker(clock)
         self.read_rate = Rate(clock)
         self.admission = None if rule is None else TierAdmission(rule, clock)
+        self.held: HeldWrites | None = None
+        self.faster: Sequence[StoreTier] = ()
+        self._writing_held = threading.Lock()
+        if self.admission is not None and self.admission.rule.hold:
+            self.held = HeldWrites(self.admission.rule.hold, self.admission.refused)
         self._threads = TierThreads(f"foreword-{store.label}")
         self._lock = threading.Lock()
         self._listener: Callable[[bool, Sequence[Name]], None] | None = None
@@ -467,10 +478,39 @@ class StoreTier:
         return self.admission.choose(headers, use)
 
     def put(self, frames: Sequence[Frame], deadline: float, *, wait: bool = True) -> int:
-        """Store frames. Returns how many are present now, 0 if the store failed.
+        """Store frames. Returns how many are present now, 0 if the store failed, or holds them back.
 
         With `wait`, the caller's thread makes the call, however long it takes: a thread that writes to this tier only.
         """
+        if self.held is not None:
+            with self._writing_held:
+                self.held.add(frames)
+            self.write_held(deadline)
+            return 0
+        return self._write(frames, deadline, wait=wait)
+
+    def write_held(self, deadline: float, *, everything: bool = False) -> None:
+        """Write the oldest of what is held back, or everything, from the faster tiers."""
+        more = self.held is not None
+        while more:
+            with self._writing_held:
+                more = self._write_oldest(deadline, everything)
+
+    def _write_oldest(self, deadline: float, everything: bool) -> bool:
+        assert self.held is not None and self.admission is not None
+        names, found = self.held.take(_HELD_BLOCKS, everything=everything), dict[Name, Frame]()
+        for tier in self.faster:
+            missing = [name for name in names if name not in found]
+            buffers = [memoryview(bytearray(names[name])) for name in missing]
+            frames = tier.get(missing, buffers, deadline) if missing else ()
+            found.update((frame.name, frame) for frame in frames if frame is not None)
+        if len(found) < len(names):
+            self.admission.refused["gone"] += len(names) - len(found)
+        if found:
+            self._write([found[name] for name in names if name in found], deadline, wait=True)
+        return bool(names)
+
+    def _write(self, frames: Sequence[Frame], deadline: float, *, wait: bool) -> int:
         started = time.perf_counter()
         kept = self.attempt(lambda: self._put(frames, deadline), 0, None if wait else deadline)
         with self._lock:
@@ -519,9 +559,19 @@ class StoreTier:
         return self.call(lambda: self._delete(names, deadline), deadline)
 
     def _delete(self, names: Sequence[Name], deadline: float) -> int:
+        self.drop_held(frozenset(names).__contains__, deadline)
         count = self.store.delete(names, deadline=deadline)
         self._notify(False, names)
         return count
+
+    def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
+        """Of what is held back, do not write these, after what is being written now. Raises StoreTimeout."""
+        if self.held is None:
+            return
+        if not self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            raise StoreTimeout(f"{self.label}: blocks that were held back are still being written")
+        self.held.drop(chosen)
+        self._writing_held.release()
 
     def erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
         """Delete all blocks with this layout and root (b"": any), or those of them that are chosen, even if the circuit breaker
@@ -529,6 +579,9 @@ class StoreTier:
         return self.stream(lambda: self._erase(layout, root, chosen, deadline))
 
     def _erase(self, layout: bytes, root: bytes, chosen: Collection[Name] | None, deadline: float) -> Iterator[Erased]:
+        self.drop_held(
+            lambda name: has_prefix(name, layout, root) and (chosen is None or name in chosen), step_deadline(deadline)
+        )
         if self._listener is not None:
             with contextlib.suppress(StoreError):
                 for names in self.store.list_names(layout, root, deadline=deadline):

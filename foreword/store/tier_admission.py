@@ -29,6 +29,7 @@ class AdmissionRule:
         admit: "every" block; a block at its "second" use; or blocks of "prompts", not those of answers.
         min_tokens: blocks of requests whose prompts have at least this number of tokens.
         write_rate: bytes per second, with bursts of one second; 0: no limit. What exceeds it is not written.
+        hold: bytes that wait in a faster tier before the oldest are written here (`held_writes.py`).
 
     Raises StoreConfigError.
     """
@@ -36,12 +37,13 @@ class AdmissionRule:
     admit: str = "every"
     min_tokens: int = 0
     write_rate: int = 0
+    hold: int = 0
 
     def __post_init__(self) -> None:
         if self.admit not in RULES:
             raise StoreConfigError(f"admit is one of {', '.join(RULES)}, not {self.admit!r}")
-        if self.min_tokens < 0 or self.write_rate < 0:
-            raise StoreConfigError("min_tokens and write_rate are 0 or more")
+        if self.min_tokens < 0 or self.write_rate < 0 or self.hold < 0:
+            raise StoreConfigError("min_tokens, write_rate and hold are 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class TierAdmission:
     """Decides for one tier, and remembers what it decided for recent blocks. Thread-safe.
 
     Attributes:
-        refused: number of blocks by reason: `first_use`, `answer`, `short`, `rate`, `gap` (behind a refused block).
+        refused: number of blocks by reason: `first_use`, `answer`, `short`, `rate`, `gap` (behind a refused block), `unneeded`
+            (`HeldWrites`) and `gone` (no faster tier had it any more when it was its turn).
     """
 
     def __init__(self, rule: AdmissionRule, clock: Callable[[], float] = time.monotonic) -> None:

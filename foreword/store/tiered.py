@@ -10,6 +10,7 @@ half of the time that is left, and a call that does not return is abandoned shor
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -21,8 +22,8 @@ from itertools import compress, groupby, zip_longest
 from typing import Any, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
-from foreword.errors import StoreError
-from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error
+from foreword.errors import StoreConfigError, StoreError
+from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_admission import AdmissionRule, BlockUse
@@ -112,7 +113,7 @@ class TieredStore(Store):
 
     Attributes:
         writable: indexes of the tiers that take writes.
-        selective: whether a tier does not take every block.
+        selective: whether a tier does not take every block. `holds`: whether one holds blocks back.
         record_tiers: the tiers that keep records, in the order in which they are read.
     """
 
@@ -131,8 +132,15 @@ class TieredStore(Store):
             StoreTier(store, clock, writable=index in self.writable, rule=rule)
             for index, (store, rule) in enumerate(zip_longest(stores, rules))
         ]
+        for index, tier in enumerate(self.tiers):
+            tier.faster = self.tiers[:index]
+            if tier.held is not None and not index:
+                raise StoreConfigError(
+                    f"{tier.label}: hold needs a faster tier, which has the blocks until they are written"
+                )
         for tier, location in zip(self.tiers, locations or (), strict=locations is not None):
             tier.location = location
+        self.holds = any(tier.held is not None for tier in self.tiers)
         self.selective = any(tier.admission is not None for tier in self.tiers)
         self.label = " > ".join(tier.label for tier in self.tiers)
         chosen = sorted(persistent or ()) or self.writable or range(len(stores))
@@ -316,15 +324,23 @@ class TieredStore(Store):
         """The faster, writable tiers to which a block found in this tier is copied."""
         return tuple(index for index in self.writable if index < tier)
 
-    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        return max(self.delete_by_tier(names, deadline=deadline).values(), default=0)
+    def drop_held(self, names: Sequence[Name]) -> None:
+        """Nothing continues these blocks: what a tier holds back of them is not written."""
+        for tier in self.tiers:
+            with contextlib.suppress(StoreError):
+                tier.drop_held(frozenset(names).__contains__, step_deadline(math.inf))
 
-    def delete_by_tier(self, names: Sequence[Name], *, deadline: float) -> dict[str, int]:
-        """Delete blocks from every tier, even where the circuit breaker is open. Returns the count of each tier by label.
+    def write_held(self, timeout: float) -> None:
+        """Write what tiers hold back, for about so many seconds."""
+        for tier in self.tiers:
+            tier.write_held(time.monotonic() + timeout, everything=True)
+
+    def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        """Delete blocks from every tier, even where the circuit breaker is open. Returns the largest number of one tier.
 
         Raises StoreError if a tier fails: a deletion must not be reported as complete when it is not.
         """
-        return {tier.label: tier.delete(names, deadline) for tier in self.tiers}
+        return max((tier.delete(names, deadline) for tier in self.tiers), default=0)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         def in_tier(tier: StoreTier) -> int:

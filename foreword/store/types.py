@@ -24,7 +24,7 @@ from foreword.store.tier_admission import AdmissionRule
 Options = Mapping[str, Callable[[str], Any]]
 
 # Options of every URL.
-RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes}
+RULE_OPTIONS: Final[Options] = {"admit": str, "min_tokens": int, "write_rate": parse_bytes, "hold": parse_bytes}
 COMMON_OPTIONS: Final = ("codec", "label", *RULE_OPTIONS)
 _ERASE_SECONDS: Final = 60.0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import http_client
+import httpx
 import pytest
 from router_parts import RouterProcess
 from server_process import ControlledProcess, slow
@@ -220,6 +221,37 @@ def test_cache_control_reaches_all_replicas(router: RouterProcess, servers: list
         assert len(client.post("/v1/cache/release", json=body).json()["released"]) == 1
         for process in servers:
             assert http_client.get(f"{process.url()}/v1/cache/retained").json()["data"] == []
+
+
+def test_sessions_live_on_all_replicas(router: RouterProcess, servers: list[ControlledProcess]) -> None:
+    """A session is open on every replica, requests bring its name there, and its end frees its blocks where it was served."""
+    text = words("a session behind a router", 60)
+
+    def tell(client: httpx.Client, **body: str) -> httpx.Response:
+        return client.post("/v1/sessions", json=body)
+
+    with router.http() as client:
+        opened = tell(client, action="open", session_id="routed")
+        assert (opened.status_code, opened.headers["x-foreword-replicas"]) == (200, "2 of 2")
+        forked = tell(client, action="fork", session_id="forked", parent_session_id="routed")
+        assert forked.headers["x-foreword-replicas"] == "2 of 2"
+        body = {"prompt": text, "max_tokens": 1}
+        client.post("/v1/completions", json=body, headers={"x-session-id": "routed"}).raise_for_status()
+        listed = {one["id"]: one for one in client.get("/v1/sessions").json()["data"]}
+        assert listed.keys() == {"routed", "forked"} and len(listed["routed"]["replicas"]) == 2
+        counts = [
+            one["requests"]
+            for process in servers
+            for one in http_client.get(f"{process.url()}/v1/sessions").json()["data"]
+        ]
+        assert sorted(counts) == [0, 0, 0, 1]
+        assert tell(client, action="end", session_id="forked").json()["freed_blocks"]["device"] == 0
+        ended = tell(client, action="end", session_id="routed")
+        assert ended.json()["freed_blocks"]["device"] > 8
+        assert tell(client, action="end", session_id="routed").status_code == 404
+        assert tell(client, action="stop", session_id="routed").status_code == 400
+        again = client.post("/v1/completions", json=body).raise_for_status().json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] < 16
 
 
 def test_cache_control_goes_where_the_prefix_is(router: RouterProcess, servers: list[ControlledProcess]) -> None:

@@ -244,7 +244,7 @@ class Conversation:
             compared.
         names: how the client's dialect calls each message.
         began, computed_at: when it arrived, and when its prompt was computed, on one clock.
-        prompt_tokens, answer, replica: known later.
+        prompt_tokens, answer, replica: known later. `request`: the engine's id of it.
         nearest: the earlier conversation that it is compared with.
     """
 
@@ -257,6 +257,7 @@ class Conversation:
     prompt_tokens: int = 0
     answer: MessageOutline | None = None
     replica: str | None = None
+    request: str = ""
     began: float = 0.0
     computed_at: float = math.inf
     nearest: Conversation | None = field(default=None, repr=False)

@@ -397,8 +397,8 @@ class ForewordConnectorWorker:
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
-            named = (block_names(layouts[group], root, [key]) for group, root, key in metadata.deletes)
-            self.offload.delete([name for [name] in named])
+            named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
+            self.offload.delete(lambda: named)
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):

@@ -1,0 +1,241 @@
+"""Sessions: which blocks only one conversation of an agent uses, so that they go when it has no more use for them.
+
+A client tells when a session begins (`open`, or `fork` from another one), when its history was replaced by a shorter one
+(`compact`), and when it ends (`end`). A session is one line of requests: when a request of it does not continue the one before,
+what that had more is superseded. Requests outside of such sessions are noted too, each by its own id, so that a conversation
+that the client has shortened can be found again (`supersedes`).
+
+What a session has alone is the end of its chain: keys are chained, so others share leading blocks only. Blocks that any request
+of another family has used, or that were cached before the session came to them, are shared from then on. The members of
+one family, a session and its forks, leave shared blocks to those of them that go on.
+
+A fork costs nothing: it is a name for what its parent has. Pure: no I/O. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from foreword.blocks.keys import KEY_BYTES
+from foreword.errors import BadRequest, NotFound
+
+DEFAULT_IDLE: Final = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One session of a tenant, or one request outside of sessions.
+
+    Attributes:
+        family: the name of the session that it and its relatives descend from; "" for a request outside of sessions.
+        chain: keys of its newest blocks, one behind the other.
+        shared: leading blocks that others have used.
+        idle: seconds without a request after which it is forgotten; its blocks are then left to the eviction order.
+        used: seconds since the epoch.
+    """
+
+    name: str
+    family: str
+    parent: str = ""
+    idle: float = DEFAULT_IDLE
+    used: float = 0.0
+    root: bytes = b""
+    chain: bytes = b""
+    shared: int = 0
+    requests: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self.chain) // KEY_BYTES
+
+    def describe(self) -> dict[str, Any]:
+        """As JSON. `blocks`: of its newest request; `shared_blocks`: those of them that others have used."""
+        shown = {"id": self.name, "parent": self.parent or None, "requests": self.requests}
+        return {**shown, "blocks": self.blocks, "shared_blocks": self.shared, "expires": int(self.used + self.idle)}
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """Blocks that nothing continues any more: keys of a chain with this root, in order. `drop`: the client has said so."""
+
+    root: bytes
+    keys: Sequence[bytes]
+    drop: bool
+
+
+class SessionBook:
+    """The sessions of one engine, by tenant.
+
+    Args:
+        most: sessions of one tenant.
+        most_noted: requests outside of sessions that are remembered of one tenant.
+        most_blocks: blocks of all sessions and requests. Those unused for longest are forgotten first.
+    """
+
+    def __init__(
+        self,
+        most: int = 1024,
+        *,
+        most_noted: int = 256,
+        most_blocks: int = 1 << 20,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._most, self._most_noted, self._most_blocks = most, most_noted, most_blocks
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tenants: dict[bytes, OrderedDict[str, Session]] = {}
+        self._all: OrderedDict[Session, bytes] = OrderedDict()  # least recently used first
+        self._blocks = 0
+        self._next_look = 0.0
+
+    def open(self, tenant: bytes, name: str, parent: str = "", idle: float | None = None) -> Session:
+        """Begin a session; with `parent`, a fork of that one. Raises BadRequest, NotFound for a parent that is not open."""
+        with self._lock:
+            self._expire()
+            own: Mapping[str, Session] = self._tenants.get(tenant, {})
+            if name in own:
+                raise BadRequest(f"a session {name!r} is open already", param="session_id")
+            if sum(bool(one.family) for one in own.values()) >= self._most:
+                raise BadRequest(f"{self._most} sessions are open already; end some of them", param="session_id")
+            family = self._find(tenant, parent, "parent_session_id").family if parent else name
+            session = Session(name, family, parent, idle or DEFAULT_IDLE)
+            self._enter(tenant, session)
+            return session
+
+    def all(self, tenant: bytes) -> list[Session]:
+        """The open sessions of a tenant."""
+        with self._lock:
+            self._expire()
+            return [one for one in self._tenants.get(tenant, {}).values() if one.family]
+
+    def note(
+        self,
+        tenant: bytes,
+        request: str,
+        root: bytes,
+        keys: Sequence[bytes],
+        cached: int,
+        *,
+        session: str = "",
+        supersedes: str = "",
+    ) -> list[Alone]:
+        """A request has ended that used these blocks, of which the first `cached` were there before. Returns what nothing
+        continues any more: of the session's last request, and of `supersedes`, a request outside of sessions whose history this
+        one has in a shorter form."""
+        chain = b"".join(keys)
+        with self._lock:
+            self._expire()
+            own: Mapping[str, Session] = self._tenants.get(tenant, {})
+            mine = own.get(session) or Session(request, "")
+            mine = mine if mine.family else Session(request, "")
+            known = kept = common_blocks(mine.chain, chain) if mine.root == root else 0
+            shared = min(mine.shared, kept)
+            for other in [one for one in own.values() if one is not mine and one.root == root]:
+                common = common_blocks(other.chain, chain)
+                known = max(known, common)
+                if mine.family and other.family == mine.family:
+                    shared = max(shared, min(other.shared, common))
+                elif not mine.family and not other.family and common == other.blocks:  # the turn before
+                    shared = max(shared, other.shared)
+                    self._remove(tenant, other)
+                else:
+                    other.shared, shared = max(other.shared, common), max(shared, common)
+            if cached > known:
+                shared = max(shared, cached)
+            found = [self._alone(tenant, mine, kept, drop=False)]
+            if mine in self._all:
+                self._remove(tenant, mine)
+            mine.root, mine.chain, mine.shared, mine.requests = root, chain, shared, mine.requests + 1
+            self._enter(tenant, mine)
+            old = own.get(supersedes)
+            if old is not None and not old.family and old is not mine:
+                self._remove(tenant, old)
+                found.append(self._alone(tenant, old, 0, drop=False))
+            return [one for one in found if one.keys]
+
+    def compact(self, tenant: bytes, name: str, keep: int = 0) -> Alone:
+        """A session's history will be shorter: nothing behind its first `keep` blocks is needed. Raises NotFound."""
+        return self._shorten(tenant, name, keep, end=False)
+
+    def end(self, tenant: bytes, name: str) -> Alone:
+        """A session has ended. Its forks go on. Raises NotFound."""
+        return self._shorten(tenant, name, 0, end=True)
+
+    def _shorten(self, tenant: bytes, name: str, keep: int, *, end: bool) -> Alone:
+        with self._lock:
+            session = self._find(tenant, name, "session_id")
+            alone = self._alone(tenant, session, keep, drop=True)
+            self._remove(tenant, session)
+            if not end:
+                session.chain = session.chain[: (session.blocks - len(alone.keys)) * KEY_BYTES]
+                self._enter(tenant, session)
+            return alone
+
+    def forget(self, tenant: bytes) -> None:
+        """Forget all of a tenant."""
+        with self._lock:
+            for session in list(self._tenants.get(tenant, {}).values()):
+                self._remove(tenant, session)
+
+    def _alone(self, tenant: bytes, session: Session, first: int, *, drop: bool) -> Alone:
+        """What a session has, from number `first` on, that neither others nor its relatives have."""
+        for one in self._tenants.get(tenant, {}).values() if session.family else ():
+            if one is not session and one.family == session.family and one.root == session.root:
+                first = max(first, common_blocks(one.chain, session.chain))
+        first = max(first, session.shared) * KEY_BYTES
+        chain = session.chain
+        keys = [chain[at : at + KEY_BYTES] for at in range(first, len(chain), KEY_BYTES)]
+        return Alone(session.root, keys, drop)
+
+    def _find(self, tenant: bytes, name: str, param: str) -> Session:
+        own: Mapping[str, Session] = self._tenants.get(tenant, {})
+        session = own.get(name)
+        if session is None or not session.family:
+            raise NotFound(f"no session {name!r} is open", param=param)
+        return session
+
+    def _enter(self, tenant: bytes, session: Session) -> None:
+        session.used = self._clock()
+        own = self._tenants.setdefault(tenant, OrderedDict())
+        own[session.name] = session
+        self._all[session] = tenant
+        self._blocks += session.blocks
+        if not session.family and len(own) > self._most_noted:
+            noted = [one for one in own.values() if not one.family]
+            for one in noted[: max(len(noted) - self._most_noted, 0)]:
+                self._remove(tenant, one)
+        while self._blocks > self._most_blocks:
+            oldest = next(iter(self._all))
+            self._remove(self._all[oldest], oldest)
+
+    def _remove(self, tenant: bytes, session: Session) -> None:
+        own = self._tenants[tenant]
+        del own[session.name], self._all[session]
+        self._blocks -= session.blocks
+        if not own:
+            del self._tenants[tenant]
+
+    def _expire(self) -> None:
+        now = self._clock()
+        if now >= self._next_look:
+            self._next_look = now + 1.0
+            for session, tenant in [(one, tenant) for one, tenant in self._all.items() if one.used + one.idle <= now]:
+                self._remove(tenant, session)
+
+
+def common_blocks(one: bytes, other: bytes) -> int:
+    """How many leading keys two chains have in common: the first that differs ends it, since keys are chained."""
+    low, high = 0, min(len(one), len(other)) // KEY_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = (middle - 1) * KEY_BYTES
+        if one[at : at + KEY_BYTES] == other[at : at + KEY_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
