@@ -41,12 +41,12 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     async def session(call: Call) -> Answer:
         """Open a session on all replicas, fork it, compact it, or end it, which frees what only it has used in every tier."""
-        answers = await _ask(router, call, _able(healthy(router), "session"), ClientBody(call.raw))
+        answers = await _ask(router, call, _able(healthy(router)), ClientBody(call.raw))
         return _session_answer(answers)
 
     async def open_sessions(call: Call) -> Answer:
         """The open sessions of the caller, and on which replicas."""
-        return _retained(await _ask(router, call, _able(healthy(router), "session")))
+        return _retained(await _ask(router, call, _able(healthy(router))))
 
     session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
@@ -84,8 +84,8 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
 
 
 def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
-    """Foreword's servers among the replicas, and those of vLLM for a prefetch or a session; all if there are none."""
-    kinds = ("foreword", "vllm") if verb in ("prefetch", "session") else ("foreword",)
+    """Foreword's servers among the replicas, and those of vLLM for a prefetch; all if there are none."""
+    kinds = ("foreword", "vllm") if verb == "prefetch" else ("foreword",)
     return [one for one in replicas if one.kind in kinds] or list(replicas)
 
 

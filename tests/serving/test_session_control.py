@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from server_process import ServerProcess
 from shared_server import SharedServer, SharedServers, words
 
 
@@ -160,3 +164,56 @@ def test_a_compaction_that_no_client_tells(client: httpx.Client, server: SharedS
     flood(3)
     assert chat([system, *living]) >= whole
     assert chat([system, *old]) < whole - 32
+
+
+def stores(folder: Path, hold: str = "") -> list[str]:
+    disk = f"disk://{folder}/kv?size=256MiB{hold}"
+    flags = ["--store", "memory://?size=64MiB", "--store", disk, "--dtype", "float32"]
+    return [*flags, "--store-lookup-timeout", "60", "--store-load-timeout", "60", "--store-flush-seconds", "60"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_end_of_a_session_in_every_tier(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    """What only an ended session has used is gone from device, memory and disk when the answer comes. What a named prefix
+    needs is still in all of them, and found after a restart."""
+    server = start(*stores(tmp_path))
+    kept, own = words("a prefix with a name", 80), words("of the session", 120)
+    with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
+        made = client.post("/v1/prefixes", json={"name": "kept", "content": kept}).raise_for_status().json()
+        tell(client, "open", "stored")
+        cached(client, kept + own, "stored")
+        freed = tell(client, "end", "stored")["freed_blocks"]
+        assert freed["device"] > 10 and freed["memory"] == freed["disk"] >= freed["device"] - 1
+        found = cached(client, kept + own)
+        assert made["num_tokens"] - 32 < found <= made["num_tokens"]
+    server.kill()
+    with httpx.Client(base_url=start(*stores(tmp_path)).wait_ready(), timeout=120) as client:
+        assert client.get("/v1/sessions").json()["data"] == []
+        assert cached(client, kept + words("another", 9)) >= found - 16
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_server_that_is_killed_while_writes_wait(start: Callable[..., ServerProcess], tmp_path: Path) -> None:
+    """With `hold=` a killed server has lost what waited, and nothing else: the next one gives the same answers, computed
+    again. One that is stopped writes it, but for what ended sessions had."""
+    text, dead = words("held back", 120), words("ended", 120)
+    server = start(*stores(tmp_path, "&hold=32MiB"))
+    with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
+        body = {"prompt": text, "max_tokens": 4, "temperature": 0}
+        expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    server.kill()
+    server = start(*stores(tmp_path, "&hold=32MiB"))
+    with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
+        assert cached(client, text) == 0
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == expected
+        tell(client, "open", "ending")
+        cached(client, dead, "ending")
+        tell(client, "end", "ending")
+    server.popen.send_signal(signal.SIGTERM)
+    server.end()
+    server = start(*stores(tmp_path, "&hold=32MiB"))
+    with httpx.Client(base_url=server.wait_ready(), timeout=120) as client:
+        assert cached(client, text) > 400
+        assert cached(client, dead) == 0
