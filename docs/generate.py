@@ -1,6 +1,6 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
 from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures, in docs/paths.md what each file of its
-list does, and in docs/reference/http.md the table of all routes.
+list does, in docs/reference/http.md the table of all routes, and in README.md that of the engines, from docs/engines.json.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -41,6 +41,9 @@ PACKAGE = Path(__file__).parents[1] / "foreword"
 HTTP = REFERENCE / "http.md"
 ROUTES = "<!-- Written by docs/generate.py from the route tables"
 FIGURES = Path(__file__).parent / "figures"
+README = Path(__file__).parents[1] / "README.md"
+ENGINES = Path(__file__).parent / "engines.json"
+ENGINES_MARK = "<!-- Written by docs/generate.py from docs/engines.json"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
 
@@ -123,12 +126,27 @@ def _first_sentence(path: Path) -> str:
     return re.split(r"(?<=\w\.) (?=[A-Z`])", paragraph)[0].rstrip(".")
 
 
+def readme() -> str:
+    """README, with the table of engines: what passed the contract, in which version."""
+    rows = []
+    for row in json.loads(ENGINES.read_text(encoding="utf-8"))["rows"]:
+        passed = sum(outcome == "passed" for outcome in row["tests"].values())
+        cannot = [f"{name.removeprefix('test_')}: {why}" for name, why in row["tests"].items() if why != "passed"]
+        found = "; ".join([f"{passed} of {len(row['tests'])}", *cannot])
+        rows.append((f"[{row['engine']}](docs/guides/{row['guide']})", row["version"], row["how"], found, row["date"]))
+    return _with_table(README, ENGINES_MARK, _table(("engine", "tested", "Foreword is", "contract", "run"), rows))
+
+
+def _with_table(page: Path, mark: str, table: str) -> str:
+    """A page with a table between its marks."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"{mark}: begin -->")
+    _, end, after = rest.partition(f"{mark}: end -->")
+    assert begin and end, f"{page} has lost the marks of its table: {mark}"
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+
+
 def http_page() -> str:
     """The page about the HTTP API, with the table of all routes of a server and a router."""
-    text = HTTP.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(f"{ROUTES}: begin -->")
-    _, end, after = rest.partition(f"{ROUTES}: end -->")
-    assert begin and end, "docs/reference/http.md has lost the marks of its table of routes"
     server = ServerApp(Admission(1), PrometheusObserver(), Config()).front.routes
     router = router_routes(Router(Config()), MetricsHistory(lambda: ()))
     tables = [{(route.shown_path, route.method): route for route in table.shown} for table in (server, router)]
@@ -137,7 +155,7 @@ def http_page() -> str:
         for path, method in sorted({*tables[0], *tables[1]})
     ]
     table = _table(("Method and path", "Server: caller", "quota", "Router: caller", "quota"), rows)
-    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return _with_table(HTTP, ROUTES, table)
 
 
 def _route(route: Route[Any] | None) -> tuple[str, str]:
@@ -243,6 +261,7 @@ def pages() -> dict[Path, str]:
         FIGURES.parent / "benchmarks.md": benchmarks_page(),
         PATHS: paths_page(),
         HTTP: http_page(),
+        README: readme(),
     }
 
 

@@ -18,9 +18,9 @@ from foreword.api.dialects.sampling import UNSUPPORTED
 GENERATE = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))
 
 
-@pytest.mark.parametrize("name", ["cli.md", "configuration.md", "benchmarks.md", "http.md"])
+@pytest.mark.parametrize("name", ["cli.md", "configuration.md", "benchmarks.md", "http.md", "README.md"])
 def test_reference_is_up_to_date(name: str) -> None:
-    """The pages about commands, configuration, benchmarks and routes are what `python docs/generate.py` writes."""
+    """The pages about commands, configuration, benchmarks and routes, and README, are what `python docs/generate.py` writes."""
     [(path, text)] = [(path, text) for path, text in GENERATE["pages"]().items() if path.name == name]
     assert path.read_text(encoding="utf-8") == text, "run: python docs/generate.py"
 

@@ -305,7 +305,7 @@ def _starts(model: Any, input_ids: Tensor, generation: Any, given: dict[str, Any
     call wants more of the prompt than its KV."""
     cache: Any = given.get(_CACHE)
     mask: Tensor | None = given.get("attention_mask")
-    ones = torch.ones_like(input_ids) if mask is None else mask
+    ones = torch.ones_like(input_ids) if mask is None else mask.long()
     other = sorted(name for name, value in given.items() if value is not None and name not in _KNOWN)
     if other:
         raise _Obstacle(f"the model gets {', '.join(other)} beside tokens")

@@ -1,11 +1,14 @@
-"""The contract of engines over Foreword's stores: `generate()` of Transformers, and the toy engine of `examples/`."""
+"""The contract of engines over Foreword's stores: `generate()` of Transformers, the toy engine of `examples/`, and others in
+interpreters of their own (`engine_suites.py`)."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import transformers
+from engine_suites import CONTRACT, ROOT, SUITES, TABLE, run
 
 from foreword.conformance.engine_contract import EngineContract, EngineRun, Start
 from foreword.integrations.transformers import attach
@@ -97,3 +101,30 @@ def test_the_toy_runs(tmp_path: Path) -> None:
 def test_the_toy_is_small() -> None:
     """An integration written from the page alone has less than 250 lines."""
     assert len(_TOY.read_text(encoding="utf-8").splitlines()) < 250
+
+
+def _rows() -> dict[str, Any]:
+    return {row["engine"]: row for row in json.loads(TABLE.read_text(encoding="utf-8"))["rows"]}
+
+
+def test_the_table_is_of_this_contract() -> None:
+    """README's table has every engine and every test of the contract, and the releases for which the tests' environments are
+    made."""
+    rows = _rows()
+    assert list(rows) == list(SUITES)
+    assert {tuple(row["tests"]) for row in rows.values()} == {tuple(CONTRACT)}
+    for engine, script in (("vLLM", "vllm"), ("SGLang", "sglang"), ("llama.cpp", "llama")):
+        text = (ROOT / ".ci" / script).read_text(encoding="utf-8")
+        [version] = re.findall(r'^(?:DEFAULT = "|.*version=\$\{2:-)([0-9.]+)', text, re.MULTILINE)
+        assert rows[engine]["version"] == version, "run: python tests/integrations/engine_suites.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("engine", [name for name, suite in SUITES.items() if suite.variable])
+def test_under(engine: str) -> None:
+    """Under this engine came of the contract what README's table says."""
+    if not SUITES[engine].python:
+        pytest.skip(f"{SUITES[engine].variable} names no interpreter with {engine}")
+    ran = run(engine)
+    assert ran.tests == _rows()[engine]["tests"], ran.said

@@ -1,0 +1,156 @@
+"""Runs the contract of engines under each engine that is here, and writes what came of it to docs/engines.json, from which
+docs/generate.py makes README's table:
+
+    python tests/integrations/engine_suites.py                  all engines whose interpreter is there
+    python tests/integrations/engine_suites.py vLLM llama.cpp   these
+
+An engine's interpreter is this one, or what FOREWORD_VLLM_PYTHON, FOREWORD_SGLANG_PYTHON and FOREWORD_LLAMA_PYTHON name. It
+needs no pytest: this one's is lent to it. What is not run keeps its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from foreword.conformance.engine_contract import EngineContract
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TABLE = ROOT / "docs" / "engines.json"
+CONTRACT = sorted(name for name in vars(EngineContract) if name.startswith("test_"))
+_LENT = (
+    "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "pygments", "hypothesis", "_hypothesis_globals",
+    "_hypothesis_ftz_detector", "sortedcontainers",
+)  # fmt: skip
+
+
+class Suite(NamedTuple):
+    """Where an engine's subclass of the contract is, and what it runs in.
+
+    Attributes:
+        variable: names the engine's interpreter; "" for this one.
+        package: its distribution, whose version is shown; "" for none.
+        how: what Foreword is under this engine.
+        inside: the tests run in the engine's interpreter, and not in this one.
+    """
+
+    file: str
+    variable: str
+    package: str
+    how: str
+    guide: str
+    inside: bool = True
+
+    @property
+    def python(self) -> str:
+        return os.environ.get(self.variable, "") if self.variable else sys.executable
+
+
+SUITES = {
+    "vLLM": Suite(
+        "vllm_contract.py", "FOREWORD_VLLM_PYTHON", "vllm", "KV connector: offload, sharing, disaggregation", "vllm.md", False
+    ),
+    "SGLang": Suite(
+        "sglang_suite.py::TestContract", "FOREWORD_SGLANG_PYTHON", "sglang", "storage backend of HiCache", "sglang.md"
+    ),
+    "llama.cpp": Suite(
+        "llama_contract.py", "FOREWORD_LLAMA_PYTHON", "llama-cpp-python", "cache of llama-cpp-python", "llama-cpp.md"
+    ),
+    "Transformers": Suite(
+        "test_engine_contract.py::TestTransformers", "", "transformers", "`generate()` and pipelines", "transformers.md"
+    ),
+    "your own": Suite("test_engine_contract.py::TestToy", "", "", "the contract, and a toy engine", "own-engine.md"),
+}  # fmt: skip
+
+
+class Ran(NamedTuple):
+    """What came of a suite: its engine's version, the outcome of each test of the contract, and what pytest said."""
+
+    version: str
+    tests: dict[str, str]
+    said: str
+
+
+def run(engine: str) -> Ran:
+    """Run an engine's suite in its interpreter."""
+    suite = SUITES[engine]
+    with tempfile.TemporaryDirectory() as folder:
+        report, lent = Path(folder, "report.xml"), Path(folder, "lent")
+        lent.mkdir()
+        foreign = bool(suite.variable) and suite.inside
+        for name in _LENT if foreign else ():
+            found = importlib.util.find_spec(name)
+            assert found is not None and found.origin is not None, name
+            path = Path(found.origin)
+            path = path.parent if path.name == "__init__.py" else path
+            (lent / path.name).symlink_to(path)
+        paths = map(str, [ROOT, HERE, ROOT / "tests", lent])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+        options = ["-q", "-c", os.devnull, "--noconftest", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command = [
+            suite.python if foreign else sys.executable,
+            "-m",
+            "pytest",
+            *options,
+            f"--rootdir={ROOT}",
+            str(HERE / suite.file),
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT, check=False)
+        cases = ElementTree.parse(report).iter("testcase") if report.exists() else ()
+        tests: dict[str, str] = {}
+        for case in cases:
+            name = case.attrib["name"].partition("[")[0]
+            skipped = case.find("skipped")
+            failed = case.find("failure") is not None or case.find("error") is not None
+            outcome = "failed" if failed else "passed" if skipped is None else skipped.attrib["message"]
+            if name in CONTRACT and tests.get(name, "passed") == "passed":
+                tests[name] = outcome
+        return Ran(_version(suite), dict(sorted(tests.items())), done.stdout[-8000:] + done.stderr[-2000:])
+
+
+def _version(suite: Suite) -> str:
+    if not suite.package:
+        return ""
+    code = f"from importlib.metadata import version; print(version({suite.package!r}).partition('+')[0])"
+    return subprocess.run([suite.python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=", ".join(SUITES))
+    given = parser.parse_args()
+    fresh: dict[str, Any] = {}
+    failed = False
+    for engine in given.engines or [name for name, suite in SUITES.items() if suite.python]:
+        ran, suite = run(engine), SUITES[engine]
+        bad = [name for name in CONTRACT if ran.tests.get(name, "failed") == "failed"]
+        print(f"{engine} {ran.version}: {len(ran.tests)} of {len(CONTRACT)} ran, {len(bad)} failed", flush=True)
+        if bad:
+            failed = True
+            print(ran.said, flush=True)
+            continue
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        about = {"engine": engine, "version": ran.version, "date": date, "how": suite.how, "guide": suite.guide}
+        fresh[engine] = {**about, "tests": ran.tests}
+    known = json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else ()
+    rows = {row["engine"]: row for row in known} | fresh
+    table = {
+        "command": "python tests/integrations/engine_suites.py",
+        "rows": [rows[name] for name in SUITES if name in rows],
+    }
+    TABLE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
