@@ -30,8 +30,11 @@ PAGES = [
 ]
 # Sections that start vLLM.
 VLLM = {"README.md": "Under vLLM", "docs/quickstart.md": "Under vLLM: three minutes", "docs/guides/vllm.md": ""}
-# A page that runs in an interpreter with llama-cpp-python, and its model.
-LLAMA = "docs/guides/llama-cpp.md"
+# Pages that run in an interpreter of their own, which a variable names.
+OWN = {
+    "docs/guides/llama-cpp.md": "FOREWORD_LLAMA_PYTHON",
+    "docs/guides/ray.md": "FOREWORD_RAY_PYTHON",
+}
 # Folders of the pages, which are others in a test.
 STORED = ("/tmp/foreword", "/var/cache/foreword", "/var/lib/foreword")
 EMBEDDED = ROOT / "foreword" / "models" / "stdlib-nano"
@@ -80,7 +83,7 @@ def run_page(page: str, folder: Path, downloaded: Path, *sections: str, python: 
     work = folder / "work"
     work.mkdir()
     stored = [f"--replace={path}={folder / path.strip('/').replace('/', '-')}" for path in STORED]
-    paths = [str(Path(python).parent)]
+    paths = [str(Path(python).parent), str(Path(sys.executable).parent)]
     if "FOREWORD_VLLM_PYTHON" in os.environ:
         paths.append(str(Path(os.environ["FOREWORD_VLLM_PYTHON"]).parent))
     environment = {
@@ -137,20 +140,19 @@ def test_under_vllm(page: str, tmp_path: Path, downloaded: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(
-    "FOREWORD_LLAMA_PYTHON" not in os.environ,
-    reason="FOREWORD_LLAMA_PYTHON names no interpreter with llama-cpp-python",
-)
-def test_under_llama_cpp(tmp_path: Path, downloaded: Path) -> None:
-    """The guide's script and server load in a second run what the first computed."""
-    run_page(LLAMA, tmp_path, downloaded, python=os.environ["FOREWORD_LLAMA_PYTHON"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", OWN)
+def test_with_another_library(page: str, tmp_path: Path, downloaded: Path) -> None:
+    """The guides for llama.cpp and Ray: what a first run computed is loaded in the next one."""
+    if OWN[page] not in os.environ:
+        pytest.skip(f"{OWN[page]} names no interpreter")
+    run_page(page, tmp_path, downloaded, python=os.environ[OWN[page]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in ("docs/guides/vllm.md", LLAMA) and commands(page)]
+    "page", [page for page in PAGES if page not in ("docs/guides/vllm.md", *OWN) and commands(page)]
 )
 def test_commands_work(page: str, tmp_path: Path, downloaded: Path) -> None:
     """Every command of the page works as it is written."""
