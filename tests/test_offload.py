@@ -153,7 +153,9 @@ def test_a_load_does_not_wait_for_promotion(made: Callable[..., Device]) -> None
     assert torch.equal(device.blocks[:6], device.computed[:6])
 
 
-def test_a_promotion_waits_until_nothing_is_loaded(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_waits_until_nothing_is_loaded(
+    made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was loaded is not written into a faster tier while more may be loaded, and delays no save; a flush ends the wait."""
     monkeypatch.setattr("foreword.offload.writer._PROMOTION_PAUSE", 1e6)
     monkeypatch.setattr("foreword.offload.writer._LONGEST_PAUSE", 1e6)
@@ -167,7 +169,9 @@ def test_a_promotion_waits_until_nothing_is_loaded(made: Callable[..., Device], 
     assert fast.inner.lookup(device.names(0, 4), deadline=soon()) == 4
 
 
-def test_a_promotion_waits_no_longer_than_its_limit(made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_promotion_waits_no_longer_than_its_limit(
+    made: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where loads never pause, what was loaded is written into the faster tier all the same."""
     monkeypatch.setattr("foreword.offload.writer._PROMOTION_PAUSE", 1e6)
     monkeypatch.setattr("foreword.offload.writer._LONGEST_PAUSE", 0.01)

@@ -28,7 +28,7 @@ DEFAULT_IDLE: Final = 3600.0
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class AgentSession:
     """One session of a tenant, or one request outside of sessions.
 
     Attributes:
@@ -88,26 +88,26 @@ class SessionBook:
         self._most, self._most_noted, self._most_blocks = most, most_noted, most_blocks
         self._clock = clock
         self._lock = threading.Lock()
-        self._tenants: dict[bytes, OrderedDict[str, Session]] = {}
-        self._all: OrderedDict[Session, bytes] = OrderedDict()  # least recently used first
+        self._tenants: dict[bytes, OrderedDict[str, AgentSession]] = {}
+        self._all: OrderedDict[AgentSession, bytes] = OrderedDict()  # least recently used first
         self._blocks = 0
         self._next_look = 0.0
 
-    def open(self, tenant: bytes, name: str, parent: str = "", idle: float | None = None) -> Session:
+    def open(self, tenant: bytes, name: str, parent: str = "", idle: float | None = None) -> AgentSession:
         """Begin a session; with `parent`, a fork of that one. Raises BadRequest, NotFound for a parent that is not open."""
         with self._lock:
             self._expire()
-            own: Mapping[str, Session] = self._tenants.get(tenant, {})
+            own: Mapping[str, AgentSession] = self._tenants.get(tenant, {})
             if name in own:
                 raise BadRequest(f"a session {name!r} is open already", param="session_id")
             if sum(bool(one.family) for one in own.values()) >= self._most:
                 raise BadRequest(f"{self._most} sessions are open already; end some of them", param="session_id")
             family = self._find(tenant, parent, "parent_session_id").family if parent else name
-            session = Session(name, family, parent, idle or DEFAULT_IDLE)
+            session = AgentSession(name, family, parent, idle or DEFAULT_IDLE)
             self._enter(tenant, session)
             return session
 
-    def all(self, tenant: bytes) -> list[Session]:
+    def all(self, tenant: bytes) -> list[AgentSession]:
         """The open sessions of a tenant."""
         with self._lock:
             self._expire()
@@ -130,9 +130,9 @@ class SessionBook:
         chain = b"".join(keys)
         with self._lock:
             self._expire()
-            own: Mapping[str, Session] = self._tenants.get(tenant, {})
-            mine = own.get(session) or Session(request, "")
-            mine = mine if mine.family else Session(request, "")
+            own: Mapping[str, AgentSession] = self._tenants.get(tenant, {})
+            mine = own.get(session) or AgentSession(request, "")
+            mine = mine if mine.family else AgentSession(request, "")
             known = kept = common_blocks(mine.chain, chain) if mine.root == root else 0
             shared = min(mine.shared, kept)
             for other in [one for one in own.values() if one is not mine and one.root == root]:
@@ -182,7 +182,7 @@ class SessionBook:
             for session in list(self._tenants.get(tenant, {}).values()):
                 self._remove(tenant, session)
 
-    def _alone(self, tenant: bytes, session: Session, first: int, *, drop: bool) -> Alone:
+    def _alone(self, tenant: bytes, session: AgentSession, first: int, *, drop: bool) -> Alone:
         """What a session has, from number `first` on, that neither others nor its relatives have."""
         for one in self._tenants.get(tenant, {}).values() if session.family else ():
             if one is not session and one.family == session.family and one.root == session.root:
@@ -192,14 +192,14 @@ class SessionBook:
         keys = [chain[at : at + KEY_BYTES] for at in range(first, len(chain), KEY_BYTES)]
         return Alone(session.root, keys, drop)
 
-    def _find(self, tenant: bytes, name: str, param: str) -> Session:
-        own: Mapping[str, Session] = self._tenants.get(tenant, {})
+    def _find(self, tenant: bytes, name: str, param: str) -> AgentSession:
+        own: Mapping[str, AgentSession] = self._tenants.get(tenant, {})
         session = own.get(name)
         if session is None or not session.family:
             raise NotFound(f"no session {name!r} is open", param=param)
         return session
 
-    def _enter(self, tenant: bytes, session: Session) -> None:
+    def _enter(self, tenant: bytes, session: AgentSession) -> None:
         session.used = self._clock()
         own = self._tenants.setdefault(tenant, OrderedDict())
         own[session.name] = session
@@ -213,7 +213,7 @@ class SessionBook:
             oldest = next(iter(self._all))
             self._remove(self._all[oldest], oldest)
 
-    def _remove(self, tenant: bytes, session: Session) -> None:
+    def _remove(self, tenant: bytes, session: AgentSession) -> None:
         own = self._tenants[tenant]
         del own[session.name], self._all[session]
         self._blocks -= session.blocks

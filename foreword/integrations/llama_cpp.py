@@ -30,7 +30,7 @@ import numpy as np
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
-from foreword.integrations.stored_chains import BATCH_BLOCKS, StoredChains
+from foreword.integrations.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.integrations.weight_files import file_digest
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome
@@ -223,7 +223,7 @@ class ForewordCache(llama_cpp.BaseLlamaCache):  # type: ignore[misc]
         self._format, fingerprint = _measure(llm)
         length = block_size * self._format.token_bytes
         layout = Layout(fingerprint, block_size, (), "uint8", order="llama.cpp", opaque_bytes=length)
-        self._chains = StoredChains(layout, store, salt)
+        self._chains = EngineStore(layout, store, salt)
         self.store = self._chains.store
         super().__init__(self.store.status().budget)
         self.loaded_tokens = 0

@@ -28,7 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.engine.model import fingerprint_model, fixed_rope_length
 from foreword.errors import BadRequest, ForewordError, ModelUnsupported
-from foreword.integrations.stored_chains import BATCH_BLOCKS, StoredChains
+from foreword.integrations.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore
@@ -220,9 +220,9 @@ class AttachedStore:
                 if tokens[: len(prompt)] == prompt:
                     self._save(kv, self._chains.keys(tokens), (len(prompt) - 1) // self._block_size, deadline)
 
-    def _open(self) -> StoredChains:
+    def _open(self) -> EngineStore:
         layout = Layout(self._kv.digest, self._block_size, self._kv.layers, self._kv.dtype)
-        return StoredChains(layout, self._given, self._salt, lossy=True)
+        return EngineStore(layout, self._given, self._salt, lossy=True)
 
     def _refresh(self, model: Any) -> None:
         """The identity of the model as it is now. Raises _Obstacle if it has none."""

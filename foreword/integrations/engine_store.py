@@ -23,7 +23,7 @@ from foreword.store.urls import loss_of, open_store
 BATCH_BLOCKS = 64
 
 
-class StoredChains:
+class EngineStore:
     """The blocks of one layout and one tenant.
 
     A store that fails, is slow or has a damaged block finds, loads and saves less, and raises no error.
