@@ -136,6 +136,9 @@ class SessionBook:
             known = kept = common_blocks(mine.chain, chain) if mine.root == root else 0
             shared = min(mine.shared, kept)
             for other in [one for one in own.values() if one is not mine and one.root == root]:
+                at = min(known, shared, other.shared) * KEY_BYTES
+                if at >= len(other.chain) or not chain.startswith(other.chain[at : at + KEY_BYTES], at):
+                    continue  # it has no more in common than is known
                 common = common_blocks(other.chain, chain)
                 known = max(known, common)
                 if mine.family and other.family == mine.family:

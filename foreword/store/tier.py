@@ -492,9 +492,11 @@ class StoreTier:
     def write_held(self, deadline: float, *, everything: bool = False) -> None:
         """Write the oldest of what is held back, or everything, from the faster tiers."""
         more = self.held is not None
-        while more:
-            with self._writing_held:
+        while more and self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):
+            try:
                 more = self._write_oldest(deadline, everything)
+            finally:
+                self._writing_held.release()
 
     def _write_oldest(self, deadline: float, everything: bool) -> bool:
         assert self.held is not None and self.admission is not None
@@ -507,7 +509,7 @@ class StoreTier:
         if len(found) < len(names):
             self.admission.refused["gone"] += len(names) - len(found)
         if found:
-            self._write([found[name] for name in names if name in found], deadline, wait=True)
+            self._write([found[name] for name in names if name in found], deadline, wait=not everything)
         return bool(names)
 
     def _write(self, frames: Sequence[Frame], deadline: float, *, wait: bool) -> int:
