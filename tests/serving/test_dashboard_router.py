@@ -257,7 +257,7 @@ def test_admin_key(routed: Routed, page: Page) -> None:
             f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}
         ).raise_for_status()
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "draining")
-        page.wait(lambda: page.text("#state") == "loading" and "no replica takes requests" in page.text("#notice"))
+        page.wait(lambda: page.text("#state") == "no replica" and "no replica takes requests" in page.text("#notice"))
         page.run("sessionStorage.clear()")
         page.driver.get("about:blank")
 

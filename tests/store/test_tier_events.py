@@ -98,5 +98,5 @@ def test_events_of_several_tiers() -> None:
     assert log.held == [names, names, set()]
     log.store.tiers[1].delete(names_of(frames[1:]), soon())
     assert log.held == [names, {frames[0].name}, set()]
-    log.store.delete_by_tier(names_of(frames), deadline=soon())
+    log.store.delete(names_of(frames), deadline=soon())
     assert log.held == [set(), set(), set()] and log.notified == {0, 1}

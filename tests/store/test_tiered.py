@@ -169,13 +169,14 @@ def test_writes_go_to_every_tier(tiers: Tiers) -> None:
 
 
 def test_delete_is_not_best_effort(tiers: Tiers) -> None:
-    """delete_by_tier deletes from every tier or raises."""
+    """A deletion deletes from every tier or raises."""
     frames = make_frames(5, 4, PAYLOAD)
     put_all(tiers.store, frames)
-    assert tiers.store.delete_by_tier(names_of(frames[2:]), deadline=soon()) == {"fast": 2, "slow": 2}
+    assert tiers.store.delete(names_of(frames[2:]), deadline=soon()) == 2
+    assert tiers.fast.inner.status().blocks == tiers.slow.inner.status().blocks == 2
     tiers.slow.fail_next(1, lambda: StoreReadOnly("takes no writes"))
     with pytest.raises(StoreReadOnly):
-        tiers.store.delete_by_tier(names_of(frames[:2]), deadline=soon())
+        tiers.store.delete(names_of(frames[:2]), deadline=soon())
 
 
 def test_records_go_to_persistent_tiers() -> None:

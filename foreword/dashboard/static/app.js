@@ -10,6 +10,7 @@ const EVERY = 1000;
 const EVERY_PER_REPLICA = 20; // so that a router of a thousand replicas is not busy with this page
 const TIMEOUT = 8000;
 const STATES = { ready: ["ready", "good"], not_ready: ["loading", "warn"], shutting_down: ["draining", "warn"], engine_error: ["failed", "bad"], quarantine: ["wrong KV found", "bad"] };
+const ROUTER_STATES = { ...STATES, not_ready: ["no replica", "warn"] };
 
 const element = (id) => document.getElementById(id);
 const page = { timeline: new Timeline(), now: null, range: 1800, paused: false, view: null, kind: null, timer: null, busy: false, fresh: false };
@@ -41,7 +42,7 @@ async function ask() {
   const [metrics, now] = await Promise.all([get("../metrics", signal).then((answer) => answer.text()), getJson("data/now", signal)]);
   page.timeline.push(now.time, parse(metrics)); // the server's clock, which is that of its history
   page.now = now;
-  const [word, tone] = STATES[now.state.status] || [now.state.status, "warn"];
+  const [word, tone] = (page.kind === "router" ? ROUTER_STATES : STATES)[now.state.status] || [now.state.status, "warn"];
   say(word, tone, now.state.reason);
   if (now.model) {
     element("subject").textContent = `${now.model.name} · ${now.model.dtype} on ${now.model.device} · blocks of ${now.model.block_size} tokens`;
