@@ -157,7 +157,8 @@ async def replay(port: int, sessions: Sequence[Sequence[Prompt]], concurrency: i
     places = asyncio.Semaphore(concurrency)
     timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
     answers: list[list[Record]] = [[] for _ in sessions]
-    async with aiohttp.ClientSession(timeout=timeout) as client:
+    # Servers close connections that were idle for seconds, as those of waiting sessions are.
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True)) as client:
 
         async def run(number: int) -> None:
             for prompt in sessions[number]:

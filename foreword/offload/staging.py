@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
+from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Plane, Queues
 from foreword.store.frame import HEADER_BYTES
 
@@ -134,7 +135,10 @@ class StagingArena:
         self.block_bytes = tuple(group.block_bytes for group in self._groups)
         self.frame_bytes = HEADER_BYTES + max(self.block_bytes)
         stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
-        arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=self.device.type != "cpu")
+        if self.device.type == "cpu":
+            arena = huge_pages.zeros(slots, stride, dtype=torch.uint8)
+        else:
+            arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=True)
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
         self._on_device: DeviceCopies | None = None

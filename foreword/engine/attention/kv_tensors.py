@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout
-from foreword.engine import huge_pages
+from foreword.offload import huge_pages
 
 
 def pinned(numbers: Sequence[Any] | array[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.engine import huge_pages
 from foreword.engine.kernels import build
 from foreword.engine.kernels.build import CannotBuild
+from foreword.offload import huge_pages
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Of a packed weight, and of one of 8-bit integers.
