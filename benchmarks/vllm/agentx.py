@@ -138,10 +138,9 @@ async def ask(session: aiohttp.ClientSession, port: int, prompt: Prompt) -> Reco
         if answer.status != 200:
             raise Failed(f"status {answer.status}: {(await answer.text())[:300]}")
         async for line in answer.content:
-            data = line.decode().removeprefix("data: ").strip()
-            if not data or data == "[DONE]":
+            if not line.startswith(b"data: {"):  # comments keep a connection open while a request waits
                 continue
-            event = json.loads(data)
+            event = json.loads(line.removeprefix(b"data: "))
             for choice in event.get("choices") or ():
                 found["ttft"] = found["ttft"] or time.perf_counter() - began
                 found["tokens"] += choice.get("token_ids") or ()
