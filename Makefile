@@ -67,7 +67,8 @@ FAILURES ?= 1000
 failures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/integrations/failure_campaign.py --failures $(FAILURES) --seed $(SEED)
 
-# Agents' traffic through vLLM alone, with stores, and behind routers: make agentx MODEL=FOLDER TRACES=FOLDER MORE="--steps 4"
+# Agents' traffic through vLLM alone, with stores, and behind routers: make agentx MODEL=FOLDER TRACES=FOLDER MORE="--steps 4".
+# Needs FOREWORD_VLLM_PYTHON.
 agentx: setup
 	$(BIN)/python -m benchmarks.vllm.agentx $(MODEL) --traces $(TRACES) --vllm-python $(FOREWORD_VLLM_PYTHON) $(MORE)
 

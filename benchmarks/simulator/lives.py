@@ -4,7 +4,7 @@
 
 Sessions share a system prompt with tools and begin at random within the time given. Each step has the history before it, an
 answer and the result of a tool. A share of them has sub-agents, which go on from the history so far (a fork) for some steps
-and report; when a history gets too long, the agent asks for a summary and goes on with that. The shape is that of public
+and report; when a history gets too long, the agent asks for a summary and continues from that. The shape is that of public
 agent traffic (`vllm.ai/blog/2026-09-08-vllm-agentx`: a median of 43 steps, sub-agents in 44 % of sessions), a tenth as long.
 
 The device is the engine's own `PrefixCache`, and memory the stores' own `ChainLru`; requests come one after the other. `today`
@@ -58,7 +58,7 @@ class Agents:
         system: the system prompt with tools, which all sessions share.
         task, result, answer, summary: ranges of lengths.
         steps: of a session, on average (log-normal). `sub_steps`: range of a sub-agent's.
-        forking: share of the sessions that have sub-agents. `forks`: at most so many times.
+        forking: share of the sessions that have sub-agents. `forks`: how many at most.
         longest: a history that is longer is replaced by a summary.
         think: mean time between an answer and the next request. `pause`: mean of the longer times, of which there is a share of
             `pausing`.
@@ -80,7 +80,7 @@ class Agents:
 
 
 def sessions(count: int, seconds: float, agents: Agents, seed: int) -> list[Event]:
-    """The events of so many sessions that begin within `seconds`, in order of time."""
+    """The events of `count` sessions that begin within `seconds`, in order of time."""
     events: list[Event] = []
     for number in range(count):
         rng = random.Random(f"{seed}/{number}")

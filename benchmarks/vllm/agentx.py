@@ -273,8 +273,8 @@ def main() -> None:
                 continue
             try:
                 record = measure(one, sessions, arguments, Path(disk))
-            except Failed as error:
-                print(f"{name}: {error}", flush=True)
+            except (Failed, aiohttp.ClientError) as error:
+                print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 continue
             first = found[0][1]["tokens"] if found else record["tokens"]
             record["wrong"] = sum(mine != theirs for mine, theirs in zip(record["tokens"], first, strict=True))

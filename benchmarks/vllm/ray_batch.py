@@ -88,7 +88,7 @@ class Job:
 
 
 def run(python: str, job: dict[str, Any], log: Path, *, until: int | None = None) -> Job:
-    """Run a job on a cluster of its own; `until` so many answers have come, where all its processes are killed.
+    """Run a job on a cluster of its own; `until` is a number of answers, where all its processes are killed.
 
     Raises JobFailed if it ended before all prompts were answered.
     """

@@ -1,4 +1,4 @@
-"""`/v1/sessions`: a client tells how the sessions of its agents live, on Foreword's server, its router and vLLM's."""
+"""`/v1/sessions`: a client tells how the sessions of its agents live, on Foreword's server and its router."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 class SessionBody(Body, kw_only=True):
     """What happens to a session. `parent_session_id` is for a fork, `timeout` (seconds without a request after which it is
-    forgotten) for one that begins, `keep_tokens` for one that is compacted. `cache_salt` names the tenant to an engine without
-    tenants of its own."""
+    forgotten) for one that begins, `keep_tokens` for one that is compacted."""
 
     action: Literal["open", "fork", "compact", "end"]
     session_id: Name
     parent_session_id: Name | None = None
     timeout: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     keep_tokens: Annotated[int, Meta(ge=0)] = 0
-    cache_salt: str | None = None
 
     def check(self, limits: Limits) -> None:
         if (self.action == "fork") != (self.parent_session_id is not None):
-            raise refuse("parent_session_id", "names the session that a fork, and nothing else, goes on from")
+            raise refuse(
+                "parent_session_id", "names the session that a fork continues; it is needed there, and only there"
+            )
 
 
 def add_routes(routes: Routes[Handler], act: Handler, listed: Handler) -> None:

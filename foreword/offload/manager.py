@@ -444,7 +444,7 @@ class OffloadManager:
             self._later(lambda: self.store.drop_held(names()))
 
     def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
-        """Pin or unpin blocks of a KV group in every tier. Queued blocks are written first."""
+        """Pin or unpin blocks of a KV group in every tier. What waits to be written is written first."""
         names = self.units[group].names(root, keys)
 
         def work() -> int:

@@ -331,7 +331,7 @@ class TieredStore(Store):
                 tier.drop_held(frozenset(names).__contains__, step_deadline(math.inf))
 
     def write_held(self, timeout: float) -> None:
-        """Write what tiers hold back, for about so many seconds."""
+        """Write what tiers hold back, for about `timeout` seconds."""
         for tier in self.tiers:
             tier.write_held(time.monotonic() + timeout, everything=True)
 
@@ -344,6 +344,8 @@ class TieredStore(Store):
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         def in_tier(tier: StoreTier) -> int:
+            if pinned:
+                tier.write_held(deadline, everything=True)
             return tier.attempt(lambda: tier.store.pin(names, pinned=pinned, deadline=deadline), 0, deadline)
 
         return max((in_tier(self.tiers[index]) for index in self.writable), default=0)

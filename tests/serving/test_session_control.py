@@ -61,7 +61,7 @@ def test_a_fork_goes_on_without_its_parent(client: httpx.Client) -> None:
 
 
 def test_compaction_frees_what_the_new_history_does_not_need(client: httpx.Client) -> None:
-    """After `compact` only what is kept of the history, and what others use, is cached; the session goes on."""
+    """After `compact` only what is kept of the history, and what others use, is cached; the session continues."""
     head, tail = words("head", 40), words("tail", 60)
     tell(client, "open", "compacted")
     cached(client, head + tail, "compacted")

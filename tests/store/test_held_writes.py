@@ -23,7 +23,7 @@ SIZE = HEADER_BYTES + SMALL_PAYLOAD
 
 
 def opened(hold: int, memory: int = 1 << 20) -> TieredStore:
-    """Memory, and a tier behind it that holds so many blocks back."""
+    """Memory, and a tier behind it that holds `hold` blocks back."""
     stores = [MemoryStore(memory, label="memory"), MemoryStore(1 << 20, label="late")]
     return TieredStore(stores, rules=[None, AdmissionRule(hold=hold * SIZE)])
 
@@ -64,6 +64,17 @@ def test_what_is_deleted_or_superseded_is_never_written() -> None:
     assert late(store, other) == [False] * 3
     assert present(store.tiers[0].store, chain) == [True] * 6 + [False] * 3
     assert refused(store) == {"unneeded": 9}
+
+
+def test_what_is_pinned_is_written() -> None:
+    """A pin, as of a named prefix, holds in a tier that would get the blocks later."""
+    frames = make_frames(3, 4, SMALL_PAYLOAD)
+    with closing(opened(hold=8)) as store:
+        store.put(frames, deadline=soon())
+        assert late(store, frames) == [False] * 4
+        assert store.pin(names_of(frames), deadline=soon()) == 4
+        assert late(store, frames) == [True] * 4
+        assert store.tiers[1].store.status().pinned_bytes == store.tiers[0].store.status().pinned_bytes > 0
 
 
 def test_what_memory_has_lost_is_counted() -> None:
