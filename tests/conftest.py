@@ -38,7 +38,7 @@ pytest.register_assert_rewrite("foreword.conformance")
 # Until all tests are imported there is next to no garbage, and later collections need not walk through the libraries.
 gc.disable()
 
-settings.register_profile("foreword", deadline=None, derandomize=True, max_examples=60)
+settings.register_profile("foreword", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("explore", deadline=None, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
 

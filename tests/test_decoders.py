@@ -1,10 +1,7 @@
 """Typed decoding in threads."""
 
-import ast
 import subprocess
 import sys
-
-from test_structure import package
 
 # Each round has new types, which four threads need at once. Switching often makes the race likely within a few rounds.
 RACE = """
@@ -41,20 +38,3 @@ def test_threads_may_need_a_type_at_once() -> None:
     """The first use of a type by several threads decodes rightly. msgspec alone ends the process with a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_only_one_module_prepares_types() -> None:
-    """No other module of the package gives msgspec a type to decode."""
-    found = []
-    for name, (path, tree) in package().items():
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or name == "foreword.decoders":
-                continue
-            called = ast.unparse(node.func)
-            typed = called.startswith("msgspec.") and (
-                (called.endswith(".decode") and (len(node.args) > 1 or any(one.arg == "type" for one in node.keywords)))
-                or (called.endswith("Decoder") and (node.args or node.keywords))
-                or called == "msgspec.convert"
-            )
-            found += [f"{path}:{node.lineno}: {called}"] if typed else []
-    assert not found, "use foreword.decoders"

@@ -123,6 +123,7 @@ def test_nothing_unpublished_is_copied(path: Path) -> None:
     assert not re.search(r"pip install[^\n]*[' ]foreword(?![-\w/])", path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_readme_embedded(tmp_path: Path, downloaded: Path) -> None:
     """README's start with the built-in model: the second answer is the first, from the cache."""
     run_page("README.md", tmp_path, downloaded, "The built-in model")

@@ -18,10 +18,14 @@ from foreword.errors import ForewordError
 
 # Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
 _RUNNER = """
-import gc, io, json, os, signal, sys, tempfile
-import foreword.router.process, foreword.server.process, pydantic.type_adapter, pydantic.types
+import functools, gc, io, json, os, signal, sqlite3, sys, tempfile
+import foreword.router.process, foreword.server.process, pydantic.fields, pydantic.type_adapter, pydantic.types, redis
+import typer.main
 from foreword.cli import main as cli
 
+# The commands are made from their functions once: this takes longer than what follows.
+typer.main.get_command = functools.cache(typer.main.get_command)
+typer.main.get_command(cli.app)
 gc.freeze()
 
 def result(arguments):

@@ -65,6 +65,7 @@ def test_the_example_passes_the_contract(path: str) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_conform_knows_a_store_of_another_package(path: str, tmp_path: Path) -> None:
     """`foreword conform --store` runs the contract on the URL of a store of another package, and leaves nothing behind."""
     (tmp_path / "folder").mkdir()
@@ -73,6 +74,7 @@ def test_conform_knows_a_store_of_another_package(path: str, tmp_path: Path) -> 
     assert " passed" in done.stdout and not list((tmp_path / "folder").iterdir())
 
 
+@pytest.mark.slow
 def test_an_engine_uses_a_store_of_another_package(path: str, tmp_path: Path) -> None:
     """An engine hits what an earlier one has written to such a store; `inspect` lists it, and creates none."""
     url = f"sqlite://{tmp_path}/folder/kv.db?size=64MiB"

@@ -130,3 +130,29 @@ def test_counters() -> None:
 def test_public_names(name: str) -> None:
     """Each name that the package offers can be imported."""
     assert getattr(foreword, name).__name__ == name
+
+
+def test_records_have_kinds() -> None:
+    """No code writes or reads records in stores without a kind."""
+    calls = {"put_record", "get_record", "delete_record", "read_records"}
+    for module, (_, tree) in package().items():
+        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
+            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+            assert not used & calls, module
+
+
+def test_only_one_module_prepares_types() -> None:
+    """No other module of the package gives msgspec a type to decode."""
+    found = []
+    for name, (path, tree) in package().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or name == "foreword.decoders":
+                continue
+            called = ast.unparse(node.func)
+            typed = called.startswith("msgspec.") and (
+                (called.endswith(".decode") and (len(node.args) > 1 or any(one.arg == "type" for one in node.keywords)))
+                or (called.endswith("Decoder") and (node.args or node.keywords))
+                or called == "msgspec.convert"
+            )
+            found += [f"{path}:{node.lineno}: {called}"] if typed else []
+    assert not found, "use foreword.decoders"

@@ -223,10 +223,10 @@ class FrontContract:
         """Each request is counted once under its route and status, and once by how it ended if it generates."""
         if front.metrics is None:
             pytest.skip("the host of this front counts its requests")
+        after = [front.counts(name) for name in ("http_responses", "requests")]
         for route in front.routes:
-            before = [front.counts(name) for name in ("http_responses", "requests")]
             asked = front.ask(route, front.tenant, b"{")
-            after = [front.counts(name) for name in ("http_responses", "requests")]
+            before, after = after, [front.counts(name) for name in ("http_responses", "requests")]
             new, outcomes = (later - earlier for earlier, later in zip(before, after, strict=True))
             mine = {labels for labels in new if f'"{front.counted_as(route)}"' in labels}
             assert len(mine) == 1 and f'"{asked.status}"' in next(iter(mine)), (route.name, asked, new)

@@ -284,7 +284,7 @@ requests = st.builds(
 choose: Callable[..., Any] = st.integers
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(
     st.lists(
         st.tuples(requests, choose(0, 50), st.booleans(), st.sampled_from(["", "diverged", "evicted"])), max_size=12

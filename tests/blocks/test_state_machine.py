@@ -578,7 +578,7 @@ def examples(count: int) -> settings:
 class TestAgainstTheModel(PrefixCacheMachine.TestCase):
     """After any sequence of operations, the cache is in the state of the model."""
 
-    settings = examples(60)
+    settings = examples(30)
 
 
 @pytest.mark.slow

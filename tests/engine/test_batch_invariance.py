@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
+from example_counts import represented
 
 from foreword.engine import batch_invariance
 from foreword.engine.kernels.native import Kernels
@@ -42,8 +43,8 @@ def test_where_it_cannot_be_kept(
     assert any("not batch-invariant" in line and reason in line for line in caplog.messages)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("dtype", represented(["float32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("family", represented(tiny.FAMILIES, "llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"))
 def test_default(family: str, dtype: str, engine: Make) -> None:
     """Every family is batch-invariant by default, and passes the checks at start."""
     llm = engine(family, dtype=dtype, self_check=True)

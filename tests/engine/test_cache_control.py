@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from patience import patient, unhurried
 from tiny import Reference, greedy, prompt
 
@@ -23,7 +24,9 @@ from foreword.errors import BadRequest
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]
-each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_5to1"])
+each_kind = pytest.mark.parametrize(
+    "family", represented(["llama", "mistral", "gpt_oss", "gemma3_5to1"], "llama", "gpt_oss")
+)
 
 
 def flood(llm: LLM, count: int = 40, length: int = 60) -> None:

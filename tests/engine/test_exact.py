@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from example_counts import examples
+from example_counts import examples, represented
 from patience import patient, unhurried
 
 from foreword.engine.request import SamplingParams
@@ -132,9 +132,11 @@ class Pairs:
 
 # Every family in bfloat16, and in one of the others.
 @pytest.fixture(
-    params=[
-        (name, dtype) for at, name in enumerate(FAMILIES) for dtype in ("bfloat16", ("float32", "float16")[at % 2])
-    ],
+    params=represented(
+        [(name, dtype) for at, name in enumerate(FAMILIES) for dtype in ("bfloat16", ("float32", "float16")[at % 2])],
+        ("llama", "bfloat16"),
+        ("gemma3", "float16"),
+    ),
     ids="-".join,
 )
 def pairs(request: pytest.FixtureRequest, family: Callable[[str], str]) -> Pairs:
@@ -169,7 +171,7 @@ def test_hits_have_the_bits_of_a_computation(pairs: Pairs, tmp_path: Path) -> No
     assert device.hits
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", represented(FAMILIES, "llama", "gemma3"))
 def test_preempted(name: str, family: Callable[[str], str]) -> None:
     """Where answers outgrow the memory: a sequence that was preempted continues with the same bits."""
     pairs = Pairs(family(name), "bfloat16", name, count=6, longest=20, new_tokens=24)

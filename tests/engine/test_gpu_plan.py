@@ -26,6 +26,7 @@ def run_plan(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=os.environ | hidden, capture_output=True, text=True, timeout=850, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     """Without a GPU nothing runs, and the status says so."""
     done = run_plan(tmp_path)

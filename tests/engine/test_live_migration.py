@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from pair import Answer, Node, ask, node, request, stepwise, until
 from tiny import prompt
 
@@ -125,10 +126,13 @@ def at_a_walk(*nodes: Node, step: float = 0.05) -> Iterator[None]:
             each.valve.pace = 0.0
 
 
+FAST = {("greedy", 3), ("greedy", 37), ("seeded", 37), ("structured", 37)}
+
+
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        pytest.param(name, length, marks=[] if name == "greedy" or length == 37 else pytest.mark.slow)
+        pytest.param(name, length, marks=[] if (name, length) in FAST else pytest.mark.slow)
         for name in PARAMS
         for length in (3, 37, 96)
     ],
@@ -179,7 +183,7 @@ def test_only_missing_blocks_travel(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", represented([False, True], True))
 def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
     """What a request keeps is kept by the engine to which it migrates, for the same tenant, also if its prompt was not
     computed yet. The answers come with its last token."""
@@ -216,7 +220,7 @@ def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("phase", ["waiting", "prefilling"])
+@pytest.mark.parametrize("phase", represented(["waiting", "prefilling"], "prefilling"))
 def test_before_the_first_token(nodes: tuple[Node, Node], phase: str) -> None:
     """A waiting request migrates without KV; one whose prompt is half computed migrates with the KV so far."""
     here, there = nodes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from patience import patient, unhurried
 from tiny import VOCAB, greedy
 
@@ -70,7 +71,7 @@ def private(seed: int, count: int = 21) -> list[int]:
     return [drawn.randrange(3, VOCAB) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("family", represented(["llama", "gemma3", "deepseek_v3"], "llama"))
 def test_tenants_share_the_marked_blocks_only(folder: Callable[[str], Path], family: str) -> None:
     """Each tenant has the full blocks of a marked text cached, and only its own text behind them. Every answer has the tokens
     that an engine without marks computes."""
@@ -119,7 +120,13 @@ def test_nothing_is_public_by_itself(folder: Callable[[str], Path]) -> None:
         asyncio.run(run(server))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "disk"), ("gemma3", "disk"), ("llama", "file")])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "disk"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("gemma3", "disk"), ("llama", "file"))),
+    ],
+)
 def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: Path, family: str, kind: str) -> None:
     """Instances on one store, and one that starts later, learn what is public and load it, for every tenant. Erasing a tenant
     removes its blocks and no public one. One whose mark is removed is erased by its name."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from example_counts import represented
 from networks import over_each_link
 from pair import PATIENCE, Answer, Node, ask, node, request, until
 from patience import patient
@@ -55,7 +56,7 @@ async def alone(nodes: tuple[Node, Node], tokens: list[int], params: SamplingPar
 
 
 @pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100])
+@pytest.mark.parametrize("length", represented([1, 3, 4, 5, 7, 8, 9, 31, 32, 33, 100], 4, 33))
 def test_same_as_alone(nodes: tuple[Node, Node], name: str, length: int) -> None:
     """For prompts that end anywhere in a block and in a chunk, and for all kinds of sampling, the output is that of
     one engine, and the decode side computes no token of the prompt."""

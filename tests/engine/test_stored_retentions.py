@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from patience import patient, unhurried
 from servers import wait_until
 from tiny import greedy, prompt
@@ -21,7 +22,9 @@ from foreword.prefixes.erasure import forget_tenant
 from foreword.store import shared_records
 
 Make = Callable[..., LLM]
-each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_5to1"])
+each_kind = pytest.mark.parametrize(
+    "family", represented(["llama", "mistral", "gpt_oss", "gemma3_5to1"], "llama", "gpt_oss")
+)
 
 
 def disk(path: Path, size: str = "64MiB") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from patience import patient, unhurried
 from servers import wait_until
 from tiny import Reference, greedy, prompt
@@ -35,7 +35,9 @@ BRIEF = StoreConfig(urls=(MEMORY,), lookup_timeout=0.01, flush_seconds=0.1)
 # One KV group of full attention, one of windows, one of each, and one of full attention beside five of windows.
 # How many groups of full attention and of windows each has.
 GROUPS = {"llama": (1, 0), "mistral": (0, 1), "gpt_oss": (1, 1), "gemma3_5to1": (1, 5)}
-each_kind = pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_5to1"])
+each_kind = pytest.mark.parametrize(
+    "family", represented(["llama", "mistral", "gpt_oss", "gemma3_5to1"], "llama", "gpt_oss")
+)
 
 
 def disk(path: Path, size: str = "64MiB") -> str:
@@ -60,7 +62,13 @@ def fill(llm: LLM, tokens: list[int], count: int = 8) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss", "mistral", "gemma3_5to1"]
+    "family",
+    represented(
+        ["llama", "gemma2", "gpt_neox", "mixtral", "deepseek_v2", "gpt_oss", "mistral", "gemma3_5to1"],
+        "llama",
+        "deepseek_v2",
+        "gemma3_5to1",
+    ),
 )
 def test_restart(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
     """Blocks that one process computed are loaded from disk by the next one, for every kind of layer, with the same
@@ -289,7 +297,7 @@ def test_a_load_that_breaks_off(engine: Make, reference: Find) -> None:
             llm.check()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+@pytest.mark.parametrize("family", represented(["mistral", "gpt_oss", "gemma3_5to1"], "gpt_oss"))
 @pytest.mark.parametrize("trouble", ["missing", "damaged"])
 def test_a_window_that_breaks_off(family: str, trouble: str, engine: Make, reference: Find) -> None:
     """Of a model with windows a load that breaks off brings nothing: the prompt is computed, and no block is kept."""
@@ -315,7 +323,7 @@ def test_a_window_that_breaks_off(family: str, trouble: str, engine: Make, refer
         assert llm._core.cache.pool.num_free == llm.info.num_blocks
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+@pytest.mark.parametrize("family", represented(["mistral", "gpt_oss", "gemma3_5to1"], "gpt_oss"))
 def test_a_longer_prefix_in_the_store(family: str, engine: Make, reference: Find) -> None:
     """What the device has of a text is continued with what the store has: of windows, the last blocks only."""
     tokens = prompt(120, 19)
@@ -333,7 +341,7 @@ def test_a_longer_prefix_in_the_store(family: str, engine: Make, reference: Find
     reference(family).check([*tokens, 5], output.outputs[0], 6)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gpt_oss", "gemma3_5to1"])
+@pytest.mark.parametrize("family", represented(["mistral", "gpt_oss", "gemma3_5to1"], "gpt_oss"))
 def test_a_pinned_prefix_of_windows(family: str, engine: Make, reference: Find, tmp_path: Path) -> None:
     """A named prefix of a model with windows survives in a small store: all that a request needs to continue is pinned."""
     with engine(family, store=disk(tmp_path, "8MiB")) as llm:
@@ -515,7 +523,18 @@ def test_a_prompt_that_another_request_loads(family: str, engine: Make) -> None:
 
 @pytest.mark.parametrize(
     ("tier", "quota"),
-    [(None, ""), *itertools.product(["memory://?size={}", "disk://{}/store?size={}"], ["", "&tenant_quota=50%"])],
+    [
+        (None, ""),
+        ("memory://?size={}", "&tenant_quota=50%"),
+        *(
+            pytest.param(*others, marks=pytest.mark.slow)
+            for others in (
+                ("memory://?size={}", ""),
+                ("disk://{}/store?size={}", ""),
+                ("disk://{}/store?size={}", "&tenant_quota=50%"),
+            )
+        ),
+    ],
 )
 def test_a_client_with_many_salts_is_one_tenant(
     engine: Make, llama: Path, tmp_path: Path, tier: str | None, quota: str

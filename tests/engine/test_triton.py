@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from example_counts import examples
+from example_counts import examples, represented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import CPU, EXACT, Case, chunk
@@ -149,7 +149,7 @@ class Repeats:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3_5to1", "gpt_oss"])
+@pytest.mark.parametrize("family", represented(["llama", "gemma3_5to1", "gpt_oss"], "gpt_oss"))
 def test_engine(
     family: str,
     engine: Callable[..., LLM],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -112,7 +113,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(one=described, other=described)
 def test_keys_are_equal_exactly_where_the_input_is(adapters: Path, one: Any, other: Any) -> None:
     """Two requests share a block's key exactly if tenant, adapter, weights version, and all tokens and images up to its end are

@@ -21,6 +21,7 @@ import pytest
 from aiohttp import web
 from browser import Page, browser
 from dashboard_server import HOSTILE, MODEL, open_dashboard_server
+from example_counts import represented
 from prometheus_client.parser import text_string_to_metric_families
 from router_parts import QUICK, Loop
 from scripted_replica import ScriptedReplica
@@ -477,7 +478,7 @@ def _replica(url: str) -> dict[str, Any]:
     return {"replica": url, "role": "both", "reason": None, "drained": False, **load, **recent, **memory}
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", represented([1280, 390], 1280))
 def test_a_thousand_replicas(page: Page, width: int) -> None:
     """Of a thousand replicas the slow one, the failing one and the holders of a prefix are named on the first screen; few rows
     are drawn; any cell of the strip leads to its replica."""

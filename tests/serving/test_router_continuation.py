@@ -61,7 +61,12 @@ def continued(router: RouterProcess) -> float:
     return router.metric("foreword:router_continuations_total", outcome="continued")
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+_CHAT, _TEXT = ("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)
+CHAT_FIRST = pytest.mark.parametrize(("path", "body"), [_CHAT, pytest.param(*_TEXT, marks=pytest.mark.slow)])
+TEXT_FIRST = pytest.mark.parametrize(("path", "body"), [_TEXT, pytest.param(*_CHAT, marks=pytest.mark.slow)])
+
+
+@CHAT_FIRST
 def test_the_same_text_wherever_the_stream_breaks(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:
@@ -88,7 +93,7 @@ def test_the_same_text_wherever_the_stream_breaks(
     assert continued(router) - before >= len(whole) * 1.3 - 4
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)])
+@TEXT_FIRST
 def test_stop_strings_across_a_failover(
     router: RouterProcess, scissors: Scissors, shared: SharedServers, path: str, body: dict[str, Any]
 ) -> None:

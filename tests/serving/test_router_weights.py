@@ -12,12 +12,13 @@ from typing import Any
 import http_client
 import httpx
 import pytest
+from example_counts import represented
 from router_parts import Loop, RouterThread
 from shared_server import until
 from speaker import NUM_WORDS, Speaker
 
 A, B = "a1" * 32, "b2" * 32
-KINDS = pytest.mark.parametrize("owner", ["vllm", "foreword"])
+KINDS = pytest.mark.parametrize("owner", represented(["vllm", "foreword"], "vllm"))
 
 
 @pytest.fixture(scope="module")

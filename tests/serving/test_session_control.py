@@ -48,7 +48,7 @@ def test_the_end_of_a_session_frees_what_only_it_has_used(client: httpx.Client) 
 
 def test_a_fork_goes_on_without_its_parent(client: httpx.Client) -> None:
     """A fork finds all that its parent has, keeps it when the parent ends, and its own end frees it."""
-    text, more = words("parent", 80), words("child", 40)
+    text, more = words("parent of a fork", 80), words("child of a fork", 40)
     tell(client, "open", "parent")
     cached(client, text, "parent")
     tell(client, "fork", "child", parent_session_id="parent")
@@ -62,7 +62,7 @@ def test_a_fork_goes_on_without_its_parent(client: httpx.Client) -> None:
 
 def test_compaction_frees_what_the_new_history_does_not_need(client: httpx.Client) -> None:
     """After `compact` only what is kept of the history, and what others use, is cached; the session continues."""
-    head, tail = words("head", 40), words("tail", 60)
+    head, tail = words("compacted head", 40), words("compacted tail", 60)
     tell(client, "open", "compacted")
     cached(client, head + tail, "compacted")
     [one] = [one for one in client.get("/v1/sessions").json()["data"] if one["id"] == "compacted"]

@@ -138,6 +138,7 @@ def test_langchain(server: SharedServer) -> None:
         assert isinstance(found, Person)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["responses", "chat"])
 def test_agents_sdk(server: SharedServer, api: str) -> None:
     """OpenAI's agent framework runs unchanged: it calls the tool and continues with the result, over several turns."""

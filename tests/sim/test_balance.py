@@ -122,6 +122,7 @@ def test_questions_after_system_prompts_have_half_the_ttft_of_round_robin() -> N
     assert min(ratios) > 1.5 and geometric_mean(ratios) >= 2, ratios
 
 
+@pytest.mark.slow
 def test_few_requests_leave_their_session() -> None:
     """With enough memory, at most 2 % of the requests go to another replica than the previous request of their session."""
     for seed in SEEDS:

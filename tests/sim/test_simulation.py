@@ -316,6 +316,7 @@ def test_a_sample_has_whole_sessions() -> None:
         sampled([TraceRequest(0.0, array("I", [1, 2]), 1, 2, 1)], 2)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_fleet_answers_for_the_whole() -> None:
     """A quarter of the sessions on a quarter of the replicas: hit rate and TTFT of the whole fleet."""
     rng, trace = random.Random(9), []

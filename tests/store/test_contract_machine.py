@@ -34,7 +34,7 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
 LARGE = 4 << 20
-quick = settings(max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=15, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class MemoryMachine(StoreMachine):

@@ -583,17 +583,17 @@ def test_wrong_urls(tmp_path: Path):
 
 
 def test_requests_of_a_long_prompt(server: S3Server):
-    """The lookup and the load of 2,000 blocks take at most a request per 16 blocks, and so does storing them."""
+    """The lookup and the load of 480 blocks take at most a request per 16 blocks, and so does storing them."""
     proxy = CountingProxy(server.port)
-    frames = make_frames(30, 2000, 10)
+    frames = make_frames(30, 480, 10)
     writer, reader = (ObjectStore(at(proxy.port), prefix="long") for _ in range(2))
-    for start in range(0, 2000, 32):
+    for start in range(0, 480, 32):
         writer.put(frames[start : start + 32], deadline=soon())
-    assert proxy.requests <= 2 * 2000 / 16
+    assert proxy.requests <= 2 * 480 / 16
     proxy.requests = 0
-    assert reader.lookup(names_of(frames), deadline=soon()) == 2000
+    assert reader.lookup(names_of(frames), deadline=soon()) == 480
     assert read(reader, frames) == whole(frames)
-    assert proxy.requests <= 2000 / 16
+    assert proxy.requests <= 480 / 16
     for store in (writer, reader):
         store.close()
     proxy.close()

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_structure import package
+from test_structure import ROOT
 
 from foreword.blocks.salt import Salt
 from foreword.config import EncryptionConfig
@@ -68,12 +68,14 @@ ENDS = {"quarantine": "until", "retained": "expires"}
 def all_kinds() -> dict[str, RecordKind[Any]]:
     """The kinds that modules of the package define."""
     found = {}
-    for module, (_, tree) in package().items():
-        for node in tree.body:
-            if isinstance(node, ast.AnnAssign) and "RecordKind(" in ast.unparse(node.value or node):
-                assert isinstance(node.target, ast.Name)
-                kind = getattr(importlib.import_module(module), node.target.id)
-                found[kind.folder] = kind
+    for path in sorted(ROOT.rglob("*.py")):
+        if "RecordKind(" in (source := path.read_text(encoding="utf-8")):
+            module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.AnnAssign) and "RecordKind(" in ast.unparse(node.value or node):
+                    assert isinstance(node.target, ast.Name)
+                    kind = getattr(module, node.target.id)
+                    found[kind.folder] = kind
     return found
 
 
@@ -108,13 +110,8 @@ every_kind = pytest.mark.parametrize("name", KINDS)
 
 
 def test_all_kinds_are_tested() -> None:
-    """Each kind of the package has a sample here, and no code writes or reads records in stores without a kind."""
+    """Each kind of the package has a sample here."""
     assert KINDS.keys() == BEFORE.keys()
-    calls = {"put_record", "get_record", "delete_record", "read_records"}
-    for module, (_, tree) in package().items():
-        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
-            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-            assert not used & calls, module
 
 
 @every_kind

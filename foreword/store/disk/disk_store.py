@@ -265,6 +265,7 @@ class DiskStore(Store):
                 count += self._files.remove(name)
                 if id_ in rows and rows[id_].name == name:
                     transaction.remove(rows[id_])
+        self._files.remove_empty_folders(wanted.values())
         return count
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:

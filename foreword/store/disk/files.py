@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -139,10 +139,10 @@ class BlockFiles:
         """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none."""
         return remove_file(f"{self.path(name)}.{token}" if token else self.path(name))
 
-    def remove_empty_folder(self, name: Name) -> None:
-        """Remove the folder of a block's file if it is empty, for a file system that has no room for further files."""
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.dirname(self.path(name)))
+    def remove_empty_folders(self, names: Iterable[Name]) -> None:
+        """Remove the folders of blocks' files, and of their roots, if they are empty. Who writes there creates them again."""
+        for path in {os.path.dirname(self.path(name)) for name in names}:
+            _remove_empty(path, os.path.dirname(os.path.dirname(path)))
 
     def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
@@ -262,6 +262,15 @@ def _create_folders(path: str) -> None:
             os.mkdir(folder, 0o700)
 
 
+def _remove_empty(path: str, above: str) -> str:
+    """Remove a folder and those that it is in, up to `above`, as long as they are empty. Returns the last one that stays."""
+    with contextlib.suppress(OSError):
+        while path != above:
+            os.rmdir(path)
+            path = os.path.dirname(path)
+    return path
+
+
 def _failed_read(error: OSError) -> int:
     """The result of a read that failed: UNREADABLE if it may be an error of this file alone."""
     if error.errno == errno.ENOENT:
@@ -336,9 +345,8 @@ class RecordFiles:
 
     def put(self, key: str, data: bytes, token: str) -> None:
         path = self._path(key)
-        known = os.path.isdir(os.path.dirname(path))
         write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
-        self._write_back(path, os.path.dirname(path) if known else self._folder)
+        self._write_back(path, self._folder)
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -351,7 +359,8 @@ class RecordFiles:
     def delete(self, key: str) -> bool:
         path = self._path(key)
         removed = remove_file(path)
-        self._write_back(os.path.dirname(path), os.path.dirname(path))
+        last = _remove_empty(os.path.dirname(path), self._folder)
+        self._write_back(last, last)
         return removed
 
     def _write_back(self, path: str, last: str) -> None:

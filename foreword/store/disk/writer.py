@@ -187,7 +187,7 @@ class BlockBudget:
     ) -> bool:
         """Evict the block that was least recently used before `now`. False if there is none.
 
-        `tenants`: those to evict from; (): any. With `prune`, the block's folder is removed too if it is empty.
+        `tenants`: those to evict from; (): any. With `prune`, the block's folders are removed too if they are empty.
         """
         for _ in range(_STUCK):
             row = transaction.victim(now, self.size, time.time(), to_write, tenants)
@@ -200,7 +200,7 @@ class BlockBudget:
                 transaction.touch([row.id], now)
                 continue
             if prune:
-                self._files.remove_empty_folder(row.name)
+                self._files.remove_empty_folders([row.name])
             transaction.remove(row)
             self.note_evicted([row.name])
             return True
@@ -514,8 +514,8 @@ class BlockWriter:
         count = 0
         for name in names:
             count += self._files.remove(name)
-            self._files.remove_empty_folder(name)
             self._updates.note_removed(name)
+        self._files.remove_empty_folders(names)
         return count
 
     def _flush(self, missing: Sequence[Name], deadline: float) -> None:
