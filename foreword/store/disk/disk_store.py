@@ -262,10 +262,9 @@ class DiskStore(Store):
             for id_, name in wanted.items():
                 if id_ in pending:  # not present yet, and its writer could not tell that it was deleted
                     continue
-                count += self._files.remove(name)
+                count += self._files.remove(name, prune=True)
                 if id_ in rows and rows[id_].name == name:
                     transaction.remove(rows[id_])
-        self._files.remove_empty_folders(wanted.values())
         return count
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:

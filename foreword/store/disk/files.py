@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -135,14 +135,15 @@ class BlockFiles:
         """Length of a block's file, -1 if there is no regular file that its owner may read."""
         return readable_size(self.path(name))
 
-    def remove(self, name: Name, token: str = "") -> bool:
-        """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none."""
-        return remove_file(f"{self.path(name)}.{token}" if token else self.path(name))
-
-    def remove_empty_folders(self, names: Iterable[Name]) -> None:
-        """Remove the folders of blocks' files, and of their roots, if they are empty. Who writes there creates them again."""
-        for path in {os.path.dirname(self.path(name)) for name in names}:
-            _remove_empty(path, os.path.dirname(os.path.dirname(path)))
+    def remove(self, name: Name, token: str = "", *, prune: bool = False) -> bool:
+        """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none. With `prune`, the
+        folders of its key and of its root are removed as well if they are empty: who writes there creates them again. Evictions
+        leave them, because file systems take milliseconds for each."""
+        path = self.path(name)
+        removed = remove_file(f"{path}.{token}" if token else path)
+        if prune:
+            _remove_empty(os.path.dirname(path), path.rsplit("/", 3)[0])
+        return removed
 
     def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.

@@ -194,13 +194,11 @@ class BlockBudget:
             if row is None:
                 return False
             try:
-                self._files.remove(row.name)
+                self._files.remove(row.name, prune=prune)
             except StoreError:
                 self._notes["stuck"] += 1
                 transaction.touch([row.id], now)
                 continue
-            if prune:
-                self._files.remove_empty_folders([row.name])
             transaction.remove(row)
             self.note_evicted([row.name])
             return True
@@ -513,9 +511,8 @@ class BlockWriter:
         """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
         count = 0
         for name in names:
-            count += self._files.remove(name)
+            count += self._files.remove(name, prune=True)
             self._updates.note_removed(name)
-        self._files.remove_empty_folders(names)
         return count
 
     def _flush(self, missing: Sequence[Name], deadline: float) -> None:
