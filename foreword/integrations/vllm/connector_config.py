@@ -68,6 +68,7 @@ class ConnectorSettings:
         produces, consumes: whether requests may have `do_remote_decode`, and `do_remote_prefill`.
         units: tokens and head units of the portable layout; None for the native layout.
         encryption: of the stores.
+        usage_ledger: file to which a line is appended for each request that has ended; "" for none.
     """
 
     store: StoreConfig
@@ -79,6 +80,7 @@ class ConnectorSettings:
     units: PortableSettings | None = None
     weights_version: str = ""
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
+    usage_ledger: str = ""
 
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
@@ -89,9 +91,10 @@ class ConnectorSettings:
         if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f"store in kv_connector_extra_config is a list of URLs, not {urls!r}")
         fingerprint = given.pop("fingerprint", None)
-        version = given.pop("weights_version", "")
-        if not isinstance(version, str):
-            raise ConfigError(f"weights_version in kv_connector_extra_config is a name, not {version!r}")
+        names = {name: given.pop(name, "") for name in ("weights_version", "usage_ledger")}
+        for name, value in names.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"{name} in kv_connector_extra_config is a text, not {value!r}")
         listens = "transfer" in given
         transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
         encryption = _encryption(given.pop("encryption", {}))
@@ -101,9 +104,7 @@ class ConnectorSettings:
         known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
-                suggestion = did_you_mean(
-                    key, (*known, "weights_version", "encryption", "layout", "unit_tokens", "head_units")
-                )
+                suggestion = did_you_mean(key, (*known, *names, "encryption", "layout", "unit_tokens", "head_units"))
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
         check_stores_and_peers(store.urls, transfer or TransferConfig(), encryption)
@@ -121,8 +122,9 @@ class ConnectorSettings:
             transfer is not None and role != "kv_consumer",
             transfer is not None and role != "kv_producer",
             units,
-            version,
+            names["weights_version"],
             encryption,
+            names["usage_ledger"],
         )
 
     def keys(self) -> KeyRing | None:

@@ -33,7 +33,7 @@ class RequestState:
         plan: which blocks of windows and recurrent states are saved; None before the request computes.
         ends: position and key of the recurrent states that were saved at the ends of the prompt and of the turn.
         no_more_loads: a load of this request has failed, and another would fail again.
-        tiers: tokens loaded, by the label of the tier.
+        tiers: tokens loaded when it was last scheduled anew, by the label of the tier.
         actions: the request's cache control; `retained` are the positions that it keeps.
     """
 
@@ -58,7 +58,7 @@ class RequestState:
     def start_over(self, info: KVCacheInfo, held: int) -> None:
         """vLLM is about to schedule the request with the first `held` tokens from its own cache."""
         self.held = self.reach = held
-        self.plan, self.saves, self.ends = None, True, {}
+        self.plan, self.saves, self.ends, self.tiers = None, True, {}, {}
         self.skip_to(info, held)
 
     def skip_to(self, info: KVCacheInfo, tokens: int) -> None:

@@ -9,6 +9,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.request import RequestStatus
@@ -16,6 +17,8 @@ from vllm.v1.request import RequestStatus
 from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
+from foreword.blocks.salt import tenant_digest
+from foreword.events import TokenUsage
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.handoff import HandoffScheduler
@@ -39,6 +42,7 @@ from foreword.integrations.vllm.worker_side import (
     ForewordConnectorWorker,
     worker_of,
 )
+from foreword.observability.ledger import UsageLedger
 from foreword.offload.search import Found
 from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
@@ -49,6 +53,8 @@ logger = logging.getLogger(__name__)
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+# Of the ways to end, the HTTP status of those that give no whole answer.
+_STATUS = {"FINISHED_ABORTED": 499, "FINISHED_IGNORED": 400, "FINISHED_ERROR": 500}
 _MAX_PROVEN = 1 << 16
 # vLLM's names for where loaded tokens were; "p2p" for the others.
 _SOURCES = {Reach.PROCESS: "host", Reach.HOST: "disk"}
@@ -102,6 +108,8 @@ class ForewordConnectorScheduler:
             stores.store, self._groups, info.model, info.key_size, info.step, per_key
         )
         self._public = PublicRecords(stores.store, info.model.hex())
+        self._ledger = UsageLedger(Path(settings.usage_ledger)) if settings.usage_ledger else None
+        self._prefills: dict[str, Any] = {}  # vLLM's counts of requests that will have a line
         tiers = [(reach, label) for label, reach in self._reaches.items()]
         sizes = [one.block_size for one in info.groups]
         self.events = TierEvents(tiers, [len(one.layouts) for one in self._groups], sizes) if info.events else None
@@ -112,6 +120,8 @@ class ForewordConnectorScheduler:
         """How many tokens after the computed ones to load, and whether asynchronously. None: ask again later."""
         if request.lora_request is not None:
             self._adapted.add(request.request_id)
+        if self._ledger is not None and request.prefill_stats is not None:
+            self._prefills[request.request_id] = request.prefill_stats
         state = self._state_of(request)
         limit = self._info.limit(request.num_tokens) // self._info.step * self._info.step
         allowed = state is not None and self._info.loads and not getattr(request, "skip_reading_prefix_cache", False)
@@ -243,7 +253,7 @@ class ForewordConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
-        found, state.search, state.found, state.tiers = state.found, None, None, {}
+        found, state.search, state.found = state.found, None, None
         if not num_external_tokens or found is None:
             self._handoff.release(request)
             return
@@ -470,6 +480,7 @@ class ForewordConnectorScheduler:
         self._adapted.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         self._refused.discard(request.request_id)
+        self._note_usage(request, state)
         last = self._end_of_turn(state, ids) if state is not None else []
         if state is not None and state.ends:
             self._replace_checkpoints(state)
@@ -479,6 +490,26 @@ class ForewordConnectorScheduler:
             self._finished.append(request.request_id)
         answers = self._retain(state) if state is not None and state.actions else None
         return bool(last) or params is not None, params if answers is None else {**(params or {}), PARAMS_KEY: answers}
+
+    def _note_usage(self, request: Any, state: RequestState | None) -> None:
+        """Write a line for a request that has ended. Of a prompt without an answer, what was computed counts."""
+        prefill = self._prefills.pop(request.request_id, None)
+        if self._ledger is None:
+            return
+        salt, output = salt_of(request), request.num_output_tokens
+        prompt = request.num_prompt_tokens if output else min(request.num_computed_tokens, request.num_prompt_tokens)
+        names = self._info.config.model_config.served_model_name
+        usage = TokenUsage(
+            prompt=prompt,
+            output=output,
+            cached=0 if prefill is None else min(prefill.num_cached_tokens, prompt),
+            read={} if state is None else dict(state.tiers),
+            model=names if isinstance(names, str) else names[0],
+            weights=self._fingerprint,
+        )
+        tenant = tenant_digest(salt.tenant) if salt.tenant else salt.digest.hex() if salt else ""
+        status, seconds = _STATUS.get(request.status.name, 200), time.time() - request.arrival_time
+        self._ledger.note(request.request_id, tenant, "vllm", status, seconds, usage)
 
     def _retain(self, state: RequestState) -> list[dict[str, Any]] | None:
         """Follow the cache control of a request that has ended. The answers, for its `kv_transfer_params`."""
@@ -520,14 +551,18 @@ class ForewordConnectorScheduler:
             groups = (number for number, one in enumerate(self._info.groups) if one.group.kind is GroupKind.STATE)
             self._to_delete += [(number, state.chain.root, key) for number in groups]
 
+    @property
+    def _fingerprint(self) -> str:
+        """Of the weights, with everything else that the KV depends on."""
+        return sha256(framed(self._info.model, self._version.salt)).hexdigest()
+
     def take_stats(self) -> ForewordStats | None:
         """Statistics of this side's own stores since the last call, and the weights; None if nothing has changed, or the worker
         reports it."""
         found = None if self._stats is None else self._stats.read([])
-        fingerprint = sha256(framed(self._info.model, self._version.salt)).hexdigest()
-        if fingerprint != self._published:
+        if self._fingerprint != self._published:
             found = found or ForewordStats()
-            found.data["fingerprint"] = self._published = fingerprint
+            found.data["fingerprint"] = self._published = self._fingerprint
         if self._unsafe:
             found = found or ForewordStats({})
             found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
@@ -574,6 +609,8 @@ class ForewordConnectorScheduler:
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
     def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.close()
         self._retentions.close()
         self._public.close()
         if self._lookup is not None:
