@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ PAGE = 4  # tokens
 SLOTS = 12  # pages of a host pool
 FINGERPRINT = "ab" * 32
 _CPU = torch.device("cpu")
+# The base class of SGLang's test kit imports its benchmarks, which need this package.
+sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # type: ignore[arg-type]
 
 
 def _pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
