@@ -55,6 +55,16 @@ def test_the_same_answers_after_a_restart(kind: str, model: Path, tmp_path: Path
     assert second["lookups"] == {"found": len(LENGTHS) - 2, "too_small": 2}
 
 
+def test_quantized_answers_are_those_of_llama_cpps_own_hit(tmp_path: Path) -> None:
+    """With weights and KV in Q8_0 and flash attention, where a hit may end in other tokens than a computation, what is loaded by
+    another process gives the tokens of llama.cpp's own hit of the same length."""
+    model, asked = make_model(tmp_path / "model.gguf", exact=False), prompts(16, LENGTHS[1:] * 2)
+    first = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32, own=BLOCK)
+    second = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32)["rounds"][0]
+    assert loaded(second) == FULL[1:] * 2
+    assert answers(second) == [one["own"] for one in first["rounds"][0]]
+
+
 def test_sessions_share_a_prefix(model: Path, tmp_path: Path) -> None:
     """20 sessions in two processes with one prefix store it once: at most 1.3x of one copy of each distinct token. Only the
     first computes it."""
