@@ -56,8 +56,8 @@ def test_the_same_answers_after_a_restart(kind: str, model: Path, tmp_path: Path
 
 
 def test_quantized_answers_are_those_of_llama_cpps_own_hit(tmp_path: Path) -> None:
-    """With weights and KV in Q8_0 and flash attention, where a hit may end in other tokens than a computation, what is loaded by
-    another process gives the tokens of llama.cpp's own hit of the same length."""
+    """With weights and KV in Q8_0 and flash attention, where a hit may end in other tokens than a computation, what another
+    process loads gives the tokens of llama.cpp's own hit of the same length."""
     model, asked = make_model(tmp_path / "model.gguf", exact=False), prompts(16, LENGTHS[1:] * 2)
     first = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32, own=BLOCK)
     second = llama(model, [disk(tmp_path)], [asked], settings=KINDS["quantized"], count=32)["rounds"][0]
