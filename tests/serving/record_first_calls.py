@@ -4,7 +4,8 @@
 
 FOLDER has the clients: `npm/node_modules` (@openai/codex, @anthropic-ai/claude-code, opencode-ai, cline, ai with its
 providers), and virtual environments `py` (openai, anthropic, openai-agents, pydantic-ai-slim, langchain-openai,
-langchain-anthropic, langgraph), `litellm` and `aider`. A client that is not there is left out.
+langchain-anthropic, langgraph, instructor, smolagents, mistralai), `litellm` and `aider`. A client that is not there is
+left out.
 
 A relay stands between client and server. It shortens texts, so that conversations fit the small model and a fixture, and
 records what it passes on: no keys, no names of this machine.
@@ -213,6 +214,56 @@ create_react_agent(ChatOpenAI(**where), [weather], prompt="Be brief.").invoke(as
 create_react_agent(ChatOpenAI(**where, use_responses_api=True), [weather]).invoke(ask)
 """,
     ),
+    "instructor": (
+        "instructor",
+        """
+import anthropic, instructor, openai, pydantic
+class Person(pydantic.BaseModel):
+    name: str
+ask = {"messages": [{"role": "user", "content": "Who?"}], "response_model": Person, "max_retries": 0}
+o = openai.OpenAI(base_url=URL + "/v1", api_key="none", max_retries=0)
+a = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0)
+for client in (
+    instructor.from_openai(o, mode=instructor.Mode.TOOLS),
+    instructor.from_openai(o, mode=instructor.Mode.JSON_SCHEMA),
+    instructor.from_anthropic(a, mode=instructor.Mode.ANTHROPIC_TOOLS),
+):
+    try:
+        client.create(model=M, max_tokens=16, **ask)
+    except Exception as error:
+        print(type(error))
+""",
+    ),
+    "smolagents": (
+        "smolagents",
+        """
+from smolagents import CodeAgent, OpenAIServerModel, Tool, ToolCallingAgent
+class Weather(Tool):
+    name, description, output_type = "weather_in", "The weather in a city.", "string"
+    inputs = {"city": {"type": "string", "description": "its name"}}
+    def forward(self, city: str) -> str:
+        return "sunny"
+m = OpenAIServerModel(model_id=M, api_base=URL + "/v1", api_key="none", max_tokens=16)
+for agent in (ToolCallingAgent(tools=[Weather()], model=m, max_steps=1), CodeAgent(tools=[], model=m, max_steps=1)):
+    try:
+        agent.run("How is it in Oslo?")
+    except Exception as error:
+        print(type(error))
+""",
+    ),
+    "Mistral SDK": (
+        "mistralai",
+        """
+from mistralai.client import Mistral
+c = Mistral(server_url=URL, api_key="none")
+ask = [{"role": "user", "content": "Say hi."}]
+parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+c.chat.complete(model=M, messages=ask, max_tokens=8)
+list(c.chat.stream(model=M, messages=ask, max_tokens=8))
+c.chat.complete(model=M, messages=ask, max_tokens=16, tools=[tool])
+""",
+    ),
 }
 _AI_SDK = """
 import {generateText, streamText, tool, jsonSchema, stepCountIs} from "ai";
@@ -243,6 +294,7 @@ params = {"model": "openai/" + M, "api_base": URL + "/v1", "api_key": "none"}
 with open("config.yaml", "w") as f:
     json.dump({"model_list": [{"model_name": "nano", "litellm_params": params}]}, f)
 program = os.path.dirname(sys.executable) + "/litellm"
+os.environ.update(LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY="true", LITELLM_LOCAL_MODEL_COST_MAP="True")
 proxy = subprocess.Popen([program, "--config", "config.yaml", "--port", "27999", "--host", "127.0.0.1"])
 try:
     for _ in range(500):
