@@ -8,6 +8,7 @@ Each request has a connection of its own, eight at a time. The table counts per 
 - closed: connections that ended without an answer to a well-formed request whose client waited,
 - late: no answer within a minute,
 - tracebacks: in the log of the front's process,
+- asked twice: requests that a replica refused and the router sent to another one, of all that replicas refused,
 - memory after each quarter of the requests, in MiB above that after the first quarter.
 
 At the end all blocks of the servers must be free.
@@ -67,6 +68,8 @@ class Row:
     requests: int = 0
     memory: list[float] = field(default_factory=list)
     blocks_left: int = 0
+    refused: int = 0
+    asked_twice: int = 0
     seconds: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)
     notes: Counter[str] = field(default_factory=Counter)
@@ -197,6 +200,13 @@ class Front:
     def memory(self) -> float:
         return float(psutil.Process(self.process.popen.pid).memory_info().rss) / (1 << 20)
 
+    def refusals(self) -> tuple[int, int]:
+        """Of its replicas, and how many requests it has sent again. Of a server, none."""
+        if self.label != "router":
+            return 0, 0
+        refused = sum(_total(url, "requests_total", 'outcome="client_error"') for url in self.servers)
+        return int(refused), int(_total(f"http://127.0.0.1:{self.port}", "router_retries_total"))
+
     def blocks_left(self) -> int:
         """Blocks in use when all is quiet and nothing is kept."""
         left = 0.0
@@ -209,6 +219,11 @@ class Front:
                 until(lambda url=url: _gauge(url, "blocks") == _gauge(url, "blocks_free"))  # type: ignore[misc]
             left += _gauge(url, "blocks") - _gauge(url, "blocks_free")
         return int(left)
+
+
+def _total(url: str, name: str, label: str = "") -> float:
+    found = re.findall(rf"^foreword:{name}(?:{{(.*)}})? (\S+)$", http_client.get(f"{url}/metrics").text, re.MULTILINE)
+    return sum(float(value) for labels, value in found if label in labels)
 
 
 def _gauge(url: str, name: str) -> float:
@@ -284,6 +299,7 @@ def run(
             row.notes.update(
                 one[-900:] for one in re.findall(r"Traceback (?:.*\n)+?(?=\d{4}-|\S*Error|\S*Exc).*", text)
             )
+            row.refused, row.asked_twice = front.refusals()
             row.blocks_left = front.blocks_left()
             rows.append(row)
             report(row)
@@ -291,7 +307,7 @@ def run(
 
 
 HEAD = (
-    *("front", "requests", "2xx", "4xx", "5xx", "left", "ours", "closed", "late", "tracebacks"),
+    *("front", "requests", "2xx", "4xx", "5xx", "left", "ours", "closed", "late", "tracebacks", "asked twice"),
     *("memory after 2, 3, 4 quarters", "blocks in use", "seconds"),
 )
 
@@ -300,7 +316,15 @@ def cells(row: Row) -> list[str]:
     counts = (row.requests, row.of("2"), row.of("4"), row.of("5"), row.statuses["left"])
     wrong = (row.ours, row.closed, row.late, row.tracebacks)
     grown = ", ".join(f"{one:+.1f}" for one in row.growth[1:])
-    return [row.label, *(f"{one:,}" for one in (*counts, *wrong)), grown, f"{row.blocks_left}", f"{row.seconds:.0f}"]
+    twice = f"{row.asked_twice:,} of {row.refused:,}" if row.refused else ""
+    return [
+        row.label,
+        *(f"{one:,}" for one in (*counts, *wrong)),
+        twice,
+        grown,
+        f"{row.blocks_left}",
+        f"{row.seconds:.0f}",
+    ]
 
 
 def main() -> int:
