@@ -109,6 +109,10 @@ class ReplicaFailed(ForewordError, status=502, code="replica_failed", retry=True
     """All replicas that were tried failed, or a replica failed during its response and no other can continue it exactly."""
 
 
+class ReplicaError(ReplicaFailed):
+    """A replica answered with an error, of which the request may be the cause."""
+
+
 class DeadlineExceeded(ForewordError, status=504, code="deadline_exceeded", retry=True):
     """The request exceeded its time limit."""
 

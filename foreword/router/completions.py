@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
 
-from foreword.api.dialects import messages
-from foreword.api.dialects.conversations import continued
+from foreword.api.dialects import messages, responses
+from foreword.api.dialects.conversations import continued, followed
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.outcomes import ClientGone
@@ -19,13 +22,23 @@ from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.events import TokenUsage
+from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, Translation, chat_request, parse_request
+from foreword.router.replica_body import (
+    PATHS,
+    ROUTER_FIELDS,
+    TRANSLATED,
+    Translation,
+    chat_request,
+    edited,
+    parse_request,
+)
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
 from foreword.router.service import Router
 
+_COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
 # About, where a prompt is not tokenized.
 _BYTES_PER_TOKEN: Final = 4
 
@@ -58,14 +71,18 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         "/v1/messages/count_tokens",
         right=right,
         meter=Meter.REQUEST,
-        body=JsonBody(messages.parse_count, messages.MessagesBody),
+        body=JsonBody(_COUNTED.read, messages.MessagesBody),
         tag="generate",
         errors=DIALECTS["messages"].error_response,
     )
-    async def count_tokens(call: Call) -> dict[str, Any]:
+    async def count_tokens(call: Call) -> Answer | dict[str, Any]:
         """Count the tokens of a conversation without answering it."""
         given: GenerateRequest = call.body
         pool = router.pool(given.model)
+        if pool.kind == "vllm" and pool.speaks("messages") and given.prefix is None:
+            call.ignored = []
+            body = edited(given.body, ROUTER_FIELDS, {})
+            return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
         prompt = await router.prompts.tokenize(request, pool)
         if not prompt.exact:
@@ -77,19 +94,24 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
 def _translated(router: Router, dialect: Dialect) -> Handler:
     async def translate(call: Call) -> Reply:
-        """The same, in a format that only the router needs to know: replicas get chat completions. What the router does not
-        understand they get as it is."""
+        """The same. Replicas of vLLM that speak this format get it as it came, and so do others what the router does not
+        understand. Else they get chat completions."""
         given: GenerateRequest = call.body
         salt, pool = call.tenant.salt, router.pool(given.model)
-        if given.left_out and pool.kind != "foreword" and given.previous is None and given.refusal is None:
+        ours = given.previous is not None or given.prefix is not None or given.cache_report
+        speaks = pool.kind == "vllm" and not ours and pool.speaks(dialect.name)
+        unknown = given.left_out and pool.kind != "foreword" and not speaks and given.previous is None
+        if unknown and given.refusal is None:
             # The replica may run tools of its own.
             refusal = BadRequest(f"{given.left_out[0]}.type: no replica runs this tool", param=given.left_out[0])
             given = replace(given, refusal=refusal)
-        if given.refusal is not None:
-            if pool.kind == "foreword" or given.previous is not None:
-                raise given.refusal
+        if given.refusal is not None and (pool.kind == "foreword" or given.previous is not None):
+            raise given.refusal
+        if speaks or given.refusal is not None:
             call.ignored = []  # the replica decides
-            return await _proxy(router, call, given)
+            rendered = chat_request(given, pool.kind) if given.refusal is None else given
+            keep = partial(_keep, router, salt, given) if given.store and given.refusal is None else None
+            return await _proxy(router, call, given, rendered=rendered, keep=keep)
         if given.previous is not None:
             given = continued(given, router.responses.get(salt, given.previous).messages)
         model = given.model or pool.model
@@ -99,9 +121,22 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
     return translate
 
 
+def _keep(router: Router, salt: bytes, request: GenerateRequest, response: bytes) -> None:
+    """Keep a response as the replica sent it. One with output that cannot be continued here is not kept."""
+    with suppress(BadRequest):
+        name, said = responses.read_response(response)
+        router.responses.add(salt, name, followed(request, said), response)
+
+
 async def _proxy(
-    router: Router, call: Call, request: GenerateRequest, translation: Translation | None = None
+    router: Router,
+    call: Call,
+    request: GenerateRequest,
+    translation: Translation | None = None,
+    rendered: GenerateRequest | None = None,
+    keep: Callable[[bytes], None] | None = None,
 ) -> Answer | None:
+    """`rendered`: the request as a chat, by which it is placed; None if it is one."""
     call.release_body()
     tenant, pool = call.tenant, router.pool(request.model)
     request = router.prefixes.expanded(pool, tenant, request)
@@ -111,7 +146,7 @@ async def _proxy(
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - clock()) as limit:
             read = clock()
             if pool.needs_prompts:
-                prompt = await router.prompts.tokenize(request, pool)
+                prompt = await router.prompts.tokenize(rendered or request, pool)
             else:
                 prompt = TokenizedPrompt((), "unread")
             session = request.session_name(call.headers)
@@ -128,6 +163,7 @@ async def _proxy(
                 deadline,
                 None if math.isfinite(wanted) else limit,
                 translation,
+                keep,
             )
             proxied.span = call.span
             if proxied.span is not None and prompt.source != "unread":

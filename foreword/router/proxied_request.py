@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -23,7 +24,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import ReplicaFailed
+from foreword.errors import ReplicaError, ReplicaFailed
 from foreword.events import TokenUsage
 from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
@@ -173,6 +174,7 @@ class ProxiedRequest(RoutedRequest):
     Attributes:
         timeout: the time limit that ends with a stream's first token; None if the whole request has one.
         translation: to the client's dialect; None if the client gets what replicas send.
+        keep: called with a whole response of a replica, if the client may continue it later.
         overloaded: number of attempts that a replica refused as overloaded.
         silences: number of replicas that it silenced before their first byte.
         repaired: a named prefix that the request needs was registered again.
@@ -186,6 +188,7 @@ class ProxiedRequest(RoutedRequest):
     deadline: float
     timeout: asyncio.Timeout | None = None
     translation: Translation | None = None
+    keep: Callable[[bytes], None] | None = None
     overloaded: int = 0
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
     silences: int = 0
@@ -225,9 +228,16 @@ class ProxiedRequest(RoutedRequest):
         Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
         """
         url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
+        post = partial(self.router.session.post, url, data=body, headers=headers, allow_redirects=False)
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:
-            response = await self.router.session.post(url, data=body, headers=headers, allow_redirects=False)
+            try:
+                response = await post()
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                # After an exception that it has answered, a server closes the connection, which may be used again by then.
+                if is_certain(error) or all(one is not upstream for one, _ in self.suspects):
+                    raise
+                response = await post()
             if streams and response.status == 200 and response.content_type == "text/event-stream":
                 return response, None
             async with response:
@@ -255,8 +265,12 @@ class ProxiedRequest(RoutedRequest):
             self.silences += 1
             if self.silences >= _MAX_SILENCES:
                 self.router.suspicious.add(self.request.body.raw)
+        again = upstream.url in self.avoid  # one request counts once: it may be its fault
         self._failed(attempt, upstream, reason)
-        self.router.failed(upstream, reason, certain=is_certain(error))
+        if isinstance(error, ReplicaError) and not attempt.begun:
+            self._add_suspect(upstream, reason)
+        elif not again:
+            self.router.failed(upstream, reason, certain=is_certain(error))
 
     def _failed(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
         self._ended(attempt, upstream, reason)
@@ -358,6 +372,10 @@ class ProxiedRequest(RoutedRequest):
         if response.status == 503:
             self.router.paused(upstream, retry_after(response))
         if self.request.refusal is None and code not in _DIFFERS:
+            self._add_suspect(upstream, reason)
+
+    def _add_suspect(self, upstream: Upstream, reason: str) -> None:
+        if all(one is not upstream for one, _ in self.suspects):
             self.suspects.append((upstream, reason))
 
     def respond(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> Answer:
@@ -368,6 +386,8 @@ class ProxiedRequest(RoutedRequest):
             counts = self.counts = check_whole(data)
             if self.translation is not None:
                 data = self.translation.whole(data)
+            if self.keep is not None:
+                self.keep(data)
             self.usage = counts.usage
             self.finished(attempt, counts)
         else:

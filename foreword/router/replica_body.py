@@ -92,22 +92,27 @@ def replica_body(
     if kind != "openai" and transfer is not None:
         own = {**own, "kv_transfer_params": transfer}
     if kind != "openai" and request.stream and request.dialect not in TRANSLATED:
-        own = own | _stream_fields(request)
+        own = own | _stream_fields(request, ids=asks_ids(request, kind))
     return edited(request.body, ROUTER_FIELDS, own)
 
 
-def _stream_fields(request: GenerateRequest) -> dict[str, Any]:
+def asks_ids(request: GenerateRequest, kind: str) -> bool:
+    """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo."""
+    return request.single and not (request.echo and kind == "vllm")
+
+
+def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
     """What the router needs to see in a stream."""
     given = request.body.only("stream_options").get("stream_options")
     options = {**(decode_json(given, dict[str, Any]) if given is not None else {}), "include_usage": True}
-    return {"stream_options": options, **({"return_token_ids": True} if request.single else {})}
+    return {"stream_options": options, **({"return_token_ids": True} if ids else {})}
 
 
 def resuming_fields(request: GenerateRequest, prompt: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
     """The body with which a Foreword server continues a stream after `output`, as if it had sent it itself."""
     kept = {name: value for name, value in request.body.fields.items() if name not in ROUTER_FIELDS}
     continuation = {"prompt_token_ids": prompt, "token_ids": output}
-    return {**kept, **_stream_fields(request), "continuation": continuation}
+    return {**kept, **_stream_fields(request, ids=request.single), "continuation": continuation}
 
 
 class Translation:

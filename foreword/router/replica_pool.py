@@ -162,6 +162,11 @@ class ReplicaPool:
         found = [one for one in able if one.info and one.info.tokenize_path]
         return sorted(found, key=lambda one: (one.url in avoid, bool(one.excluded(now)), one.in_flight, one.url))
 
+    def speaks(self, dialect: str) -> bool:
+        """Whether all of its replicas take requests of this dialect as they came, and compute and answer them alone."""
+        found = self.upstreams.values()
+        return all(one.info is not None and dialect in one.info.dialects and one.spec.role == "both" for one in found)
+
     # Placement
 
     @property

@@ -20,6 +20,7 @@ from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.recent_answers import RecentAnswers
+from foreword.router.replica_body import PATHS, TRANSLATED
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
 
 _FIRST_PAUSE: Final = 1.0
@@ -213,6 +214,7 @@ class ReplicaInfo:
         event_sources: its KV events.
         salt_from: where a Foreword server takes tenants' salts from.
         tokenize_path: path of its tokenization endpoint; None if it has none.
+        dialects: those of `TRANSLATED` that it speaks itself.
         weights: the fingerprint of its weights, or a name that this router gave them; None if they are not known.
         published: whether `weights` is the fingerprint that the replica publishes.
         unknown_because: why they are not known.
@@ -229,6 +231,7 @@ class ReplicaInfo:
     event_sources: tuple[ReplicaEvents, ...] = ()
     salt_from: str | None = None
     tokenize_path: str | None = None
+    dialects: frozenset[str] = frozenset()
     weights: str | None = None
     published: bool = False
     unknown_because: str = ""
@@ -451,6 +454,7 @@ class ReplicaProbe:
             event_sources=await self._event_sources(upstream),
             salt_from=salt_from if isinstance(salt_from, str) else None,
             tokenize_path="/v1/tokenize" if kind == "foreword" else "/tokenize",
+            dialects=frozenset(TRANSLATED) if kind == "foreword" else await self._dialects(upstream),
             weights=metrics.fingerprint or name,
             published=metrics.fingerprint is not None,
             unknown_because=problem,
@@ -517,6 +521,11 @@ class ReplicaProbe:
             ReplicaEvents(_reachable(one["endpoint"], host), _replay_endpoint(one, host), _has_curve(one))
             for one in found
         )
+
+    async def _dialects(self, upstream: Upstream) -> frozenset[str]:
+        """Those whose paths it knows: it refuses another method there."""
+        statuses = {name: (await self._get(upstream.url + PATHS[name]))[0] for name in TRANSLATED}
+        return frozenset(name for name, status in statuses.items() if status == 405)
 
     async def _get(self, url: str) -> tuple[int, Any]:
         """Status and JSON body; None for any other body."""

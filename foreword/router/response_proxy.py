@@ -20,6 +20,7 @@ from yarl import URL
 
 from foreword.api import sse
 from foreword.api.dialects.answer_reader import UsageCounts, read_error
+from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.errors import error_body
@@ -157,7 +158,8 @@ class _ResponseProxy:
             return response
         if await proxied.repairs(attempt, response, data) or proxied.retries(attempt, response, data):
             return None
-        if response.status in (404, 405) and proxied.translation is None and proxied.dialect in TRANSLATED:
+        passed = proxied.translation is None and proxied.dialect in TRANSLATED
+        if response.status in (404, 405) and passed and not proxied.pool.speaks(proxied.dialect):
             return await self._not_spoken(attempt)
         if self.client.begun:
             if self.stream.begun or response.status == 200:
@@ -194,7 +196,7 @@ class _ResponseProxy:
         awaited = AwaitedResponse(response.close, clock(), stream.begun)
         upstream.awaited.add(awaited)
         migrated = None
-        stream.next_response(stamped=upstream.kind == "foreword")
+        stream.next_response(upstream.kind)
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
@@ -292,6 +294,8 @@ class _ResponseProxy:
 
     def _succeeded(self, attempt: Attempt) -> None:
         stream, proxied = self.stream, self.proxied
+        if proxied.keep is not None and is_set(stream.reader.last):
+            proxied.keep(bytes(stream.reader.last))
         # The usage of a continuation counts the output so far as prompt.
         exact = stream.continuation is None and not stream.resumed
         counts = stream.reader.counts if exact else UsageCounts(prompt=stream.reader.counts.prompt)

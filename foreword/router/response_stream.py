@@ -21,7 +21,7 @@ from foreword.errors import BadRequest, ReplicaFailed
 from foreword.events import TokenUsage
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
-from foreword.router.replica_body import TRANSLATED
+from foreword.router.replica_body import TRANSLATED, asks_ids
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
@@ -77,7 +77,8 @@ class ResponseStream:
         self.holds_end = False
         self.end_held = False
         self._last: tuple[dict[str, Any], UsageCounts] | None = None
-        self._restarted = False
+        self._restarted = self._is_vllm = self._refused = self._hides_ids = False
+        self._held = self._finish = b""
         # Choices of a request with several that have begun and not ended.
         self._unfinished: set[int] = set()
 
@@ -104,13 +105,15 @@ class ResponseStream:
         output = len(self.tokens) or len(self.sent_text()) // 4
         return TokenUsage(len(self.prompt_ids), output, counts.cached or 0)
 
-    def next_response(self, *, stamped: bool) -> None:
-        """The chunks of another replica follow. `stamped`: its `system_fingerprint` says which weights it has."""
-        self._unstamped, self._compares = True, stamped and self.begun
+    def next_response(self, kind: str) -> None:
+        """The chunks of another replica follow. The `system_fingerprint` of a Foreword server says which weights it has; vLLM
+        sends null where there is nothing, and the fingerprint of its settings last."""
+        self._unstamped, self._compares, self._is_vllm = True, kind == "foreword" and self.begun, kind == "vllm"
+        self._hides_ids = asks_ids(self.request, kind) and not self.request.return_token_ids
 
     def restart(self) -> None:
         """Another replica starts again. The client may already have the first chunk, which has the role."""
-        self._restarted = self.opened
+        self._restarted, self._held = self.opened, b""
 
     def resume(self) -> None:
         """Another replica writes the rest of the response."""
@@ -139,22 +142,23 @@ class ResponseStream:
         Raises ReplicaFailed for malformed events and for errors that another replica may not have.
         """
         if event.data == DONE:
-            return self.end()
+            self.done |= self._refused
+            return _DONE_EVENT if self._refused else self.end()
         if not event.data:
             return event.raw + b"\n\n" if event.raw.startswith(b":") else None
         try:
             chunk = self.reader.read(event.data)
         except BadRequest:
-            self.done = True
+            self._refused, self.finish_reason = True, "error"
             return event.raw + b"\n\n"
         if self.request.dialect in TRANSLATED:
-            self._pass()
-            return event.raw + b"\n\n"
+            return self._pass(event)
         return event.raw + b"\n\n" if event.name else self._chunk(event, chunk)
 
     def end(self) -> bytes | None:
         """The end of the stream, with a missing usage. Raises ReplicaFailed if the response is incomplete."""
-        if self.done:
+        if self.done or self._refused:
+            self.done = True
             return None
         if self.finish_reason is None or self._unfinished:
             where = "in the middle of the response" if self.begun else "without a response"
@@ -170,11 +174,12 @@ class ResponseStream:
     def held_end(self, miss: Miss | None) -> bytes:
         """The end that was held back. The cause of the cache miss stands beside the usage."""
         self.end_held = False
-        if self._last is None:
-            return _DONE_EVENT
-        chunk, counts = self._last
-        report = {} if miss is None else {"cache_report": report_of(counts, miss)}
-        return self.encode({**chunk, **report}) + _DONE_EVENT
+        last = self._take_finish()
+        if self._last is not None:
+            chunk, counts = self._last
+            report = {} if miss is None else {"cache_report": report_of(counts, miss)}
+            last += self.encode({**chunk, **report})
+        return last + _DONE_EVENT
 
     def _usage(self) -> tuple[dict[str, Any], UsageCounts]:
         """The usage of the whole response, counted by the router: as a chunk, and as counts."""
@@ -201,11 +206,17 @@ class ResponseStream:
 
     # Events
 
-    def _pass(self) -> None:
-        """An event of a dialect that is not understood here. No other replica can continue."""
-        self.begun, self.exact = True, False
+    def _pass(self, event: ServerSentEvent) -> bytes | None:
+        """An event of a dialect that is passed on. No other replica can continue what has begun; what comes before is held
+        back, so that until then another one can answer instead."""
+        self.begun, self.exact = self.reader.begun, False
         if self.reader.ended:
             self.done, self.finish_reason = True, "stop"
+        self._held += event.raw + b"\n\n"
+        if not (self.begun or self.done):
+            return None
+        held, self._held = self._held, b""
+        return held
 
     def _chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not chunk.choices:
@@ -272,42 +283,67 @@ class ResponseStream:
     def _forward(self, event: ServerSentEvent, chunk: AnswerChunk, choice: AnswerChoice) -> bytes | None:
         """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks."""
         self.opened = True
-        hidden, data = not self.request.return_token_ids, event.data
-        if self._restarted or (hidden and (chunk.prompt_token_ids or choice.prompt_token_ids)):
-            return self._written(event, hidden=hidden)
-        cuts = [] if self.request.include_usage or chunk.usage is not None else [_NO_USAGE]
-        if hidden and choice.token_ids is not None:
-            cuts.append(b',"token_ids":' + _encode(choice.token_ids))
-        if not cuts:
-            return event.raw + b"\n\n"
-        for cut in cuts:
+        cuts = self._hidden(chunk, choice) if self._hides_ids else []
+        return self._sent(event, chunk, cuts, choice.finish_reason)
+
+    def _sent(
+        self, event: ServerSentEvent, chunk: AnswerChunk, cuts: list[tuple[bytes, bytes]], finish_reason: str | None
+    ) -> bytes | None:
+        """The event with other text in the place of each cut. vLLM's last ones wait for its usage, if only the router asked
+        for that: what it says there stands in them otherwise."""
+        if not self.request.include_usage and chunk.usage is None:
+            cuts.append((_NO_USAGE, b""))
+        data = event.data
+        for cut, instead in cuts:
             # It stands there exactly once, unless it is written in another way.
             parts = data.split(cut)
-            if len(parts) != 2:
-                return self._written(event, hidden=hidden)
-            data = b"".join(parts)
-        return b"data: " + data + b"\n\n"
+            data = instead.join(parts) if len(parts) == 2 else b""
+        if self._restarted or not data:
+            sent = self._written(event)
+        else:
+            sent = b"data: " + data + b"\n\n" if cuts else event.raw + b"\n\n"
+        if finish_reason and self._is_vllm and not self.request.include_usage:
+            self._finish += sent
+            return None
+        return sent
 
-    def _written(self, event: ServerSentEvent, *, hidden: bool) -> bytes:
+    def _hidden(self, chunk: AnswerChunk, choice: AnswerChoice) -> list[tuple[bytes, bytes]]:
+        """The ids that only the router asked for, and what stands there otherwise."""
+        found, instead = [], b"null" if self._is_vllm else b""
+        for name, ids in (
+            (b"prompt_token_ids", chunk.prompt_token_ids or choice.prompt_token_ids),
+            (b"token_ids", choice.token_ids),
+        ):
+            if ids is not None:
+                key = b',"%b":' % name
+                found.append((key + _encode(ids), key + instead if instead else b""))
+        return found
+
+    def _take_finish(self, stamp: str | None = None) -> bytes:
+        """The chunks that were held back, with vLLM's fingerprint of its settings."""
+        held, self._finish = self._finish, b""
+        has_stamp = stamp is None or b'"system_fingerprint":' in held
+        return held if has_stamp else held.replace(b"}\n\n", b',"system_fingerprint":%b}\n\n' % _encode(stamp))
+
+    def _written(self, event: ServerSentEvent) -> bytes:
         """The chunk written anew."""
         chunk = {**_decode(event.data), **(self.head if self._restarted else {})}
-        for one in (chunk, *chunk["choices"]) if hidden else ():
+        for one in (chunk, *chunk["choices"]) if self._hides_ids else ():
             one.pop("token_ids", None)
             one.pop("prompt_token_ids", None)
         if not self.request.include_usage and chunk.get("usage", 0) is None:
             del chunk["usage"]
         return b"data: " + _encode(chunk) + b"\n\n"
 
-    def _multiple(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes:
+    def _multiple(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes | None:
         """A chunk of a request with several prompts or choices."""
         for choice in choices:
             self._unfinished.add(choice.index)
             if choice.finish_reason:
                 self._unfinished.discard(choice.index)
                 self.finish_reason = choice.finish_reason
-        if self.request.include_usage or chunk.usage is not None:
-            return event.raw + b"\n\n"
-        return self._written(event, hidden=False)
+        finish_reason = next((one.finish_reason for one in choices if one.finish_reason), None)
+        return self._sent(event, chunk, [], finish_reason)
 
     def _continued(self, continuation: ContinuedResponse, choice: AnswerChoice) -> bytes | None:
         """A choice of the replica that continues the response."""
@@ -326,7 +362,7 @@ class ResponseStream:
 
     def _usage_chunk(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
         if not self.request.include_usage:
-            return None
+            return self._take_finish(chunk.system_fingerprint) or None
         self.usage_sent = True
         found = self._usage() if self.continuation is not None else (_decode(event.data), self.reader.counts)
         if self.holds_end and chunk.usage:

@@ -88,8 +88,9 @@ def test_the_same_text_wherever_the_stream_breaks(
             assert usage[0][name] == whole[-1]["usage"][name], events
         roles = [choice for chunk in chunks for choice in chunk["choices"] if "role" in choice.get("delta", {})]
         assert len(roles) == (1 if "messages" in body else 0)
-        assert not any("token_ids" in choice for chunk in chunks for choice in chunk["choices"])
-        assert not any("prompt_token_ids" in chunk for chunk in chunks)
+        # vLLM writes null where there are none.
+        assert not any(choice.get("token_ids") for chunk in chunks for choice in chunk["choices"])
+        assert not any(chunk.get("prompt_token_ids") for chunk in chunks)
     assert continued(router) - before >= len(whole) * 1.3 - 4
 
 

@@ -18,6 +18,8 @@ from foreword.blocks.salt import Salt
 TOOL = {"name": "weather", "description": "Now.", "input_schema": {"type": "object", "properties": {"city": {}}}}
 FUNCTION = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 ASKED: list[Any] = [{"role": "user", "content": "The weather in Rome?"}]
+# What the router asks of each replica.
+PROBED = {"/ready", "/metrics", "/kv_event_sources", "/tokenize", "/v1/responses", "/v1/messages"}
 KEYS = ["--api-keys", "a=alice", "--api-keys", "b=bob", "--replica-key", "r"]
 
 
@@ -66,7 +68,7 @@ def test_messages(claude: anthropic.Anthropic, replicas: list[ChatReplica]) -> N
         assert "".join(stream.text_stream) == TEXT
         final = stream.get_final_message()
     assert final.stop_reason == "end_turn" and final.usage.output_tokens == 5
-    assert not any(set(one.paths) - {"/ready", "/metrics", "/kv_event_sources", "/tokenize"} for one in replicas)
+    assert not any(set(one.paths) - PROBED for one in replicas)
 
 
 def test_tools_of_messages(claude: anthropic.Anthropic) -> None:

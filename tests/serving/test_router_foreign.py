@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,8 @@ from foreword.errors import BadRequest
 IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 200
 SHOWN = {"type": "image_url", "image_url": {"url": IMAGE}}
 USAGE = {"input_tokens": 20, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 16}}
-ANSWER = {"id": "resp_1", "object": "response", "status": "completed", "output": [{"type": "message"}], "usage": USAGE}
+SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "A cat."}]}
+ANSWER = {"id": "resp_1", "object": "response", "status": "completed", "output": [SAID], "usage": USAGE}
 MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "content": [], "usage": {"input_tokens": 4}}
 TEXT = "Look. " * 300
 # What Codex sends, about.
@@ -75,6 +77,59 @@ class Speaker(ScriptedReplica):
         return out
 
 
+class Native(Speaker):
+    """One whose paths show that it speaks all dialects, as vLLM's do: another method is refused."""
+
+    def routes(self) -> list[web.RouteDef]:
+        paths = ("/v1/responses", "/v1/messages")
+        return [*super().routes(), *(web.get(path, self._not_allowed) for path in paths)]
+
+    async def _not_allowed(self, request: web.Request) -> web.Response:
+        return web.Response(status=405)
+
+
+class Streamer(ScriptedReplica):
+    """Streams as vLLM does: ids that were not asked for are null, and the last chunk has the fingerprint of its settings. It
+    fails at a prompt `bad`, as vLLM does: with an answer, after which it closes the connection."""
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(path, self._answer) for path in ("/v1/chat/completions", "/v1/completions")]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if body.get("prompt") == "bad" and body.get("stream"):
+            error = b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n'
+            return web.Response(body=error, content_type="text/event-stream")
+        if body.get("prompt") == "bad":
+            transport = request.transport
+            assert transport is not None
+            asyncio.get_running_loop().call_later(0.01, transport.close)
+            return web.json_response({"error": {"message": "no", "code": 500}}, status=500)
+        if not body.get("stream"):
+            choice = {"index": 0, "text": "x", "finish_reason": "stop"}
+            return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}})
+        out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await out.prepare(request)
+        for chunk in self._chunks(body):
+            await out.write(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n")
+        await out.write(b"data: [DONE]\n\n")
+        return out
+
+    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        head, shows = {"id": "c", "object": "chat.completion.chunk"}, body.get("return_token_ids")
+        usage = bool(body.get("stream_options", {}).get("include_usage"))
+        empty, stamp = {"usage": None} if usage else {}, {"system_fingerprint": "vllm-1"}
+        first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+        yield {**head, "choices": [first], "prompt_token_ids": [7, 8] if shows else None, "prompt_text": None, **empty}
+        for number in range(body.get("n", 1) * 3):
+            choice = {"index": number // 3, "delta": {"content": f"é{number}"}, "logprobs": {"x": 1e-05}}
+            ends = number % 3 == 2
+            choice |= {"finish_reason": "length" if ends else None, "token_ids": [number, 9] if shows else None}
+            yield {**head, "choices": [choice], **(stamp if ends and not usage else empty)}
+        if usage:
+            yield {**head, "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 6}, **stamp}
+
+
 @pytest.fixture(scope="module")
 def loop() -> Loop:
     return Loop()
@@ -114,6 +169,81 @@ def test_a_dialect_is_passed_on(router: RouterThread, replica: Speaker) -> None:
     assert post(router, "/v1/messages", body).json() == MESSAGE and json.loads(replica.seen[-1]) == body
     [decision, *_] = http_client.get(f"{router.url}/v1/router/decisions").json()["data"]
     assert decision["dialect"] == "messages"
+
+
+def test_replicas_that_speak_a_dialect_get_it(loop: Loop) -> None:
+    """A replica that speaks a dialect gets also what the router could translate, as it came, and the client its answer. A
+    stored response can be continued: that only the router can do."""
+    native = Native(loop)
+    router = RouterThread("--replica", native.url).wait_for(1)
+    try:
+        body = {"model": "m", "input": "Look.", "tools": [{"type": "web_search"}], "temprature": 1}
+        assert post(router, "/v1/responses", body).json() == ANSWER
+        assert json.loads(native.seen[-1]) == body
+        streamed = {**body, "stream": True}
+        assert post(router, "/v1/responses", streamed).content == STREAM and json.loads(native.seen[-1]) == streamed
+        assert http_client.get(f"{router.url}/v1/responses/resp_1").json() == ANSWER
+        body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Look."}]}
+        assert post(router, "/v1/messages", body).json() == MESSAGE and json.loads(native.seen[-1]) == body
+        later = post(router, "/v1/responses", {"model": "m", "input": "Again.", "previous_response_id": "resp_1"})
+        assert later.status_code == 200
+        said = [(one["role"], one["content"]) for one in json.loads(native.seen[-1])["messages"]]
+        assert said == [("user", "Look."), ("assistant", "A cat."), ("user", "Again.")]
+    finally:
+        router.kill()
+
+
+def test_a_passed_stream_that_breaks_before_its_output(loop: Loop) -> None:
+    """Another replica answers instead, and the client does not notice."""
+    replicas = [Native(loop), Native(loop)]
+    for one in replicas:
+        one.cut = STREAM.index(b"event: response.output_text.delta")
+    named = [argument for one in replicas for argument in ("--replica", one.url)]
+    router = RouterThread(*named, "--policy", "round-robin").wait_for(2)
+    try:
+        replicas[1].cut = None
+        for _ in range(2):
+            assert post(router, "/v1/responses", {"model": "m", "input": "x", "stream": True}).content == STREAM
+        assert router.metric("foreword:router_retries_total") >= 1
+    finally:
+        router.kill()
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}, {"return_token_ids": True}, {"stream": 1}]
+)
+def test_streams_of_vllm_are_unchanged(loop: Loop, more: dict[str, Any]) -> None:
+    """The client gets the bytes that vLLM writes for its body, though the router asks for more. Choices are in order each."""
+    streamer = Streamer(loop)
+    router = RouterThread("--replica", streamer.url).wait_for(1)
+    try:
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, **more}
+        path = "/v1/chat/completions"
+        straight, through = (http_client.post(f"{url}{path}", json=body).content for url in (streamer.url, router.url))
+        if "n" in more:
+            assert sorted(straight.split(b"\n")) == sorted(through.split(b"\n"))
+        else:
+            assert straight == through
+    finally:
+        router.kill()
+
+
+def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
+    """What one request does to a replica counts once: the replica goes on serving others, and the client gets its error."""
+    streamer = Streamer(loop)
+    router = RouterThread("--replica", streamer.url).wait_for(1)
+    try:
+        for _ in range(3):
+            failed = http_client.post(f"{router.url}/v1/completions", json={"model": "m", "prompt": "bad"})
+            assert failed.status_code == 500, failed.text
+            assert failed.json()["error"]["message"] == "no"
+            streamed = {"model": "m", "prompt": "bad", "stream": True}
+            assert http_client.post(f"{router.url}/v1/completions", json=streamed).status_code == 502
+        good = http_client.post(f"{router.url}/v1/completions", json={"model": "m", "prompt": "good"})
+        assert good.status_code == 200
+        assert router.metric("foreword:router_breaker_opened_total") == 0
+    finally:
+        router.kill()
 
 
 def test_images_in_a_chat(router: RouterThread, replica: Speaker) -> None:

@@ -26,7 +26,7 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.decoders import decode_json
-from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaFailed
+from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaError, ReplicaFailed
 from foreword.events import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -269,7 +269,7 @@ class AnswerReader:
         counts: of its tokens, those that have arrived.
         report: the cache report of a Foreword replica.
         begun: there was output. other: in what was read last, besides text.
-        ended: the last event came, of a dialect whose streams do not end with `[DONE]`.
+        ended: the last event came, of a dialect whose streams do not end with `[DONE]`. last: the response in it.
     """
 
     def __init__(self) -> None:
@@ -278,6 +278,7 @@ class AnswerReader:
         self.begun = False
         self.other = False
         self.ended = False
+        self.last = NO_JSON
         self._state = _ChoiceState()
         self._prompt: PromptInfo | None = None
 
@@ -330,6 +331,8 @@ class AnswerReader:
         """Of responses and messages."""
         self.begun = self.begun or kind.endswith("delta")
         self.ended = kind in _LAST
+        if self.ended:
+            self.last = chunk.response
         for nested in (chunk.response, chunk.message):
             # An error of OpenAI's responses has a text there.
             if is_set(nested) and bytes(memoryview(nested)[:1]) == b"{":
@@ -417,7 +420,7 @@ def _refusal(data: bytes) -> ForewordError:
     found = error_of(data)
     if found.type == "invalid_request_error" or found.code in _CLIENT_ERRORS:
         return read_error(400, data)
-    return ReplicaFailed(f"the replica ended the stream with an error: {read_error(502, data).message}")
+    return ReplicaError(f"the replica ended the stream with an error: {read_error(502, data).message}")
 
 
 AnyType = TypeVar("AnyType")

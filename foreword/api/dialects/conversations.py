@@ -43,4 +43,9 @@ def conversation(request: GenerateRequest, answer: ChoiceOutput) -> tuple[Messag
     """What a later request continues: the messages without instructions, and the answer."""
     calls = tuple(ToolCall(block.id, block.name, block.text or "{}") for block in answer.calls)
     said = Message("assistant", answer.joined("text"), tool_calls=calls, reasoning=answer.joined("reasoning"))
-    return (*_own_messages(request), said)
+    return followed(request, (said,))
+
+
+def followed(request: GenerateRequest, said: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages without instructions, and what was said after them."""
+    return (*_own_messages(request), *said)

@@ -29,6 +29,10 @@ _KNOWN: Final = frozenset(
     ("reasoning_text", "message", "tool_use", "tool_result", "function_call", "function_call_output", "function", "custom")
 )  # fmt: skip
 _MOST: Final = 8
+_BOOLEANS: Final = {
+    **dict.fromkeys(("1", "1.0", "on", "t", "true", "y", "yes"), True),
+    **dict.fromkeys(("0", "0.0", "off", "f", "false", "n", "no"), False),
+}
 
 
 def read_foreign(
@@ -39,10 +43,10 @@ def read_foreign(
     error, refused = refusal, set[str]()
     for _ in range(_MOST):
         name = error.param
-        if name in _NEEDED:
+        if name in _NEEDED and (name in refused or not _read_laxly(fields, name)):
             raise error
         try:
-            if not _simplify(fields, name, again=name in refused):
+            if name not in _NEEDED and not _simplify(fields, name, again=name in refused):
                 break
             return replace(parse(msgspec.json.encode(fields), limits), refusal=refusal)
         except TooMany:
@@ -53,6 +57,19 @@ def read_foreign(
             break
         refused.add(str(name))
     raise refusal
+
+
+def _read_laxly(fields: dict[str, Any], name: str | None) -> bool:
+    """Read a boolean or a number as pydantic does, by which other servers read. Whether it can be one."""
+    if name is None or name not in fields:
+        return False
+    value = msgspec.json.decode(fields[name])
+    found: object = _BOOLEANS.get(str(value).lower()) if name in ("stream", "return_token_ids") else None
+    if name == "n" and isinstance(value, str) and value.isdecimal():
+        found = int(value[:9])
+    if found is not None:
+        fields[name] = found
+    return found is not None
 
 
 def _simplify(fields: dict[str, Any], name: str | None, *, again: bool) -> bool:

@@ -299,6 +299,18 @@ def _choice(choice: str | NamedTool | None, tools: Sequence[Tool]) -> ToolChoice
 # Input
 
 
+class _Answer(Struct):
+    id: str
+    output: list[Item]
+
+
+def read_response(raw: bytes) -> tuple[str, tuple[Message, ...]]:
+    """The id of a whole response, and its output as messages. Raises BadRequest for what cannot be continued here."""
+    limits = Limits()
+    found = decode(_Answer, raw, limits)
+    return found.id, tuple(_messages(ResponsesBody(input=found.output), limits))
+
+
 class _Turn:
     """An assistant's message, made from the items of one turn: reasoning, text and calls."""
 
