@@ -35,8 +35,8 @@ _NAMES = (
 )
 CHANGING = re.compile(rf'"({_NAMES})": ?("[^"]*"|[\d.]+|null)')
 AGAIN = 6
-# An error of vLLM's own in a stream.
-FAILED = re.compile('"Internal server error"|"type":"internal_error"')
+# An error of vLLM's own in a stream, and what the router says of it.
+FAILED = re.compile('"Internal server error"|"type":"internal_error"|"code":"replica_failed"')
 HEADERS = ("content-type", "retry-after", "allow")
 
 
