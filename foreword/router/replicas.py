@@ -454,7 +454,7 @@ class ReplicaProbe:
             event_sources=await self._event_sources(upstream),
             salt_from=salt_from if isinstance(salt_from, str) else None,
             tokenize_path="/v1/tokenize" if kind == "foreword" else "/tokenize",
-            dialects=frozenset(TRANSLATED) if kind == "foreword" else await self._dialects(upstream),
+            dialects=await self._dialects(upstream) if kind == "vllm" else frozenset(),
             weights=metrics.fingerprint or name,
             published=metrics.fingerprint is not None,
             unknown_because=problem,

@@ -185,7 +185,8 @@ def test_paths_that_are_not_in_the_table(
         head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
         client.sendall(f"{head}content-length: 2\r\n\r\n{{}}".encode())
         assert rest(client).startswith(b"HTTP/1.1 404 ")
-    assert not any(set(one.paths) - {"/ready", "/metrics", "/kv_event_sources"} for one in replicas)
+    probed = {"/ready", "/metrics", "/kv_event_sources", "/v1/responses", "/v1/messages"}
+    assert not any(set(one.paths) - probed for one in replicas)
 
 
 def test_priorities_are_limited(loop: Loop) -> None:
