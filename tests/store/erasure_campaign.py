@@ -435,7 +435,18 @@ class Campaign:
             self.instance.store.put_record(key, b"of another tenant", deadline=soon(30))
 
     def _check_others(self) -> None:
-        """Blocks and records of the other tenants are still there."""
+        """Blocks and records of the other tenants are still there. A store tells nothing of what it could not reach just now:
+        only what stays away is gone, since nothing writes it again."""
+        until = time.monotonic() + WITHIN
+        while (gone := self._gone()) and time.monotonic() < until:
+            time.sleep(PAUSE)
+            self.instance.calm()
+        if gone:
+            self.row.sound_deleted += gone
+            self._restore()
+
+    def _gone(self) -> int:
+        """How many blocks and records of the other tenants are not found."""
         gone = 0
         for tier in self.instance.store.tiers:
             there = self._tolerantly(partial(tier.store.present, names_of(self._sound), deadline=soon(30)))
@@ -443,10 +454,7 @@ class Campaign:
         known: set[str] = set()
         for tier in self.instance.store.record_tiers:
             known.update(self._tolerantly(partial(tier.store.records, "", deadline=soon(30))) or ())
-        gone += sum(key not in known for key in self._records)
-        if gone:
-            self.row.sound_deleted += gone
-            self._restore()
+        return gone + sum(key not in known for key in self._records)
 
     def _verify(self, fault: str) -> None:
         """`verify --repair` while calls fail: nothing is damaged, so nothing may be deleted."""
