@@ -127,7 +127,7 @@ class ObjectStore(Store):
         self._check_open(deadline)
         search = Search(names)
         self._list(search, self._heads.sections(names[:1]), deadline)
-        if search.gap:
+        if search.gap or search.incomplete:  # the first block may be among the chunks that the listing has not shown
             self._list(search, self._heads.sections(names), deadline, partly=True)
             self._follow(search, deadline)
         return search.gap
