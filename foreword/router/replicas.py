@@ -40,7 +40,7 @@ _LOOK_SECONDS: Final = 0.1
 ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 # What an aiohttp call raises when the server is unreachable or the connection breaks.
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
-_ROW: Final = 8
+_ROW: Final = 16
 _SAMPLE: Final = 256
 # The router's clock: monotonic seconds.
 clock: Final = time.monotonic
@@ -48,22 +48,23 @@ clock: Final = time.monotonic
 
 class Refusals:
     """Whether a replica is believed when it calls a request wrong (4xx): once it has served one, or another replica has called
-    one wrong too. One of 256 refusals, and the 8th, 16th, 32nd ... in a row, are checked even so: another replica is asked.
+    one wrong too. One of 256 refusals, and the 16th, 128th, 1,024th ... in a row, are checked even so: another one is asked.
     """
 
     def __init__(self) -> None:
         self._believed = False
-        self._row = self._total = 0
+        self._row, self._total, self._next = 0, 0, _ROW
 
     def checked(self) -> bool:
         """Note a refusal. Whether another replica is to be asked."""
         self._row, self._total = self._row + 1, self._total + 1
-        power = self._row >= _ROW and self._row & (self._row - 1) == 0
-        return not self._believed or power or self._total % _SAMPLE == 0
+        many = self._row == self._next
+        self._next *= 8 if many else 1
+        return not self._believed or many or self._total % _SAMPLE == 0
 
     def served(self) -> None:
         """It answered a request."""
-        self._believed, self._row = True, 0
+        self._believed, self._row, self._next = True, 0, _ROW
 
     def agreed(self, agreed: bool) -> None:
         """What another replica said of a request that this one had refused."""
