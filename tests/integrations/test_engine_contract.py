@@ -62,6 +62,7 @@ class Script:
         return EngineRun(attached.loaded_tokens[0], kv)
 
 
+@pytest.mark.slow
 class TestTransformers(EngineContract):
     @pytest.fixture
     def start(self) -> Start:

@@ -22,7 +22,8 @@ from foreword.dashboard.metric_history import KEEP_SECONDS, SAMPLE_SECONDS, Metr
 from foreword.prefixes.stored import PREFIXES, PrefixRecord
 from foreword.store.shared_records import SharedRecords
 
-pytestmark = pytest.mark.timeout(240)
+# With a browser.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,8 @@ SENT = "return [...document.querySelectorAll('[data-replica]')].map((row) => row
 
 TALLEST = "return Math.max(...[...document.querySelectorAll(arguments[0])].map((one) => one.offsetHeight))"
 
-pytestmark = pytest.mark.timeout(240)
+# With a browser.
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def slow(*values: Any) -> Any:
 
 BROKEN_SERVERS = [
     (("--no-enable-prefix-caching",), (), "device", "`--enable-prefix-caching`"),
-    (("--store", "disk://{folder}/kv?min_tokens=100000"), (), "written", "`min_tokens=`"),
+    slow(("--store", "disk://{folder}/kv?min_tokens=100000"), (), "written", "`min_tokens=`"),
     (("--store", "memory://?size=1MiB", "--store", f"redis://{NOWHERE}"), (), "written", "redis is off"),
     slow(("--store", "disk://{folder}/kv?write_rate=1"), (), "written", "`write_rate=`"),
     slow(("--store", "disk://{folder}/kv?size=100KiB"), (), "loaded", "`size=`"),
