@@ -11,7 +11,6 @@ import atexit
 import gc
 import os
 import random
-import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -32,11 +31,6 @@ _authority = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - f
 _authority.write(Path(certifi.where()).read_text(encoding="utf-8").partition(_END)[0] + _END)
 _authority.flush()
 os.environ["SSL_CERT_FILE"] = _authority.name
-
-# Stores make thousands of small folders and files, for which disks take a millisecond each.
-_MEMORY = Path("/dev/shm")
-if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free > 4 << 30:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 # Before any test imports them: a failing contract shows its values.
 pytest.register_assert_rewrite("foreword.conformance")

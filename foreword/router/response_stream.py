@@ -24,6 +24,7 @@ from foreword.router.misses import report_of
 from foreword.router.replica_body import TRANSLATED, asks_ids
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
+_MOST_HELD: Final = 1 << 18  # bytes of events that are held back
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 _NO_USAGE: Final = b',"usage":null'
 _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
@@ -209,10 +210,10 @@ class ResponseStream:
     def _pass(self, event: ServerSentEvent) -> bytes | None:
         """An event of a dialect that is passed on. No other replica can continue what has begun; what comes before is held
         back, so that until then another one can answer instead."""
-        self.begun, self.exact = self.reader.begun, False
+        self._held += event.raw + b"\n\n"
+        self.begun, self.exact = self.begun or self.reader.begun or len(self._held) > _MOST_HELD, False
         if self.reader.ended:
             self.done, self.finish_reason = True, "stop"
-        self._held += event.raw + b"\n\n"
         if not (self.begun or self.done):
             return None
         held, self._held = self._held, b""
@@ -304,7 +305,7 @@ class ResponseStream:
             sent = b"data: " + data + b"\n\n" if cuts else event.raw + b"\n\n"
         if finish_reason and self._is_vllm and not self.request.include_usage:
             self._finish += sent
-            return None
+            return self._take_finish() if len(self._finish) > _MOST_HELD else None
         return sent
 
     def _hidden(self, chunk: AnswerChunk, choice: AnswerChoice) -> list[tuple[bytes, bytes]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import http_client
+import httpx
 import pytest
 from aiohttp import web
 from chat_replica import ChatReplica
@@ -229,7 +230,7 @@ def test_streams_of_vllm_are_unchanged(loop: Loop, more: dict[str, Any]) -> None
 
 
 def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
-    """What one request does to a replica counts once: the replica goes on serving others, and the client gets its error."""
+    """What one request does to a replica counts once: the replica serves others as before, and the client gets its error."""
     streamer = Streamer(loop)
     router = RouterThread("--replica", streamer.url).wait_for(1)
     try:
@@ -242,6 +243,35 @@ def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
         good = http_client.post(f"{router.url}/v1/completions", json={"model": "m", "prompt": "good"})
         assert good.status_code == 200
         assert router.metric("foreword:router_breaker_opened_total") == 0
+    finally:
+        router.kill()
+
+
+def test_no_more_than_a_little_is_held_back(loop: Loop) -> None:
+    """A replica that sends events without an output for ever fills no memory of the router: the client gets them."""
+    client_reads = asyncio.Event()
+
+    class Talker(Native):
+        async def _answer(self, request: web.Request) -> web.StreamResponse:
+            out = web.StreamResponse(headers={"content-type": "text/event-stream"})
+            await out.prepare(request)
+            for _ in range(40):
+                data = json.dumps({"type": "response.in_progress", "padding": "x" * 10_000}).encode()
+                await out.write(b"event: response.in_progress\ndata: %b\n\n" % data)
+            await client_reads.wait()
+            await out.write(STREAM)
+            return out
+
+    router = RouterThread("--replica", Talker(loop).url).wait_for(1)
+    try:
+        body = {"model": "m", "input": TEXT, "stream": True}
+        with httpx.stream("POST", f"{router.url}/v1/responses", json=body, timeout=60) as answer:
+            pieces = answer.iter_bytes()
+            read = next(pieces)  # without that, a comment after some time
+            assert b'"padding"' in read
+            loop.loop.call_soon_threadsafe(client_reads.set)
+            read += b"".join(pieces)
+        assert read.count(b'"padding"') == 40 and read.endswith(STREAM)
     finally:
         router.kill()
 

@@ -264,6 +264,20 @@ def test_branches_share_the_blocks_of_their_common_prefix(store: ObjectStore, fo
     other.close()
 
 
+def test_a_first_block_that_a_listing_does_not_show(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """A lookup finds a chain whose first block is not in the part of its section that a listing shows, whatever its order."""
+    monkeypatch.setattr("foreword.store.object.bucket._PAGE", 1)
+    writer, reader = (ObjectStore(f"file://{folder}") for _ in range(2))
+    for section in range(6):
+        [first] = make_frames(section, 1, 10)
+        branches = [make_frames(50 * section + 100 + number, 1, 10, after=first)[0] for number in range(20)]
+        writer.put([first], deadline=soon())
+        writer.put(branches, deadline=soon())
+        assert all(reader.lookup([first.name, one.name], deadline=soon()) == 2 for one in branches)
+    for store in (reader, writer):
+        store.close()
+
+
 def test_a_section_with_more_chunks_than_a_listing_shows(folder: Path):
     """Chunks are found although a thousand other chains branch off in the same section."""
     [first] = make_frames(22, 1, 10)

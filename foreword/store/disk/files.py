@@ -138,7 +138,7 @@ class BlockFiles:
     def remove(self, name: Name, token: str = "", *, prune: bool = False) -> bool:
         """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none. With `prune`, the
         folders of its key and of its root are removed as well if they are empty: who writes there creates them again. Evictions
-        leave them, because file systems take milliseconds for each."""
+        leave them: a file system may take a millisecond for each."""
         path = self.path(name)
         removed = remove_file(f"{path}.{token}" if token else path)
         if prune:
