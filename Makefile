@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-slow test-all faults erasures strangers failures fuzz agentx faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz agentx faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -30,7 +30,11 @@ demo: $(VENV)/.server
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(PYTEST) -m "not slow" $(MORE)
+	$(PYTEST) -m "not slow and not extended" $(MORE)
+
+# The same with more models, settings and examples, and checks of the repository itself, as structure and words.
+test-extended: setup
+	$(PYTEST) -m "extended and not slow" $(MORE)
 
 # Slow tests of FILES.
 FILES ?= tests

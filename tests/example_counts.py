@@ -1,4 +1,4 @@
-"""How much a test tries in the fast set of tests, and what only the slow set tries."""
+"""How much a test tries in `make test`, and what only `make test-extended` tries."""
 
 import os
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ def examples(most: int) -> int:
 
 
 def represented(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """Parameters of a test: the fast tests run those that stand for the others, the slow ones the rest."""
+    """Parameters of a test: `make test` tries those that stand for the others, `make test-extended` the rest."""
     values = list(values)
-    assert fast and set(fast) <= set(values)
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    assert fast and all(one in values for one in fast)
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.extended) for value in values]

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 import typer
+from example_counts import represented
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -152,7 +153,10 @@ def commands(command: Any, *path: str) -> Iterator[tuple[str, ...]]:
         yield from commands(child, *path, name)
 
 
-@pytest.mark.parametrize("command", list(commands(get_command(cli.app))), ids=" ".join)
+COMMANDS = list(commands(get_command(cli.app)))
+
+
+@pytest.mark.parametrize("command", represented(COMMANDS, *COMMANDS[::3]), ids=" ".join)
 def test_help_is_short(command: tuple[str, ...]) -> None:
     """`--help` of each command lists at most 16 options and ends with an example of this command; `--help-all` lists all of
     its options. Without options of `--help-all` it does not name it."""
@@ -237,6 +241,7 @@ def without_package(name: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True)
 
 
+@pytest.mark.extended
 def test_missing_extras() -> None:
     """Without the packages of an extra, the command and `foreword.LLM` name the extra in a sentence."""
     found = without_package("typer", "from foreword.__main__ import main; main()")

@@ -18,6 +18,7 @@ import jsonschema
 import pytest
 import typer
 import yaml
+from example_counts import represented
 from typer.testing import CliRunner
 
 import foreword
@@ -99,7 +100,7 @@ def parsed(wrap: Any, arguments: list[str]) -> Config:
     return seen[0]
 
 
-@pytest.mark.parametrize("values", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize("values", represented([PLAIN, EVERYTHING], EVERYTHING), ids=["plain", "everything"])
 def test_objects_are_valid(values: dict[str, Any]) -> None:
     """Every object follows the schema of Kubernetes 1.29 and of the newest version known, without unknown fields."""
     schemas = pytest.importorskip("kubernetes_validate")

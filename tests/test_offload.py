@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import represented
 from lazy_queues import LazyQueues
 
 import foreword.offload.manager
@@ -409,7 +410,7 @@ def paged(storage: torch.Tensor, start: int, row_bytes: int, stride: int, dtype:
         [[], [(16, 128, torch.float64)]],  # a group without tensors
     ],
 )
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("on_device", represented([False, True], True))
 def test_blocks_of_several_groups_move_through_frames(
     groups: list[list[tuple[int, int, torch.dtype]]], on_device: bool
 ) -> None:
@@ -434,7 +435,7 @@ def test_blocks_of_several_groups_move_through_frames(
         assert torch.equal(storage.view(blocks, stride), expected)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", represented(range(20), *range(7)))
 def test_copies_on_a_device_keep_their_order(seed: int) -> None:
     """Whatever the order in which a device's streams run: a save has the block of its time, though the block is overwritten by
     later work and the slot is used again; a load comes after the work queued before it."""

@@ -92,6 +92,7 @@ def test_an_engine_uses_a_store_of_another_package(path: str, tmp_path: Path) ->
     assert shown.returncode == 0 and "stdlib-nano" in shown.stdout
 
 
+@pytest.mark.extended
 def test_mistakes_in_the_url_of_such_a_store(path: str, tmp_path: Path) -> None:
     """Its options are checked like those of built-in stores; without the package its scheme is unknown."""
     wrong = foreword(path, "serve", "--store", f"sqlite://{tmp_path}/kv.db?sise=1GiB")

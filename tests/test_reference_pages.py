@@ -18,6 +18,7 @@ from foreword.api.dialects.sampling import UNSUPPORTED
 GENERATE = runpy.run_path(str(Path(__file__).parents[1] / "docs" / "generate.py"))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["cli.md", "configuration.md", "benchmarks.md", "http.md", "README.md"])
 def test_reference_is_up_to_date(name: str) -> None:
     """The pages about commands, configuration, benchmarks and routes, and README, are what `python docs/generate.py` writes."""

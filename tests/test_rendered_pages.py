@@ -18,6 +18,7 @@ markdown = pytest.importorskip(
 )
 mkdocs_config = pytest.importorskip("mkdocs.config", reason="mkdocs is not installed (dependency group dev)")
 
+pytestmark = pytest.mark.extended
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 _VOID = {"br", "hr", "img", "input", "meta", "link"}

@@ -6,6 +6,7 @@ import random
 import time
 
 import pytest
+from example_counts import represented
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix, key_of
@@ -46,7 +47,7 @@ def _draw_groups(rng: random.Random, ranks: int) -> list[StoredGroup]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", represented(range(150), *range(0, 150, 3)))
 def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
     """With random blocks in two tiers, for one or two ranks, the search finds the last position for which every group has on
     every rank what it needs, and the tier of each block that is to be loaded."""
@@ -91,7 +92,7 @@ def test_the_longest_position_of_all_ranks_and_tiers(seed: int) -> None:
     tiers.close()
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", represented(range(150), *range(0, 150, 3)))
 def test_positions_without_the_slowest_tiers(seed: int) -> None:
     """With random blocks in three tiers, `shorter` has the last positions for which full attention needs no block of the
     slowest tier in use, and none of the two slowest; each with the places of what it needs."""

@@ -15,6 +15,7 @@ import pytest
 
 import foreword
 
+pytestmark = pytest.mark.extended
 ROOT = Path(foreword.__file__).parent
 PRODUCTS = {"vLLM connector": "foreword.integrations.vllm", "router": "foreword.router"}
 

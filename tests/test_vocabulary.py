@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.extended
 ROOT = Path(__file__).parents[1]
 # A word or phrase that is not used, and what stands in its place.
 REPLACED = {

@@ -118,6 +118,7 @@ def test_schemas_are_bounded() -> None:
         DIALECTS["completions"].parse(long, LIMITS)
 
 
+@pytest.mark.extended
 def test_counts_are_bounded() -> None:
     """Messages, prompts, tools and choices have limits of their own."""
     message = {"role": "user", "content": "x"}

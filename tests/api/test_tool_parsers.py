@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from example_counts import examples
+from example_counts import examples, represented
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tool_writer import write_answer
@@ -270,16 +270,20 @@ def test_half_a_marker_is_held_back() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     "hostile",
-    [
-        "<tool_call><tool_cal",
-        '<tool_call>{"name": "f", "arguments": {"a": [',
+    represented(
+        [
+            "<tool_call><tool_cal",
+            '<tool_call>{"name": "f", "arguments": {"a": [',
+            '{"arguments": {"a": "',
+            "[TOOL_CALLS][{",
+            "<|channel|>analysis",
+            "<function=f><parameter=a>\n<",
+            "<think></think> \n \n",
+            "\\",
+        ],
         '{"arguments": {"a": "',
-        "[TOOL_CALLS][{",
         "<|channel|>analysis",
-        "<function=f><parameter=a>\n<",
-        "<think></think> \n \n",
-        "\\",
-    ],
+    ),
 )
 def test_each_character_is_looked_at_a_few_times(name: str, hostile: str) -> None:
     """The text that a parser looks at again does not grow with the text: the work is linear."""

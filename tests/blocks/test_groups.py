@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+from example_counts import represented
 
 from foreword.blocks.prefix_cache import HOLE, BlockTable, Match, PrefixCache
 from foreword.blocks.resume import GroupKind, KVGroup
@@ -132,7 +133,7 @@ class World:
 
 
 @pytest.mark.parametrize("kinds", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", represented([1, 4], 4))
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_against_a_reference(kinds: list[tuple[GroupKind, int]], size: int, seeds: range) -> None:
     """A lookup finds the longest resumable prefix, and exactly its blocks; no block is freed while a window needs it; and

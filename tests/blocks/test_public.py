@@ -6,6 +6,7 @@ import random
 from hashlib import sha256
 
 import pytest
+from example_counts import represented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,7 +85,7 @@ def test_nothing_is_marked_at_first() -> None:
     assert [chain.key_before(0), chain.own_before(0)] == [SCOPE.root()] * 2
 
 
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", represented([False, True], True))
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_public_blocks_count_for_no_tenant(windows: bool, seed: int) -> None:

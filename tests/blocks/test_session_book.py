@@ -7,6 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import pytest
+from example_counts import represented
 
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.prefix_cache import PrefixCache
@@ -113,7 +114,7 @@ class Tenant:
         self.cache.retire(keys, drop=True)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", represented(range(20), *range(7)))
 def test_what_remains_after_any_sessions(seed: int) -> None:
     """After random opens, forks, compactions, ends and requests outside of sessions of three tenants, exactly the blocks are
     gone that only ended or compacted sessions and their ended relatives have used. No tenant changes another's."""

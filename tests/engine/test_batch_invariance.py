@@ -44,7 +44,7 @@ def test_where_it_cannot_be_kept(
 
 
 @pytest.mark.parametrize("dtype", represented(["float32", "bfloat16"], "bfloat16"))
-@pytest.mark.parametrize("family", represented(tiny.FAMILIES, "llama", "gemma3", "gpt2", "gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("family", represented(tiny.FAMILIES, "gemma3", "gpt2", "gpt_oss"))
 def test_default(family: str, dtype: str, engine: Make) -> None:
     """Every family is batch-invariant by default, and passes the checks at start."""
     llm = engine(family, dtype=dtype, self_check=True)

@@ -62,6 +62,7 @@ class Server:
         return await self.engine.forget(Salt(self.tenants.authenticate(key).salt))
 
 
+@pytest.mark.extended
 def test_forgotten_everywhere(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """What a tenant has is a hit on every server until it is forgotten on one. Then none of it is, in no store and on no
     device, and what it sends from then on is a hit again. Another tenant loses nothing."""

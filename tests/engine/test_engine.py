@@ -168,6 +168,7 @@ def test_cancel_at_any_moment(llama: Path) -> None:
         asyncio.run(main(engine))
 
 
+@pytest.mark.extended
 def test_status(llama: Path) -> None:
     """The status counts what runs, waits, is held and is cached."""
 

@@ -135,7 +135,6 @@ class Pairs:
     params=represented(
         [(name, dtype) for at, name in enumerate(FAMILIES) for dtype in ("bfloat16", ("float32", "float16")[at % 2])],
         ("llama", "bfloat16"),
-        ("gemma3", "float16"),
     ),
     ids="-".join,
 )
@@ -171,7 +170,7 @@ def test_hits_have_the_bits_of_a_computation(pairs: Pairs, tmp_path: Path) -> No
     assert device.hits
 
 
-@pytest.mark.parametrize("name", represented(FAMILIES, "llama", "gemma3"))
+@pytest.mark.parametrize("name", represented(FAMILIES, "llama"))
 def test_preempted(name: str, family: Callable[[str], str]) -> None:
     """Where answers outgrow the memory: a sequence that was preempted continues with the same bits."""
     pairs = Pairs(family(name), "bfloat16", name, count=6, longest=20, new_tokens=24)
@@ -191,6 +190,7 @@ def damage(folder: Path, chance: random.Random) -> None:
         path.write_bytes(content)
 
 
+@pytest.mark.extended
 def test_quantized_and_penalised(family: Callable[[str], str]) -> None:
     """With 8-bit weights too, and under penalties."""
     pairs = Pairs(family("llama"), "bfloat16", "quantized")

@@ -26,11 +26,9 @@ Make = Callable[..., LLM]
 # Full attention in place and dense, windows, sinks, several KV groups: each way through the arithmetic once.
 KINDS = ["llama", "mistral", "gemma2", "gemma3_5to1", "gpt_oss", "deepseek_v3"]
 
-every_family = pytest.mark.parametrize(
-    "family", represented(FAMILIES, "llama", "gemma3_5to1", "gpt_oss", "deepseek_v3", "gpt2")
-)
-kinds_first = pytest.mark.parametrize("family", represented(FAMILIES, "llama", "gemma2", "gpt_oss", "deepseek_v3"))
-each_kind = pytest.mark.parametrize("family", represented(KINDS, "llama", "gpt_oss", "deepseek_v3"))
+every_family = pytest.mark.parametrize("family", represented(FAMILIES, "llama", "gpt_oss", "gpt2"))
+kinds_first = pytest.mark.parametrize("family", represented(FAMILIES, "gemma2", "deepseek_v3"))
+each_kind = pytest.mark.parametrize("family", represented(KINDS, "llama", "gpt_oss"))
 
 
 def shuffle_blocks(llm: LLM) -> None:

@@ -94,7 +94,10 @@ def find_bad(llm: LLM, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "family"),
-    [(swapped, "llama"), (shifted, "gpt_oss"), pytest.param(other_layer, "llama", marks=pytest.mark.slow)],
+    [
+        (swapped, "llama"),
+        *(pytest.param(*one, marks=pytest.mark.extended) for one in [(shifted, "gpt_oss"), (other_layer, "llama")]),
+    ],
 )
 def test_wrong_kv_is_found(damage: Any, family: str, engine: Make, tmp_path: Path) -> None:
     """KV under a wrong name, with a valid checksum, is found within 50 hits at one audit in 10. From then on no store and no

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+from example_counts import represented
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -150,7 +151,7 @@ def test_the_file_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert TimesFile(["a", "b"]).load() is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", represented(["float32", "bfloat16"], "bfloat16"))
 def test_measured_once(dtype: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model is measured at its first load, and every kind that this machine computes has a time; later loads read the file.
     Every mixture of kernels passes the self-check."""

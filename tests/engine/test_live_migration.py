@@ -126,13 +126,13 @@ def at_a_walk(*nodes: Node, step: float = 0.05) -> Iterator[None]:
             each.valve.pace = 0.0
 
 
-FAST = {("greedy", 3), ("greedy", 37), ("seeded", 37), ("structured", 37)}
+FAST = {("seeded", 37), ("structured", 37)}
 
 
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        pytest.param(name, length, marks=[] if (name, length) in FAST else pytest.mark.slow)
+        pytest.param(name, length, marks=[] if (name, length) in FAST else pytest.mark.extended)
         for name in PARAMS
         for length in (3, 37, 96)
     ],
@@ -396,6 +396,7 @@ def test_a_request_that_ends_first(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extended
 def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """If the destination dies while KV is sent, the request continues at the source."""
     here = nodes[0]
@@ -427,6 +428,7 @@ def test_target_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         doomed.engine.close()
 
 
+@pytest.mark.extended
 def test_draining_target(nodes: tuple[Node, Node]) -> None:
     """A destination that starts to drain during a migration does not take the request, which continues at the source."""
     here, there = nodes
@@ -536,6 +538,7 @@ def test_many_migrate_at_once(nodes: tuple[Node, Node]) -> None:
 
 
 @pytest.mark.parametrize("where", ["offer", "later block"])
+@pytest.mark.extended
 def test_keys_that_are_not_those_of_the_tokens(
     nodes: tuple[Node, Node], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def test_a_continued_request_over_two_tiers(llama: Path, tmp_path: Path, engine:
         assert all(tier.counters.hit_blocks for tier in made.offload.store.tiers)
 
 
+@pytest.mark.extended
 def test_two_peers(engine: Make, reference: Find, giver: Any) -> None:
     """Each prompt is loaded from the peer that has it; a prompt that is spread over two peers is loaded from both."""
     first, second = giver(), giver()
@@ -288,6 +289,7 @@ def test_another_model(folder: Find_folder, engine: Make, reference: Find, giver
     assert "different weights of the model" in caplog.text and "block size" in caplog.text
 
 
+@pytest.mark.extended
 def test_a_wrong_secret(engine: Make, reference: Find, giver: Any, monkeypatch: Any) -> None:
     """Without the secret, or with another one, nothing is read and the output is right; with it, blocks are."""
     tokens = prompt(80, 11)
@@ -451,6 +453,7 @@ def test_a_process_that_is_killed_and_comes_back(
 # What it costs the engine that is read
 
 
+@pytest.mark.extended
 def test_engine_decodes_while_it_is_read(giver: Any, reference: Find) -> None:
     """While four readers take all they can, the engine decodes to the end; they hold a share of the pool at most, and
     nothing in the end."""
@@ -485,6 +488,7 @@ def test_engine_decodes_while_it_is_read(giver: Any, reference: Find) -> None:
     one.check()
 
 
+@pytest.mark.extended
 def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
     """While blocks are evicted and recomputed under the readers, each frame holds the block that it names."""
     one = giver(blocks=96)

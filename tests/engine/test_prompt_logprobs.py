@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import tiny
 import torch
+from example_counts import represented
 from tiny import ROUNDING, greedy, prompt
 
 from foreword.engine.request import RequestOutput, SamplingParams
@@ -25,7 +26,7 @@ def check(output: RequestOutput, reference: tiny.Reference, count: int) -> None:
         assert torch.allclose(torch.tensor([value for _, value in entry.top]), best, rtol=0, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", represented(["llama", "gemma3"], "llama"))
 @pytest.mark.parametrize("length", [1, 2, 65, 200])
 def test_entries_are_the_models_own(
     family: str, length: int, engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]
@@ -51,6 +52,7 @@ def test_without_output(engine: Callable[..., LLM], reference: Callable[[str], t
     assert output.outputs[0].tokens == ()
 
 
+@pytest.mark.extended
 def test_among_other_requests(engine: Callable[..., LLM], reference: Callable[[str], tiny.Reference]) -> None:
     """Requests beside it, several sequences of its prompt, and little memory change nothing."""
     llm, alone = engine("llama", kv_memory="512 tokens"), engine("llama")

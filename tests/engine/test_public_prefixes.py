@@ -163,6 +163,7 @@ def test_other_instances_and_erasures(folder: Callable[[str], Path], tmp_path: P
     asyncio.run(run())
 
 
+@pytest.mark.extended
 def test_encrypted(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """Where stores are encrypted, public blocks have a data key of their own: after the keys of tenants were destroyed, a
     server that starts loads them."""

@@ -95,7 +95,7 @@ def saved(config: Any, folder: Path) -> Path:
     return tiny.save(tiny.random_model(config), folder)
 
 
-@pytest.mark.parametrize("family", FOREIGN)
+@pytest.mark.parametrize("family", represented(FOREIGN, *list(FOREIGN)[::4]))
 def test_foreign_family(family: str, tmp_path: Path) -> None:
     """An unsupported family is refused before the first request, with the reason."""
     make, reason = FOREIGN[family]
@@ -171,7 +171,7 @@ FAULTS: dict[str, tuple[str, dict[str, Callable[[Any], Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", represented(FAULTS, "no window", "no soft cap"))
 @pytest.mark.parametrize("dtype", represented(["float32", "bfloat16"], "bfloat16"))
 def test_self_check(fault: str, dtype: str, folder: Callable[[str], Path], crooked: Callable[..., None]) -> None:
     """The self-check catches attention that is slightly wrong, and passes the right one."""

@@ -170,6 +170,7 @@ def test_several_sequences(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extended
 def test_many_at_once(nodes: tuple[Node, Node]) -> None:
     """Twenty prompts at once, some with a common prefix, more than either pool holds: each gets its own output, and
     both pools are whole afterwards."""
@@ -293,6 +294,7 @@ def test_source_dies(folder: Callable[[str], Path], nodes: tuple[Node, Node]) ->
         doomed.engine.close()
 
 
+@pytest.mark.extended
 def test_refusals(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """A wrong address, an instance that only decodes, and one with other blocks: the prompt is computed where it is
     decoded, and the reason is counted."""
@@ -390,6 +392,7 @@ def test_invalid_messages_are_refused(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extended
 def test_stalled_source(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """The decode side waits for a prefill side that stands still no longer than the progress timeout."""
     decode = nodes[1]
@@ -440,6 +443,7 @@ def test_source_without_memory(folder: Callable[[str], Path], nodes: tuple[Node,
         small.engine.close()
 
 
+@pytest.mark.extended
 def test_destination_without_memory(folder: Callable[[str], Path], nodes: tuple[Node, Node]) -> None:
     """A decode side with room for one prompt at a time asks for one after the other, and preempts as usual."""
     prefill = nodes[0]

@@ -74,7 +74,15 @@ def check(case: Case) -> None:
         },
         {"chunks": [(40, 1)] * 5, "sinks": True, "kv_heads": 2, "dtype": torch.bfloat16},
         {"chunks": [(40, 1), (9, 7)], "softcap": 2.0, "dtype": torch.float16},
-        {"chunks": [(40, 1), (0, 5), (35, 1), (90, 1), (41, 1), (99, 1)], "shared": 32, "families": 2, "sinks": True},
+        pytest.param(
+            {
+                "chunks": [(40, 1), (0, 5), (35, 1), (90, 1), (41, 1), (99, 1)],
+                "shared": 32,
+                "families": 2,
+                "sinks": True,
+            },
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             {"chunks": [(40 + i, 1) for i in range(12)], "shared": 40, "families": 5, "groups": 5, "softcap": 2.0},
             marks=pytest.mark.slow,

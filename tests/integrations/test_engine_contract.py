@@ -85,6 +85,7 @@ class TestToy(EngineContract):
         return _toy().ToyEngine  # type: ignore[no-any-return]
 
 
+@pytest.mark.extended
 def test_the_toy_runs(tmp_path: Path) -> None:
     """A second run of the toy's command loads the prompt's start, and says the same tokens."""
     command = [

@@ -81,6 +81,7 @@ def drift(old: Path, new: Path) -> tuple[int, dict[str, str]]:
     return done.returncode, {what: f"{kind} {rest}" for kind, what, rest in lines}
 
 
+@pytest.mark.extended
 def test_changes_are_listed(tmp_path: Path) -> None:
     """A wheel beside an environment: what Foreword uses and is gone or has other parameters fails the check; new hooks, specs
     and fields are listed; a definition that moved, and another docstring or type, are no change."""
@@ -107,6 +108,7 @@ def test_changes_are_listed(tmp_path: Path) -> None:
     assert (same, nothing) == (0, {})
 
 
+@pytest.mark.extended
 def test_what_counts_as_used() -> None:
     """Every import from vLLM in Foreword's sources counts, and every method that it wraps: the list cannot go stale."""
     used = uses()

@@ -7,6 +7,7 @@ import heapq
 import random
 
 import pytest
+from example_counts import represented
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.routing.costs import ReplicaCosts
@@ -72,7 +73,7 @@ def test_small_fleets_are_priced_as_a_whole(replicas: int) -> None:
         assert decision == reference
 
 
-@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize("events", represented([False, True], True))
 def test_large_fleets_decide_about_as_well(events: bool) -> None:
     """A bounded number is priced, and the price is within a tenth of that with all priced, on average."""
     traffic = Traffic(80, seed=3, events=events)

@@ -54,6 +54,7 @@ def test_a_conversation(client: httpx.Client) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= kept["tokens"]
 
 
+@pytest.mark.extended
 def test_clipped_and_refused(client: httpx.Client, server: SharedServer) -> None:
     """More than the budget is clipped; what is shorter than a block is refused, and so is a prefetch without a store."""
     budget = server.engine.info.num_blocks // 4
@@ -142,6 +143,7 @@ def test_metrics(client: httpx.Client, metric: Callable[..., float], server: Sha
     assert metric("foreword:prefix_retained_bytes") == blocks * server.engine.info.kv_bytes_per_block
 
 
+@pytest.mark.extended
 def test_breakpoints_of_messages(server: SharedServer) -> None:
     """Anthropic's `cache_control`: the first request writes up to the breakpoint, by ttl; the second one reads it, also after a
     flood of other prompts."""

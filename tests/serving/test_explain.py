@@ -86,9 +86,9 @@ def test_a_broken_server(
 
 
 HEALTHY_SERVERS = [
-    (),
     ("--store", "memory://?size=64MiB", "--store", "disk://{folder}/kv?size=64MiB"),
-    ("--store", "disk://{folder}/kv?size=64MiB&min_tokens=200"),
+    slow(),
+    slow("--store", "disk://{folder}/kv?size=64MiB&min_tokens=200"),
     slow("--store", "disk://{folder}/kv?size=64MiB"),
     slow("--store", "file://{folder}/objects"),
     slow("--store", "disk://{folder}/kv?size=64MiB&codec=lossless"),
@@ -131,6 +131,7 @@ def test_a_healthy_server(tmp_path: Path, arguments: tuple[str, ...]) -> None:
         assert [float(line.split()[-1]) for line in cached] == [0.0]
 
 
+@pytest.mark.extended
 def test_a_busy_server(tmp_path: Path) -> None:
     """Other requests, and their hits, misses and writes, change nothing of what is said."""
     with serving("--store", f"disk://{tmp_path}/kv?size=64MiB") as url, ExitStack() as stack:
@@ -325,6 +326,7 @@ def test_a_server_that_only_reads(tmp_path: Path) -> None:
             assert written["ok"] is None and "`read_only=`" in written["setting"]
 
 
+@pytest.mark.extended
 def test_what_is_broken_behind_a_router(tmp_path: Path) -> None:
     """A replica without prefix caching, and one whose store is down, are named with their URL."""
     with serving("--no-enable-prefix-caching") as server, routing(1, *given([server])) as url:

@@ -195,6 +195,7 @@ with zmq.Context() as context, context.socket(getattr(zmq, sys.argv[2])) as sock
 
 
 @pytest.mark.parametrize(("which", "kind"), [("endpoint", "XSUB"), ("replay_endpoint", "DEALER")])
+@pytest.mark.extended
 def test_a_stranger_cannot_fill_the_memory(asking: tuple[KvEvents, zmq.Socket[bytes]], which: str, kind: str) -> None:
     """A message of any size is not kept: its sender is disconnected. Replays go on."""
     publisher, asker = asking

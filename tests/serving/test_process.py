@@ -117,6 +117,7 @@ def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
     assert port in process.text and "--port" in process.text and "Traceback" not in process.text
 
 
+@pytest.mark.extended
 def test_bad_settings(start: Callable[..., ServerProcess]) -> None:
     """A wrong value ends the process with status 2 and a message before anything loads; test_mistakes.py has all of them."""
     process = start("--api-keys", "two words", forked=False)

@@ -55,6 +55,7 @@ def report(client: httpx.Client, path: str = "/v1/completions", **body: Any) -> 
     return dict(client.post(path, json=given).raise_for_status().json())
 
 
+@pytest.mark.extended
 def test_only_an_operator_marks(guarded: SharedServer, admin: httpx.Client, ann: httpx.Client) -> None:
     """A tenant's key neither marks nor unmarks; without a key nothing is shown. Tenants may read what is public."""
     body = {"name": "rules", "content": words("rules", 20)}

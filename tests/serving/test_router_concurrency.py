@@ -7,6 +7,7 @@ import json
 import resource
 
 import aiohttp
+import pytest
 from aiohttp import web
 from router_parts import Loop, RouterProcess
 from shared_server import until
@@ -82,6 +83,7 @@ def test_concurrent_streams() -> None:
         router.kill()
 
 
+@pytest.mark.extended
 def test_the_limit_of_open_files_is_raised() -> None:
     """A router raises its limit of open files to the system's maximum."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -142,6 +142,7 @@ def test_characters_split_by_a_failover(
         assert (text(chunks), ending(chunks)) == (text(whole), ending(whole)), events
 
 
+@pytest.mark.extended
 def test_replicas_that_detokenize_otherwise(shared: SharedServers, scissors: Scissors) -> None:
     """A greedy response continues exactly although the replicas' text of its tokens is not the text that was sent: tokens
     after the last certain place are generated again."""
@@ -180,7 +181,7 @@ def tokens_of(chunks: list[dict[str, Any]]) -> list[tuple[str, float]]:
     ("path", "body"),
     [
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 3}),
-        ("/v1/completions", {**TEXT, "logprobs": 2}),
+        pytest.param("/v1/completions", {**TEXT, "logprobs": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_log_probabilities_and_token_ids(

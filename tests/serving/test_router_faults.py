@@ -311,6 +311,7 @@ def test_plain_openai_servers(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("most", represented(["2", "3"], "3"))
+@pytest.mark.extended
 def test_client_errors_are_checked_until_they_are_believed(
     loop: Loop, caplog: pytest.LogCaptureFixture, most: str
 ) -> None:

@@ -80,6 +80,7 @@ def test_slow_readers_are_no_failures_of_replicas(loop: Loop) -> None:
         assert router.metric("foreword:router_failures_total") == 0
 
 
+@pytest.mark.extended
 def test_clients_that_read_nothing_are_disconnected(loop: Loop) -> None:
     """A client that reads nothing for the write timeout loses its connection, and the replica its request. That is no
     failure of the replica, and other clients are served meanwhile."""

@@ -129,6 +129,7 @@ def used(dialect: DialectName, usage: dict[str, Any]) -> int:
     return int(usage["input_tokens" if dialect == "responses" else "prompt_tokens"])
 
 
+@pytest.mark.extended
 def test_equal_usage(router: RouterThread) -> None:
     """The same through sockets: the tokens of a placement are those of the replica's usage."""
     compared = 0

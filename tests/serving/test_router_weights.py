@@ -155,6 +155,7 @@ def test_unknown_weights_are_nobodys(loop: Loop) -> None:
         assert router.metric("foreword:router_model_fingerprints", model_name="m") == 0
 
 
+@pytest.mark.extended
 def test_a_server_that_publishes_its_fingerprint_late(loop: Loop) -> None:
     """vLLM's metrics have the fingerprint after its first step. The router then takes it instead of what it measured."""
     speaker = Speaker(loop, A, publishes=False)
@@ -165,6 +166,7 @@ def test_a_server_that_publishes_its_fingerprint_late(loop: Loop) -> None:
         assert "is asked again what it serves" not in router.text
 
 
+@pytest.mark.extended
 def test_a_replica_that_comes_back_with_other_weights(loop: Loop) -> None:
     """What a replica serves is read again when it was away, and when its metrics are those of another process."""
     first, second = Speaker(loop, A), Speaker(loop, A)

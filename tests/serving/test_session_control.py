@@ -134,6 +134,7 @@ def test_tenants(shared: SharedServers) -> None:
         assert stranger.post("/v1/sessions", json={"action": "end", "session_id": "mine"}).status_code == 401
 
 
+@pytest.mark.extended
 def test_a_compaction_that_no_client_tells(client: httpx.Client, server: SharedServer) -> None:
     """Where a client has replaced its history by a summary, the server sees it: the blocks of the old history are evicted
     before all others, also before those that were not used for longer."""

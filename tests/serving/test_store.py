@@ -211,6 +211,7 @@ def test_a_client_with_many_salts_is_one_tenant(start: Start, tmp_path: Path, ti
     assert (sum(shares) + alone * (declined() - before)) / len(shares) >= alone - 0.05, shares
 
 
+@pytest.mark.extended
 def test_tools(start: Start, tmp_path: Path) -> None:
     """`inspect` lists the contents of a store, `verify` finds a damaged block, and `--repair` removes it."""
     process = start(*store(tmp_path))

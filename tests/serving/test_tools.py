@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pydantic
 import pytest
+from example_counts import represented
 from shared_server import SharedServer
 
 if TYPE_CHECKING:
@@ -36,7 +37,9 @@ def check(arguments: str) -> None:
     assert set(found) == {"city", "days"} and found["days"] in (1, 3, 7) and len(found["city"]) <= 10
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", represented(["required", {"type": "function", "function": {"name": "get_weather"}}], "required")
+)
 def test_forced_call_and_its_result(ai: openai.OpenAI, server: SharedServer, choice: Any) -> None:
     """A forced call has a known name and valid arguments. With the tool's result the conversation continues."""
     asked: Any = {"model": server.model, "tools": [WEATHER], "max_tokens": 80}
@@ -123,6 +126,7 @@ def langchain(server: SharedServer) -> ChatOpenAI:
     return ChatOpenAI(base_url=f"{server.url}/v1", api_key="none", model=server.model, max_tokens=80)  # type: ignore
 
 
+@pytest.mark.extended
 def test_langchain(server: SharedServer) -> None:
     """`bind_tools` and `with_structured_output` work, whole and streamed."""
     bound = langchain(server).bind_tools([WEATHER], tool_choice="required", parallel_tool_calls=False)
@@ -175,6 +179,7 @@ def test_agents_sdk(server: SharedServer, api: str) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.extended
 def test_a_grammar_that_becomes_too_complex(ai: openai.OpenAI, server: SharedServer) -> None:
     """The client learns that its grammar is the reason, by status 400, or with an event in a stream."""
     fields: Any = {"prompt": "x", "model": server.model, "max_tokens": 300, "seed": 1}

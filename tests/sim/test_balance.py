@@ -89,6 +89,7 @@ SLOW = pytest.mark.slow
         *(pytest.param(*case, marks=SLOW) for case in ((0, 1.0), (300, 1.0), (0, 12.0), (300, 12.0), (600, 12.0))),
     ],
 )
+@pytest.mark.extended
 def test_sessions_are_spread_whatever_they_share(system: int, within: float) -> None:
     """Of twelve sessions that start together or one after the other, each of three replicas gets some, although one replica
     was the first to have their system prompt."""

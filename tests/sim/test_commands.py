@@ -113,6 +113,7 @@ def test_sizes_in_bytes_need_the_size_of_a_token(
     assert "a model" in output["about"]
 
 
+@pytest.mark.extended
 def test_the_smallest_fleet_for_a_service_level(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trace: Path
 ) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from example_counts import represented
 from processes import in_child, kill, pause, resume, start, wait
 
 from foreword.conformance import (
@@ -148,6 +149,7 @@ def assert_sound(store: DiskStore, folder: Path, chains: Sequence[Sequence[Frame
     ("journal", "kills"),
     [("wal", 15), pytest.param("wal", 200, marks=pytest.mark.slow), pytest.param("delete", 40, marks=pytest.mark.slow)],
 )
+@pytest.mark.extended
 def test_killed_at_any_moment(tmp_path: Path, journal: Journal, kills: int) -> None:
     """A writing process is killed many times. Each time the folder opens, blocks are intact, and the budget is kept."""
     chains = branches(4)
@@ -186,6 +188,7 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "call", ["rename", *(pytest.param(call, marks=pytest.mark.slow) for call in ("open", "write", "unlink", "stat"))]
 )
+@pytest.mark.extended
 def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
     """A put that evicts is killed before and after each system call in turn. Each time it is either rolled back or
     complete."""
@@ -785,6 +788,7 @@ def test_after_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.Monkey
         assert_sound(store, tmp_path, [frames, lost], 1 << 20)
 
 
+@pytest.mark.extended
 def test_a_sound_index_is_trusted(tmp_path: Path) -> None:
     """Opening a folder with a sound index reads no blocks. A damaged block is noticed when it is read."""
     frames = make_frames(37, 3000, 10)
@@ -850,7 +854,7 @@ WRONG_VALUES = {
 }
 
 
-@pytest.mark.parametrize("running", [True, False], ids=["running", "closed"])
+@pytest.mark.parametrize("running", represented([True, False], True), ids=["running", "closed"])
 @pytest.mark.parametrize("what", WRONG_VALUES)
 def test_a_wrong_value_in_the_index(tmp_path: Path, what: str, running: bool) -> None:
     """A wrong value in a sound database is an error for few calls. Then the index is rebuilt, and the budget is kept."""

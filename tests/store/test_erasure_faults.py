@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from example_counts import represented
 from servers import RedisCluster, RedisServer, wait_until
 from test_erasure import named
 
@@ -98,6 +99,7 @@ def test_a_named_prefix_while_a_server_is_stopped(stack: ExitStack, tmp_path: Pa
     assert all(present(disk, theirs)) and not any(present(disk, mine))
 
 
+@pytest.mark.extended
 def test_one_node_of_a_cluster_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
     """Of a cluster with a stopped node, the other nodes are erased, and the receipt counts them and names the node."""
     cluster = RedisCluster(tmp_path)
@@ -296,7 +298,7 @@ def test_a_slow_store_is_waited_for_while_it_goes_on(stack: ExitStack) -> None:
     assert receipt.complete and receipt.removed == {"memory": COUNT} and not any(present(slow, mine))
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", represented(range(2), 0))
 def test_no_receipt_is_false(stack: ExitStack, tmp_path: Path, seed: int) -> None:
     """Erasures under calls that fail at random: after a complete one nothing of the tenant is in any tier, and nothing of the
     other tenant is ever gone."""

@@ -278,6 +278,7 @@ def test_a_first_block_that_a_listing_does_not_show(folder: Path, monkeypatch: p
         store.close()
 
 
+@pytest.mark.extended
 def test_a_section_with_more_chunks_than_a_listing_shows(folder: Path):
     """Chunks are found although a thousand other chains branch off in the same section."""
     [first] = make_frames(22, 1, 10)
@@ -492,6 +493,7 @@ def test_nothing_is_written_to_a_buffer_after_the_deadline(server: S3Server):
     store.close()
 
 
+@pytest.mark.extended
 def test_a_service_that_is_gone_and_comes_back(tmp_path: Path):
     """While the service is down every call raises StoreUnavailable. When it is up again, the same store works."""
     server = S3Server(tmp_path / "s3")
@@ -596,6 +598,7 @@ def test_wrong_urls(tmp_path: Path):
             ObjectStore(f"file://{tmp_path}", **options)
 
 
+@pytest.mark.extended
 def test_requests_of_a_long_prompt(server: S3Server):
     """The lookup and the load of 480 blocks take at most a request per 16 blocks, and so does storing them."""
     proxy = CountingProxy(server.port)

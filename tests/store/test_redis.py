@@ -835,6 +835,7 @@ def lengths_of(store: RedisStore, frames: Sequence[Frame], deadline: float) -> l
     return store.get(names_of(frames), [memoryview(bytearray(len(one.data))) for one in frames], deadline=deadline)
 
 
+@pytest.mark.extended
 def test_a_cluster_url_for_a_single_server(server: RedisServer):
     """A cluster URL for a single server raises StoreConfigError."""
     store = RedisStore(server.url.replace("redis://", "redis+cluster://"))
