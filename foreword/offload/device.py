@@ -54,26 +54,39 @@ class Queues(Protocol):
         ...
 
 
+# The stream that computes, by device: all copies of this process come after what it has queued.
+_computing: dict[torch.device, Any] = {}
+
+
+def follow_stream(device: torch.device) -> None:
+    """The calling thread's current stream is the one that computes from now on. An engine may change it after its KV cache was
+    prepared: vLLM does where it captures CUDA graphs."""
+    if device.type == "cuda":  # pragma: no cover - needs a GPU
+        _computing[device] = torch.cuda.current_stream(device)
+
+
 class CudaQueues:  # pragma: no cover - needs a GPU
-    """Streams of a CUDA device. The thread's current stream is the one that computes."""
+    """Streams of a CUDA device. The stream that computes is the thread's current one, until `follow_stream` names another."""
 
     def __init__(self, device: torch.device) -> None:
-        self._streams: dict[Stream, Any] = {
-            Stream.COMPUTE: torch.cuda.current_stream(device),
-            Stream.SAVE: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            Stream.LOAD: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-        }
+        self._device = device
+        if device not in _computing:
+            follow_stream(device)
+        self._copying: dict[Stream, Any] = {one: torch.cuda.Stream(device) for one in (Stream.SAVE, Stream.LOAD)}  # type: ignore[no-untyped-call]
+
+    def _stream(self, stream: Stream) -> Any:
+        return _computing[self._device] if stream is Stream.COMPUTE else self._copying[stream]
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._streams[stream]):
+        with torch.cuda.stream(self._stream(stream)):
             work()
 
     def record(self, stream: Stream) -> Event:
-        event: Event = self._streams[stream].record_event()
+        event: Event = self._stream(stream).record_event()
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self._streams[stream].wait_event(event)
+        self._stream(stream).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)

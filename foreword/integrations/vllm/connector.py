@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -234,8 +233,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
         self._loads.begin_step(metadata)
         if self._worker_side is not None:
-            self._worker_side.step_started = time.monotonic()
-            self._worker_side.revoke(metadata)
+            self._worker_side.begin_step(metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing reads a preempted request's blocks: what is saved was copied in the step that filled it."""

@@ -41,6 +41,7 @@ from foreword.integrations.vllm.step_messages import (
 )
 from foreword.integrations.vllm.tier_events import TierWatch
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
+from foreword.offload.device import follow_stream
 from foreword.offload.lookups import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagedGroup, StagingArena
@@ -105,7 +106,7 @@ class ForewordConnectorWorker:
         self._addresses: Callable[[], list[int]] = list
         self._registered: list[int] = []
         self._mapped = True
-        self.step_started = 0.0
+        self._step_started = 0.0
         self._seen = 0
         self._waits = 0
         self._rank = 0
@@ -165,6 +166,7 @@ class ForewordConnectorWorker:
         assert staging is not None
         if vllm_worker is None:
             return b""
+        follow_stream(staging.device)
         measured = measure(vllm_worker, info, staging, info.units(self._rank))
         if info.ranks > 1:
             every: list[dict[str, ProbeSample]] = [{} for _ in range(info.ranks)]
@@ -387,7 +389,7 @@ class ForewordConnectorWorker:
         if metadata.tokens:
             self._waits = 0
         if metadata.tokens >= MEASURED_TOKENS:
-            self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self.step_started)
+            self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
         for save in metadata.saves:
             if self._saves[save.group] and self._may_save(save):
                 where = save.depth, save.blocks, save.group
@@ -413,8 +415,11 @@ class ForewordConnectorWorker:
     def _leases(self) -> KVLeases | None:
         return self._instances.leases if self._instances is not None else None
 
-    def revoke(self, metadata: ForewordConnectorMetadata) -> None:
-        """Before a step overwrites blocks: end the leases that it says, here and at producers."""
+    def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
+        """Before a step overwrites blocks: end the leases that it says, here and at producers. Copies follow its stream."""
+        self._step_started = time.monotonic()
+        if self._staging is not None:
+            follow_stream(self._staging.device)
         if self._leases is not None:
             for revoked in metadata.revoked:
                 self._leases.revoke(revoked)
