@@ -649,6 +649,13 @@ class PlanStep:
     timed: bool = True
 
 
+def step_vllm(shapes: Shapes, device: Any, tiny: bool) -> Rows:
+    """`gpu/vllm_steps.py`."""
+    from benchmarks.gpu.vllm_steps import step_vllm
+
+    return step_vllm(device, tiny)
+
+
 STEPS = {
     "kernels-float32": PlanStep(functools.partial(step_kernels, "float32", 1e-4), 200, timed=False),
     "kernels-bfloat16": PlanStep(functools.partial(step_kernels, "bfloat16", 5e-2), 150, timed=False),
@@ -660,4 +667,5 @@ STEPS = {
     "saving": PlanStep(step_saving, 80),
     "hits": PlanStep(step_hits, 80),
     "transformers": PlanStep(step_transformers, 120),
+    "vllm": PlanStep(step_vllm, 195),
 }

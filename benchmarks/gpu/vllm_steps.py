@@ -1,0 +1,303 @@
+"""The step `vllm` of the GPU plan: vLLM with Foreword's connector against vLLM alone.
+
+Every vLLM is a process of its own; its log lies in the folder `FOREWORD_GPU_LOGS`, or in a temporary one. Where vLLM has its
+compiled kernels it runs as it is installed; otherwise with Triton's, and without what has no such kernel.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.steps import Rows, Shapes, random_tokens
+from benchmarks.harness import median, version_of
+from foreword.referee.process import Failed, Worker
+
+SCRIPT = Path(__file__).with_name("vllm_worker.py")
+ROOT = Path(__file__).resolve().parents[2]
+# Llama 3.2 1B, with fewer tokens in the vocabulary.
+LARGE = Shapes(16, 2048, 32, 8, 64, 8192, 32_000, (32,), 512, 8192, 96, ())
+TINY = Shapes(2, 128, 4, 2, 32, 192, 512, (4,), 64, 256, 8, ())
+# Without vLLM's compiled kernels: Triton's attention, and torch for the rest.
+_PLAIN = {"mode": 0, "custom_ops": ["none"]}
+_GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}
+_TRITON = {"attention_backend": "TRITON_ATTN"}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A way to run vLLM; the first that works is used."""
+
+    name: str
+    llm: dict[str, Any]
+    variables: dict[str, str]
+
+
+_RUNGS = (
+    Rung(
+        "Triton's kernels, runner V2, CUDA graphs",
+        {**_TRITON, "compilation_config": {**_PLAIN, **_GRAPHS}, "enforce_eager": False},
+        {"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    ),
+    Rung("Triton's kernels, runner V2", {**_TRITON, "compilation_config": _PLAIN}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+    Rung("Triton's kernels, runner V1", {**_TRITON, "compilation_config": _PLAIN}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+)
+_INSTALLED = Rung("as installed", {"enforce_eager": False}, {})
+_EAGER = {"enforce_eager": True}
+
+
+class Vllms:
+    """Starts vLLMs over one model and one folder of a store."""
+
+    def __init__(self, folder: Path, shapes: Shapes, tiny: bool, logs: Path) -> None:
+        import torch
+
+        self.folder, self.shapes, self.logs = folder, shapes, logs
+        self.model = _model(folder / "model", shapes, "float32" if tiny else "bfloat16")
+        self.rungs = list(_rungs())
+        # The attention of vLLM's CPU build takes no other.
+        self._more = {**(_EAGER if tiny else {}), "block_size": 16 if torch.cuda.is_available() else 32}
+        self._count = 0
+
+    @contextlib.contextmanager
+    def start(self, name: str, store: list[str] | None) -> Iterator[Worker]:
+        """Start one on the first rung that works. Raises Failed with the log's last error if none does."""
+        transfer = {
+            "kv_connector": "ForewordConnector",
+            "kv_connector_module_path": "foreword.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"store": store, "lookup_timeout": 10.0},
+        }
+        longest = self.shapes.prefill + 256
+        llm = {
+            "dtype": "auto", "max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 64,
+            "kv_cache_memory_bytes": 20 * longest * self.shapes.kv_bytes, "gpu_memory_utilization": 0.3,
+        }  # fmt: skip
+        while True:
+            rung, self._count = self.rungs[0], self._count + 1
+            log = self.logs / f"vllm-{self._count}-{name}.log"
+            job = {
+                "model": str(self.model),
+                "transfer": None if store is None else transfer,
+                "llm": {**llm, **rung.llm},
+            }
+            path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
+            variables = {"PYTHONPATH": path, "VLLM_LOGGING_LEVEL": "INFO", **rung.variables}
+            if importlib.util.find_spec("flashinfer") is None:
+                variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+            try:
+                worker = Worker.start(sys.executable, job, log, script=SCRIPT, variables=variables)
+                break
+            except Failed as error:
+                print(f"{name}, {rung.name}: {error}\n{log.read_text(errors='replace')[-6000:]}", file=sys.stderr)
+                if len(self.rungs) == 1:
+                    raise
+                del self.rungs[0]
+        try:
+            yield worker
+        except Failed:
+            print(f"{name}: {log.read_text(errors='replace')[-6000:]}", file=sys.stderr)
+            raise
+        finally:
+            worker.close()
+
+
+def _rungs() -> Iterator[Rung]:
+    spec = importlib.util.find_spec("vllm")
+    where = Path(next(iter(spec.submodule_search_locations or ()), "")) if spec is not None else Path()
+    if any(where.glob("_C*.so")):
+        yield _INSTALLED
+    yield from _RUNGS
+
+
+def _model(folder: Path, shapes: Shapes, dtype: str) -> Path:
+    """A Llama with random weights, so large that attention tells tokens apart."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    settings = shapes.config()
+    settings.initializer_range = 0.05 * (2048 / shapes.hidden) ** 0.5
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
+    model.cpu().save_pretrained(folder)
+    return folder
+
+
+@dataclass
+class Seen:
+    """What one vLLM did with the prompts."""
+
+    tokens: dict[str, list[list[int]]]
+    cached: dict[str, int]
+    ttft: dict[str, float]
+    rate: float = 0.0
+
+    def ask(self, name: str, worker: Worker, prompts: list[list[int]], new_tokens: int, **how: Any) -> None:
+        answers = worker.ask_all(prompts, new_tokens, **how)
+        self.tokens[name] = [one["tokens"] for one in answers]
+        self.cached[name] = sum(one["cached"] for one in answers)
+        self.ttft[name] = median(one["ttft"] for one in answers)
+
+    def equal(self, name: str, other: "Seen", theirs: str) -> str:
+        """Tokens that are at the same place in both."""
+        pairs = [
+            pair
+            for a, b in zip(self.tokens[name], other.tokens[theirs], strict=True)
+            for pair in zip(a, b, strict=True)
+        ]
+        return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+
+def step_vllm(device: Any, tiny: bool) -> Rows:
+    """Tokens, bytes, TTFT and throughput. Raises RuntimeError if nothing was loaded, or if stored bytes are not vLLM's."""
+    if importlib.util.find_spec("vllm") is None:
+        return [{"what": "left out: not installed here", "figure": "vllm"}]
+    shapes = TINY if tiny else LARGE
+    with tempfile.TemporaryDirectory() as folder:
+        logs = Path(os.environ.get("FOREWORD_GPU_LOGS", folder))
+        vllms = Vllms(Path(folder), shapes, tiny, logs)
+        return _rows(vllms, _Prompts(shapes, tiny))
+
+
+class _Prompts:
+    """Token ids. `several` are asked one after the other, `together` at once; `long` and `decode` are timed."""
+
+    def __init__(self, shapes: Shapes, tiny: bool) -> None:
+        chance = random.Random(0)
+        count, new = (3, 4) if tiny else (24, 24)
+        lengths = [chance.randrange(shapes.prefill // 40 + 32, shapes.prefill // 6 + 40) for _ in range(2 * count)]
+        draw = [random_tokens(length, shapes.vocabulary, number) for number, length in enumerate(lengths)]
+        self.several, self.together, self.new_tokens = draw[:count], draw[count:], new
+        self.long = [random_tokens(shapes.prefill, shapes.vocabulary, 1000 + n) for n in range(1 if tiny else 4)]
+        self.decode = [
+            [random_tokens(shapes.context, shapes.vocabulary, 2000 + 100 * turn + n) for n in range(shapes.batches[0])]
+            for turn in range(3)
+        ]
+        self.steps = shapes.steps
+
+
+def _common(worker: Worker, prompts: _Prompts) -> Seen:
+    """What vLLM alone does too."""
+    seen = Seen({}, {}, {})
+    worker.ask_all([prompts.long[0][::-1]], 4)  # compiles the kernels
+    seen.ask("computed", worker, prompts.several, prompts.new_tokens)
+    seen.ask("own hit", worker, prompts.several, prompts.new_tokens)
+    seen.ask("together", worker, prompts.together, prompts.new_tokens, how="together")
+    return seen
+
+
+def _timed(seen: Seen, worker: Worker, prompts: _Prompts) -> None:
+    seen.ask("long, computed", worker, prompts.long, 2)
+    seen.ask("long, own hit", worker, prompts.long, 2)
+    rates = []
+    for turn in prompts.decode:
+        began = worker.ask_together(turn, prompts.steps)["seconds"]
+        rates.append(len(turn) * prompts.steps / began)
+    seen.rate = median(rates)
+    seen.ask("preempted", worker, [one[::-1] for one in prompts.together], prompts.new_tokens, how="preempt")
+
+
+def _rows(vllms: Vllms, prompts: _Prompts) -> Rows:
+    """Prints what there is after each vLLM, if the time runs out."""
+    memory, disk = "memory://?size=8GiB", f"disk://{vllms.folder}/kv?size=16GiB"
+    with vllms.start("alone", None) as worker:
+        alone = _common(worker, prompts)
+        _timed(alone, worker, prompts)
+    rows: Rows = [
+        {"what": f"vLLM {version_of('vllm')}", "figure": vllms.rungs[0].name},
+        _tokens("vLLM alone, own hit and computed", alone, "own hit", alone, "computed"),
+        *(_ttft(f"vLLM alone, {key}", alone, key, alone) for key in ("computed", "own hit")),
+        _rate("vLLM alone", alone, prompts),
+    ]
+    print(json.dumps(rows), flush=True)
+    with vllms.start("foreword", [memory, disk]) as worker:
+        ours = _common(worker, prompts)
+        worker.settle()
+        stored = [worker.stored()]
+        worker.forget()
+        ours.ask("memory", worker, prompts.several, prompts.new_tokens)
+        loaded = _counts(worker)["loaded"]
+        stored.append(worker.stored())
+        _timed(ours, worker, prompts)
+        worker.settle()
+        worker.forget()
+        ours.ask("long, memory", worker, prompts.long, 2)
+        ours.ask("together, memory", worker, prompts.together, prompts.new_tokens, how="together")
+        counts = _counts(worker)
+    rows += [
+        *(
+            _tokens(f"{key}, and vLLM alone", ours, key, alone, key)
+            for key in ("computed", "own hit", "together", "preempted")
+        ),
+        _tokens("from memory, and vLLM's own hit", ours, "memory", alone, "own hit"),
+        _tokens("from memory, and own hit", ours, "memory", ours, "own hit"),
+        _tokens("from memory together, and vLLM alone", ours, "together, memory", alone, "together"),
+        *(_ttft(key, ours, key, alone) for key in ("computed", "own hit", "memory")),
+        _rate("saving", ours, prompts),
+        {"what": "saving against not", "figure": f"{ours.rate / alone.rate:.1%}", "limit": "97 %"},
+        {"what": "blocks saved, loaded, loads cut, blocks dropped", "figure": _shown(counts)},
+        {"what": "stored bytes as vLLM's: computed, loaded", "figure": ", ".join(map(_same, stored))},
+    ]
+    print(json.dumps(rows), flush=True)
+    with vllms.start("fresh", [disk]) as worker:
+        fresh = Seen({}, {}, {})
+        worker.ask_all([prompts.long[0][::-1]], 4)
+        fresh.ask("disk", worker, prompts.several, prompts.new_tokens)
+        fresh.ask("long, disk", worker, prompts.long, 2)
+        worker.settle()
+        counts = _counts(worker)
+        stored.append(worker.stored())
+    rows += [
+        _tokens("from disk in a fresh process, and vLLM's own hit", fresh, "disk", alone, "own hit"),
+        _ttft("disk, fresh process", fresh, "disk", alone),
+        {"what": "fresh process: blocks saved, loaded, loads cut, blocks dropped", "figure": _shown(counts)},
+        {"what": "stored bytes as vLLM's, fresh process", "figure": _same(stored[-1])},
+        {
+            "what": "cached tokens: own hit alone, own hit, memory, disk",
+            "figure": ", ".join(
+                f"{seen.cached[key]:,}"
+                for seen, key in ((alone, "own hit"), (ours, "own hit"), (ours, "memory"), (fresh, "disk"))
+            ),
+        },
+    ]
+    if not loaded or not counts["loaded"] or any(one["different"] or not one["compared"] for one in stored):
+        print(json.dumps(rows), flush=True)
+        raise RuntimeError(f"nothing was loaded, or blocks have other bytes: {stored}, {loaded}, {counts}")
+    return rows
+
+
+def _tokens(what: str, seen: Seen, name: str, other: Seen, theirs: str) -> dict[str, Any]:
+    return {"what": f"equal tokens: {what}", "figure": seen.equal(name, other, theirs)}
+
+
+def _ttft(what: str, seen: Seen, key: str, alone: Seen) -> dict[str, Any]:
+    seconds, computed = seen.ttft[f"long, {key}"], alone.ttft["long, computed"]
+    return {
+        "what": f"TTFT of a long prompt: {what}",
+        "figure": f"{seconds * 1e3:.1f} ms",
+        "share": f"{seconds / computed:.0%}",
+    }
+
+
+def _rate(what: str, seen: Seen, prompts: _Prompts) -> dict[str, Any]:
+    return {"what": f"{len(prompts.decode[0])} prompts at once, {what}", "figure": f"{seen.rate:.0f} tok/s"}
+
+
+def _same(stored: dict[str, Any]) -> str:
+    return f"{stored['compared'] - stored['different']} of {stored['compared']}"
+
+
+def _counts(worker: Worker) -> dict[str, float]:
+    return {name: value for name, _, value in worker.metrics("")}
+
+
+def _shown(counts: dict[str, float]) -> str:
+    return ", ".join(f"{counts[name]:.0f}" for name in ("saved", "loaded", "cut", "dropped"))

@@ -1,0 +1,71 @@
+"""The vLLM of the step `vllm` (gpu/vllm_steps.py): the referee's worker, which also compares the stored bytes with vLLM's.
+
+Started by `foreword.referee.process.Worker`. `{"stored": true}` is answered with the number of saved blocks that still lie in
+vLLM's KV cache, and how many of them the stores have with other bytes. What is compared was read from the device by torch, not
+by the kernel that saves.
+"""
+
+import os
+import time
+from typing import Any
+
+import torch
+
+from foreword.referee.worker import VllmEngine, serve
+
+
+class ComparedEngine(VllmEngine):
+    """Remembers which block of vLLM's was saved under which name, and where blocks were loaded."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        super().__init__(job)
+        self._names: dict[int, bytes] = {}
+        self._cache = self._foreword()
+        if self._cache is not None:
+            self._cache.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
+            self._save, self._load = self._cache.save, self._cache.load
+            self._cache.save, self._cache.load = self._note_save, self._note_load
+
+    def _note_save(
+        self, root: bytes, keys: Any, parent: bytes, depth: int, blocks: Any, group: int = 0, **more: Any
+    ) -> int:
+        done = int(self._save(root, keys, parent, depth, blocks, group, **more))
+        self._names.update(zip(blocks[:done], self._cache.units[group].names(root, keys)[:done], strict=True))
+        return done
+
+    def _note_load(self, load: Any, skip: int, blocks: Any) -> None:
+        self._names.update(zip(blocks, load.names[skip:], strict=False))
+        self._load(load, skip, blocks)
+
+    def stored(self) -> dict[str, Any]:
+        from foreword.integrations.vllm.worker_side import worker_of
+
+        worker = worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
+        assert worker is not None
+        [tensors] = worker._tensors
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        counts = {"compared": 0, "different": 0, "absent": 0}
+        frame = worker._staging.frame_bytes
+        for block, name in self._names.items():
+            [found] = self._cache.store.fetch([name], [memoryview(bytearray(frame))], deadline=time.monotonic() + 5)
+            if found is None:
+                counts["absent"] += 1
+                continue
+            parts = [tensor[block].reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
+            counts["compared"] += 1
+            counts["different"] += b"".join(parts) != bytes(found.frame.data)
+        return counts
+
+    def metrics(self, start: str) -> dict[str, Any]:
+        """The counts of the connector, in place of vLLM's metrics."""
+        status = self._cache.status() if self._cache is not None else None
+        names = ("saved", "loaded", "cut", "dropped", "failed", "declined", "stopped")
+        return {"metrics": [[name, {}, getattr(status, name)] for name in names] if status is not None else []}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    serve(ComparedEngine)
