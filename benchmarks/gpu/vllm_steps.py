@@ -173,7 +173,7 @@ class _Prompts:
     def __init__(self, shapes: Shapes, tiny: bool) -> None:
         chance = random.Random(0)
         count, new = (3, 4) if tiny else (24, 24)
-        lengths = [chance.randrange(shapes.prefill // 40 + 32, shapes.prefill // 6 + 40) for _ in range(2 * count)]
+        lengths = [chance.randrange(shapes.prefill // 40 + 96, shapes.prefill // 6 + 140) for _ in range(2 * count)]
         draw = [random_tokens(length, shapes.vocabulary, number) for number, length in enumerate(lengths)]
         self.several, self.together, self.new_tokens = draw[:count], draw[count:], new
         self.long = [random_tokens(shapes.prefill, shapes.vocabulary, 1000 + n) for n in range(1 if tiny else 4)]

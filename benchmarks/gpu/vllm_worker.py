@@ -54,7 +54,7 @@ class ComparedEngine(VllmEngine):
                 continue
             parts = [tensor[block].reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
             counts["compared"] += 1
-            counts["different"] += b"".join(parts) != bytes(found.frame.data)
+            counts["different"] += b"".join(parts) != bytes(found.frame.payload)
         return counts
 
     def metrics(self, start: str) -> dict[str, Any]:
