@@ -20,6 +20,7 @@ class ComparedEngine(VllmEngine):
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job)
         self._names: dict[int, bytes] = {}
+        self._saved: set[bytes] = set()
         self._cache = self._foreword()
         if self._cache is not None:
             self._cache.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
@@ -30,11 +31,18 @@ class ComparedEngine(VllmEngine):
         self, root: bytes, keys: Any, parent: bytes, depth: int, blocks: Any, group: int = 0, **more: Any
     ) -> int:
         done = int(self._save(root, keys, parent, depth, blocks, group, **more))
-        self._names.update(zip(blocks[:done], self._cache.units[group].names(root, keys)[:done], strict=True))
+        for block, name in zip(blocks[:done], self._cache.units[group].names(root, keys)[:done], strict=True):
+            # vLLM computes the end of a prompt again at each hit. Rounding may differ then, and the first block is the saved one.
+            if name in self._saved:
+                self._names.pop(block, None)
+            else:
+                self._saved.add(name)
+                self._names[block] = name
         return done
 
     def _note_load(self, load: Any, skip: int, blocks: Any) -> None:
         self._names.update(zip(blocks, load.names[skip:], strict=False))
+        self._saved.update(load.names[skip:])
         self._load(load, skip, blocks)
 
     def stored(self) -> dict[str, Any]:
