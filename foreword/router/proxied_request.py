@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -24,7 +24,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import ReplicaError, ReplicaFailed
+from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, UnknownPrefix
 from foreword.events import TokenUsage
 from foreword.observability.tracing import Span
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
@@ -33,7 +33,7 @@ from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
-from foreword.router.replicas import AwaitedResponse, Upstream, clock, read_whole
+from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, read_whole
 from foreword.router.service import MAX_STALLS, Router
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
@@ -46,10 +46,10 @@ _MAX_OVERLOADED: Final = 100
 # A request on which a replica was silent for longer than this, in seconds, may be the reason.
 _SILENT_SECONDS: Final = 1.0
 _MAX_SILENCES: Final = 2
-# What a replica is believed. Other errors of a client may be its own: a key, a path or a model that it does not know.
+# Only the request can cause these. Others may be a replica's own: a key, a path or a model that it does not know.
 _ABOUT_REQUEST: Final = (400, 413, 415, 422)
 # Codes of errors that replicas may rightly disagree about.
-_DIFFERS: Final = frozenset(("prefix_not_found", "context_length_exceeded"))
+_DIFFERS: Final = frozenset((UnknownPrefix.code, PromptTooLong.code))
 
 
 @dataclass(eq=False)
@@ -178,7 +178,7 @@ class ProxiedRequest(RoutedRequest):
         overloaded: number of attempts that a replica refused as overloaded.
         silences: number of replicas that it silenced before their first byte.
         repaired: a named prefix that the request needs was registered again.
-        refused: the replica that called the request wrong, after which another one was asked.
+        refused: the replica that called the request wrong, after which another one was asked; and the kind of its refusal.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
         usage: tokens that replicas handled. counts: of a whole response.
         was_sent: a replica may have computed something.
@@ -192,7 +192,7 @@ class ProxiedRequest(RoutedRequest):
     overloaded: int = 0
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
     silences: int = 0
-    refused: Upstream | None = None
+    refused: tuple[Upstream, Hashable] | None = None
     repaired: bool = False
     usage: TokenUsage = field(default_factory=TokenUsage)
     counts: UsageCounts = field(default_factory=UsageCounts)
@@ -289,7 +289,8 @@ class ProxiedRequest(RoutedRequest):
         self.router.audit.finished(self.request, self.tenant, self.cache_salt, attempt.upstream, counts)
         attempt.upstream.refusals.served()
         if self.refused is not None:
-            self.refused.refusals.agreed(False)
+            upstream, kind = self.refused
+            upstream.refusals.compared(kind, False)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)
@@ -307,7 +308,7 @@ class ProxiedRequest(RoutedRequest):
     async def repairs(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
         """Whether the replica had lost a named prefix and has it again. If so the attempt is ended, to be repeated."""
         name = self.request.prefix
-        if name is None or self.repaired or response.status != 404 or error_of(data).code != "prefix_not_found":
+        if name is None or self.repaired or response.status != 404 or error_of(data).code != UnknownPrefix.code:
             return False
         self.repaired = True
         if not await self.router.prefixes.repair(attempt.upstream, self.tenant, name):
@@ -329,7 +330,8 @@ class ProxiedRequest(RoutedRequest):
         if not 400 <= status < 600:
             raise ReplicaFailed(describe_response(status, data))
         if status < 500 and self.refused is not None:
-            self.refused.refusals.agreed(True)
+            for upstream, kind in (self.refused, (attempt.upstream, self._kind(status, data))):
+                upstream.refusals.compared(kind, True)
             return False
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
@@ -353,15 +355,22 @@ class ProxiedRequest(RoutedRequest):
         upstream = attempt.upstream
         now, avoid = clock(), (upstream.url, *self.avoid)
         others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
-        if not any(not one.excluded(now) for one in others):
-            return False
-        return status not in _ABOUT_REQUEST or error_of(data).code in _DIFFERS or upstream.refusals.checked()
+        able = [one for one in others if not one.excluded(now)]
+        if error_of(data).code == PromptTooLong.code and any(one.takes_longer(upstream) for one in able):
+            return True
+        return bool(able) and upstream.refusals.checked(self._kind(status, data))
+
+    def _kind(self, status: int, data: bytes) -> Hashable:
+        """What a replica is believed in when it refuses the request."""
+        if error_of(data).code in _DIFFERS:
+            return error_of(data).code
+        return ABOUT_REQUEST if status in _ABOUT_REQUEST else (status, self.request.dialect, self.request.model)
 
     def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
         """Note an error that is the replica's fault if another replica succeeds."""
         upstream, reason, code = attempt.upstream, describe_response(response.status, data), error_of(data).code
         if response.status < 500:
-            self.refused = upstream
+            self.refused = upstream, self._kind(response.status, data)
             self._ended(attempt, upstream, reason)
             self.previous = f"after {upstream.url} refused it ({reason})"
             logger.info(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -42,33 +42,42 @@ ANY_ADDRESS: Final = ("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")
 CONNECTION_ERRORS: Final = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 _ROW: Final = 16
 _SAMPLE: Final = 256
+_MAX_KINDS: Final = 1024
+# The kind of refusals that only the request can cause.
+ABOUT_REQUEST: Final = 400
 # The router's clock: monotonic seconds.
 clock: Final = time.monotonic
 
 
 class Refusals:
-    """Whether a replica is believed when it calls a request wrong (4xx): once it has served one, or another replica has called
-    one wrong too. One of 256 refusals, and the 16th, 128th, 1,024th ... in a row, are checked even so: another one is asked.
+    """Whether a replica is believed when it refuses a request (4xx), by kind of refusal: once another replica has refused one
+    of the kind too; one of what only the request can cause (`ABOUT_REQUEST`), also once it has served another request. One of
+    256 refusals, and the 16th, 128th, 1,024th ... in a row, are checked even so: another replica is asked. If that one serves
+    the request, all of the kind are checked until others have agreed with 256.
     """
 
     def __init__(self) -> None:
-        self._believed = False
+        # With how many refusals of a kind others must agree before it is believed: with one of a kind that is not here.
+        self._doubts = dict[Hashable, int]()
         self._row, self._total, self._next = 0, 0, _ROW
 
-    def checked(self) -> bool:
+    def checked(self, kind: Hashable) -> bool:
         """Note a refusal. Whether another replica is to be asked."""
         self._row, self._total = self._row + 1, self._total + 1
         many = self._row == self._next
         self._next *= 8 if many else 1
-        return not self._believed or many or self._total % _SAMPLE == 0
+        return self._doubts.get(kind, 1) > 0 or many or self._total % _SAMPLE == 0
 
     def served(self) -> None:
         """It answered a request."""
-        self._believed, self._row, self._next = True, 0, _ROW
+        self._row, self._next = 0, _ROW
+        self._doubts.setdefault(ABOUT_REQUEST, 0)
 
-    def agreed(self, agreed: bool) -> None:
-        """What another replica said of a request that this one had refused."""
-        self._believed = agreed
+    def compared(self, kind: Hashable, agreed: bool) -> None:
+        """Whether another replica agreed with a refusal."""
+        if len(self._doubts) >= _MAX_KINDS:
+            self._doubts.clear()
+        self._doubts[kind] = max(self._doubts.get(kind, 1) - 1, 0) if agreed else _SAMPLE
 
 
 class ReplicaBreaker:
@@ -306,6 +315,13 @@ class Upstream:
     def weights(self) -> str | None:
         """Which weights it serves: a replica with an equal value may continue its responses. None if that is not known."""
         return self.info.weights if self.info is not None and not self.unconfirmed else None
+
+    def takes_longer(self, other: Upstream) -> bool:
+        """Whether it may take longer prompts than another replica."""
+        if self.info is None or other.info is None:
+            return True
+        mine, theirs = ((one.max_model_len, one.capacity_tokens) for one in (self.info, other.info))
+        return any(a != b and (a is None or b is None or a > b) for a, b in zip(mine, theirs, strict=True))
 
     @property
     def out_of_service(self) -> str:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import http_client
@@ -26,7 +27,7 @@ from foreword.api.http import bind
 from foreword.blocks.salt import Salt
 from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.replicas import ReplicaBreaker
+from foreword.router.replicas import Refusals, ReplicaBreaker
 from foreword.server.app import ServerApp
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
@@ -37,6 +38,7 @@ class Scripted:
 
     def __init__(self, loop: Loop, owner: str = "vllm") -> None:
         self.owner = owner
+        self.longest = 100
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.behaviour = "answer"
@@ -84,7 +86,7 @@ class Scripted:
         return web.Response(text=metrics_of(WEIGHTS))
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": 100}
+        card = {"id": "m", "object": "model", "owned_by": self.owner, "max_model_len": self.longest}
         return web.json_response({"object": "list", "data": [card]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
@@ -102,8 +104,10 @@ class Scripted:
             return web.json_response({"error": error}, status=429, headers={"retry-after": "0.2"})
         if self.behaviour == "broken":
             return web.json_response({"error": {"message": "it broke", "type": "server_error"}}, status=500)
-        if self.behaviour == "picky":
-            return web.json_response({"error": {"message": "no", "type": "invalid_request_error"}}, status=422)
+        if self.behaviour.startswith("picky"):
+            status, _, code = self.behaviour.removeprefix("picky").strip().partition(" ")
+            error = {"message": "no", "type": "invalid_request_error", "code": code or None}
+            return web.json_response({"error": error}, status=int(status or 422))
         if self.behaviour == "frozen":
             await asyncio.sleep(600)
         if self.behaviour == "hang up":
@@ -333,14 +337,63 @@ def test_client_errors_are_checked_until_they_are_believed(
     assert "request" in said and not [record for record in caplog.records if "failed" in record.message]
 
 
-def test_a_replica_that_begins_to_refuse_everything(loop: Loop) -> None:
-    """A replica that has served requests, and then refuses what others serve, gets none after a few of them."""
+def test_mistakes_of_clients(loop: Loop) -> None:
+    """Of mistakes of clients between served requests, the first of each kind is asked twice, and no replica is at fault."""
+    replicas = [Scripted(loop) for _ in range(2)]
+    kinds = ("picky 400", "picky 401", "picky 404", "picky 404 prefix_not_found", "picky 400 context_length_exceeded")
+    with routed(*named(*replicas), "--policy", "round-robin", replicas=2) as router:
+        for behaviour in (*kinds, "answer", "answer") * 10:
+            for one in replicas:
+                one.behaviour = behaviour
+            assert post(router).status_code == (200 if behaviour == "answer" else int(behaviour.split()[1]))
+        assert sum(len(one.seen) for one in replicas) == 70 + len(kinds)
+        assert router.metric("foreword:router_failures_total") == 0
+
+
+def test_how_many_refusals_are_checked() -> None:
+    """Of many mistakes of clients that replicas agree about, fewer than 1 % are asked twice, however many kinds there are."""
+    replicas, draw, checked = [Refusals() for _ in range(4)], Random(1), 0
+    for _ in range(20_000):
+        first, second = draw.sample(replicas, 2)
+        if draw.random() < 0.4:
+            first.served()
+        elif first.checked(kind := draw.randrange(400, 410)):
+            checked += 1
+            first.compared(kind, True)
+            second.compared(kind, True)
+    assert 12_000 / 256 - 5 <= checked <= 12_000 * 0.01
+
+
+def test_refusals_that_are_the_replicas(loop: Loop) -> None:
+    """What a replica refuses and another one serves is served: always while its kind of refusal is new or was wrong lately. A
+    prompt that is too long for one is asked of a longer one, as often as it comes."""
+    odd, good = Scripted(loop), Scripted(loop)
+    good.longest = 1000
+    for behaviour in ("picky 401", "picky 404", "picky 404 prefix_not_found", "picky 400 context_length_exceeded"):
+        odd.behaviour = "answer"
+        with routed(*named(odd, good), "--policy", "round-robin", "--failures", "100", replicas=2) as router:
+            assert [post(router).status_code for _ in range(4)] == [200] * 4
+            if "context" not in behaviour:
+                odd.behaviour = good.behaviour = "picky 400"  # both are believed in what only the request can cause
+                assert {post(router).status_code for _ in range(4)} == {400}
+            odd.behaviour, good.behaviour = behaviour, "answer"
+            assert [post(router).status_code for _ in range(20)] == [200] * 20
+
+
+@pytest.mark.parametrize("behaviour", represented(["picky 400", "picky 401", "picky 404"], "picky 400"))
+def test_a_replica_that_begins_to_refuse_everything(loop: Loop, behaviour: str) -> None:
+    """A replica that has served requests, and then refuses what others serve, gets none after a few of them, also if clients
+    made such mistakes before."""
     odd, good = Scripted(loop), Scripted(loop)
     with routed(*named(odd, good), "--policy", "round-robin", replicas=2) as router:
+        odd.behaviour = good.behaviour = behaviour
+        refused = int(behaviour.split()[1])
+        assert [post(router).status_code for _ in range(4)] == [refused] * 4
+        odd.behaviour = good.behaviour = "answer"
         assert [post(router).status_code for _ in range(4)] == [200] * 4
-        odd.behaviour = "picky"
+        odd.behaviour = behaviour
         answers = [post(router).status_code for _ in range(60)]
-        assert set(answers) == {200, 422} and answers.count(422) <= 16 and answers[-20:] == [200] * 20
+        assert set(answers) == {200, refused} and answers.count(refused) <= 16 and answers[-20:] == [200] * 20
         assert router.metric("foreword:router_breaker_opened_total", replica=odd.url) >= 1
 
 
