@@ -25,6 +25,11 @@ def decode_json(data: bytes | bytearray | memoryview | str | msgspec.Raw, kind: 
     return found
 
 
+def json_decoder(kind: type[Value]) -> Callable[[bytes], Value]:
+    """`decode_json` of one type, for what is decoded for every token."""
+    return _json(kind).decode
+
+
 def decode_msgpack(data: bytes | bytearray | memoryview, kind: type[Value]) -> Value:
     """Raises as `decode_json`."""
     found: Value = _msgpack(kind).decode(data)

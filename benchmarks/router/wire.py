@@ -131,19 +131,19 @@ class Behind(asyncio.Protocol):
             self.loop.call_at(self.due, self.tick)
 
     def event(self, last: bool) -> None:
-        """One event as vLLM writes it."""
-        said = b' %d %.6f", "logprobs": null, "finish_reason": ' % (self.number, time.monotonic())
+        """One event as vLLM writes it, without spaces."""
+        said = b' %d %.6f","logprobs":null,"finish_reason":' % (self.number, time.monotonic())
         said += b'"length"' if last else b"null"
         if self.kind == "vllm":
-            said += b', "token_ids": [%d]' % (self.number % 30_000)
+            said += b',"token_ids":[%d]' % (self.number % 30_000)
             if not self.number:
                 said += _PROMPT_IDS
         self.transport.write(_chunk(_HEAD + said + b"}]}\n\n"))
         self.number += 1
 
 
-_HEAD = b'data: {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m", "choices": [{"index": 0, "text": "'
-_PROMPT_IDS = b', "prompt_token_ids": ' + json.dumps(list(range(250))).encode()
+_HEAD = b'data: {"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"'
+_PROMPT_IDS = b',"prompt_token_ids":' + json.dumps(list(range(250)), separators=(",", ":")).encode()
 
 
 def _chunk(data: bytes) -> bytes:

@@ -13,7 +13,6 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
@@ -330,32 +329,33 @@ class Front:
             return Answer.of(internal_error_response(call.id))
 
     async def _run(self, call: Call, route: Route[Handler]) -> Answer | None:
-        with ExitStack() as stack:
-            ending = None
-            if route.outcome:
-                ending = stack.enter_context(Ending(self.metrics.outcome, route.outcome))
+        with Ending(self.metrics.outcome, route.outcome) as ending:
             call.tenant = self.rights.check(route.right, call.headers, call.exchange.address, route.name)
             self.ready(route)
-            if route.meter is not Meter.FREE:
-                call.admitted = stack.enter_context(self.quotas.admit(call.tenant.name, call.arrived))
-                if self.tracer is not None:
-                    attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
-                    call.span = self.tracer.request(self.span_name, call.headers, attributes)
-            if isinstance(route.body, JsonBody):
-                await self._read(call, route.body)
-            if route.ends_with_client:
-                call.exchange.watch()
-                reply = await route.handler(call)
+            if route.meter is Meter.FREE:
+                answer = await self._handle(call, route)
             else:
-                reply = await asyncio.shield(asyncio.ensure_future(route.handler(call)))
-            answer = reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
-            if ending is not None:
-                ending.error = call.failure
-                ending.status = answer.status if answer is not None else 200
+                with self.quotas.admit(call.tenant.name, call.arrived) as call.admitted:
+                    if self.tracer is not None:
+                        attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
+                        call.span = self.tracer.request(self.span_name, call.headers, attributes)
+                    answer = await self._handle(call, route)
+            ending.error = call.failure
+            ending.status = answer.status if answer is not None else 200
             served = call.failure is None and (answer is None or answer.status < 400)
             if route.meter is Meter.TOKENS and served and call.admitted and call.admitted.charged is None:
                 raise IntegrityError(f"{route.name} answered without a charge")
             return answer
+
+    async def _handle(self, call: Call, route: Route[Handler]) -> Answer | None:
+        if isinstance(route.body, JsonBody):
+            await self._read(call, route.body)
+        if route.ends_with_client:
+            call.exchange.watch()
+            reply = await route.handler(call)
+        else:
+            reply = await asyncio.shield(asyncio.ensure_future(route.handler(call)))
+        return reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
 
     async def _read(self, call: Call, body: JsonBody) -> None:
         exchange, limits = call.exchange, self.limits()

@@ -55,7 +55,7 @@ Count = Callable[[str, Outcome], None]
 
 @dataclass(slots=True)
 class Ending:
-    """How one request ended, with what is known until now. At the end of its block it is counted."""
+    """How one request ended, with what is known until now. At the end of its block it is counted, if it has a dialect."""
 
     count: Count
     dialect: str
@@ -75,4 +75,5 @@ class Ending:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.error = error or self.error
-        self.count(self.dialect, self.outcome)
+        if self.dialect:
+            self.count(self.dialect, self.outcome)

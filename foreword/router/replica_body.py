@@ -97,8 +97,9 @@ def replica_body(
 
 
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
-    """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo."""
-    return request.single and not (request.echo and kind == "vllm")
+    """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
+    does not know them."""
+    return kind != "openai" and request.single and not (request.echo and kind == "vllm")
 
 
 def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:

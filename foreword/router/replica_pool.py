@@ -24,7 +24,7 @@ from foreword.errors import BadRequest, NoReplica, QueueFull
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes
-from foreword.router.replicas import Upstream, clock
+from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
@@ -78,6 +78,8 @@ class ReplicaPool:
         self._differing: dict[str, list[str]] = {}
         self._max_waiting = config.max_waiting
         self._timer: asyncio.TimerHandle | None = None
+        # The last result of `_key_spaces`, with what it was of.
+        self._spaces: tuple[list[ReplicaInfo], str | None, list[KeySpace]] = [], None, []
 
     # Replicas
 
@@ -203,14 +205,9 @@ class ReplicaPool:
     def _key_spaces(self, required_weights: str | None) -> list[KeySpace]:
         """Weights and block sizes of the replicas: those of most of them first, for every router the same."""
         infos = [one.info for one in self.upstreams.values() if one.info is not None]
-        if required_weights is not None:
-            infos = [info for info in infos if info.weights == required_weights]
-        counts = Counter((info.weights or "", info.block_size) for info in infos if info.block_size is not None)
-        known = sorted(counts, key=lambda space: (-counts[space], space))
-        size = known[0][1] if known else _DEFAULT_BLOCK_SIZE
-        # A replica that does not say its block size is looked up with that of the others.
-        rest = {(info.weights or "", size) for info in infos if info.block_size is None}
-        return known + sorted(rest.difference(known)) or [(required_weights or "", size)]
+        if not infos or self._spaces[:2] != (infos, required_weights):
+            self._spaces = infos, required_weights, _key_spaces(infos, required_weights)
+        return self._spaces[2]
 
     def _keys(self, prompt: TokenizedPrompt, model: str, space: KeySpace, salt: Salt) -> list[bytes]:
         weights, size = space
@@ -431,6 +428,17 @@ class ReplicaPool:
         upstream.in_flight -= 1
         upstream.trial = False
         self.refresh(upstream)
+
+
+def _key_spaces(infos: Sequence[ReplicaInfo], required_weights: str | None) -> list[KeySpace]:
+    if required_weights is not None:
+        infos = [info for info in infos if info.weights == required_weights]
+    counts = Counter((info.weights or "", info.block_size) for info in infos if info.block_size is not None)
+    known = sorted(counts, key=lambda space: (-counts[space], space))
+    size = known[0][1] if known else _DEFAULT_BLOCK_SIZE
+    # A replica that does not say its block size is looked up with that of the others.
+    rest = {(info.weights or "", size) for info in infos if info.block_size is None}
+    return known + sorted(rest.difference(known)) or [(required_weights or "", size)]
 
 
 def _fail(entry: QueueEntry[_Queued], error: Exception) -> None:

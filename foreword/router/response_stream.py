@@ -27,6 +27,8 @@ _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _MOST_HELD: Final = 1 << 18  # bytes of events that are held back
 _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_report", "kv_transfer_params"))
 _NO_USAGE: Final = b',"usage":null'
+_IDS: Final = b',"token_ids":'
+_PROMPT_IDS: Final = b',"prompt_token_ids":'
 _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
@@ -58,7 +60,7 @@ class ResponseStream:
         self.prompt_ids: list[int] = []
         self.tokens: list[int] = []
         self._entries = 0
-        self.exact = request.single
+        self.exact = self._single = request.single
         self.text_only = True
         self.settled = (0, 0)
         self.text: list[str] = []
@@ -90,12 +92,12 @@ class ResponseStream:
     @property
     def can_continue(self) -> bool:
         """Whether enough is known for another replica to continue."""
-        return self.request.single and self.exact and self.text_only and bool(self.prompt_ids)
+        return self._single and self.exact and self.text_only and bool(self.prompt_ids)
 
     @property
     def can_resume(self) -> bool:
         """Whether enough is known for a server of the same kind to write the rest of the response."""
-        return self.request.single and self.exact and bool(self.prompt_ids) and bool(self.tokens)
+        return self._single and self.exact and bool(self.prompt_ids) and bool(self.tokens)
 
     @property
     def usage(self) -> TokenUsage:
@@ -165,7 +167,7 @@ class ResponseStream:
             where = "in the middle of the response" if self.begun else "without a response"
             raise ReplicaFailed(f"the replica ended the stream {where}")
         self.done = True
-        if self.request.include_usage and not self.usage_sent and self.request.single and self.exact:
+        if self.request.include_usage and not self.usage_sent and self._single and self.exact:
             self._last = self._usage()
         if self.holds_end:
             self.end_held = True
@@ -226,7 +228,7 @@ class ResponseStream:
             self._read_stamp(chunk)
         if not self.head:
             self.head = {name: value for name, value in _decode(event.data).items() if name not in _NOT_HEAD}
-        if not self.request.single:
+        if not self._single:
             self.begun = True
             return self._multiple(event, chunk, chunk.choices)
         self.begun = self.begun or self.reader.begun
@@ -292,13 +294,12 @@ class ResponseStream:
     ) -> bytes | None:
         """The event with other text in the place of each cut. vLLM's last ones wait for its usage, if only the router asked
         for that: what it says there stands in them otherwise."""
-        if not self.request.include_usage and chunk.usage is None:
+        if chunk.usage is None and not self.request.include_usage:
             cuts.append((_NO_USAGE, b""))
         data = event.data
         for cut, instead in cuts:
             # It stands there exactly once, unless it is written in another way.
-            parts = data.split(cut)
-            data = instead.join(parts) if len(parts) == 2 else b""
+            data = data.replace(cut, instead) if data.count(cut) == 1 else b""
         if self._restarted or not data:
             sent = self._written(event)
         else:
@@ -310,14 +311,11 @@ class ResponseStream:
 
     def _hidden(self, chunk: AnswerChunk, choice: AnswerChoice) -> list[tuple[bytes, bytes]]:
         """The ids that only the router asked for, and what stands there otherwise."""
-        found, instead = [], b"null" if self._is_vllm else b""
-        for name, ids in (
-            (b"prompt_token_ids", chunk.prompt_token_ids or choice.prompt_token_ids),
-            (b"token_ids", choice.token_ids),
-        ):
-            if ids is not None:
-                key = b',"%b":' % name
-                found.append((key + _encode(ids), key + instead if instead else b""))
+        found, prompt = list[tuple[bytes, bytes]](), chunk.prompt_token_ids or choice.prompt_token_ids
+        if prompt is not None:
+            found.append((_PROMPT_IDS + _encode(prompt), _PROMPT_IDS + b"null" if self._is_vllm else b""))
+        if choice.token_ids is not None:
+            found.append((_IDS + _encode(choice.token_ids), _IDS + b"null" if self._is_vllm else b""))
         return found
 
     def _take_finish(self, stamp: str | None = None) -> bytes:

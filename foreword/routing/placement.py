@@ -96,7 +96,7 @@ class PlacementQuery:
 
     def keys_in(self, space: KeySpace) -> Sequence[bytes]:
         """The keys for replicas of this key space; empty if they were not given."""
-        return self.keys if space == self.key_space else self.other_keys.get(space, ())
+        return self.keys if space == (self.weights, self.block_size) else self.other_keys.get(space, ())
 
 
 class Candidate(NamedTuple):
@@ -154,7 +154,8 @@ class CostEstimate(NamedTuple):
 
     @property
     def total(self) -> float:
-        return self.queue + self.memory + self.load + self.compute + self.decode + self.first + self.transfer
+        _, queue, memory, load, compute, decode, first, transfer, *_ = self
+        return queue + memory + load + compute + decode + first + transfer
 
     @property
     def prefill(self) -> float:
@@ -168,8 +169,9 @@ class CostEstimate(NamedTuple):
 
     @property
     def price(self) -> float:
-        """What candidates are compared by."""
-        return self.total + self.others
+        """What candidates are compared by: `total` and `others`, without calls, since this is asked for most."""
+        _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind = self
+        return queue + memory + load + compute + decode + first + transfer + behind * (load + compute)
 
     def in_words(self) -> str:
         """Such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728 tokens)`."""
@@ -187,7 +189,8 @@ class CostEstimate(NamedTuple):
             (self.decode, "decode interference"),
         ]
         listed = ", ".join(f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= 0.005)
-        others = f", and {self.others:.2f} s for those that wait" if self.others >= 0.005 else ""
+        waiting = self.others
+        others = f", and {waiting:.2f} s for those that wait" if waiting >= 0.005 else ""
         return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
 
 

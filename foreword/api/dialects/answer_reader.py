@@ -25,7 +25,7 @@ from foreword.api.output import (
     TokenEntry,
     Usage,
 )
-from foreword.decoders import decode_json
+from foreword.decoders import decode_json, json_decoder
 from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaError, ReplicaFailed
 from foreword.events import TokenUsage
 
@@ -201,6 +201,9 @@ class AnswerChunk(Struct, gc=False):
     message: Raw = NO_JSON
 
 
+_chunk: Final = json_decoder(AnswerChunk)
+
+
 class _Nested(Struct):
     usage: _Usage | None = None
 
@@ -294,19 +297,20 @@ class AnswerReader:
         Raises ReplicaFailed for another shape and for errors, and BadRequest for errors that every replica would return.
         """
         try:
-            chunk = decode_json(data, AnswerChunk)
+            chunk = _chunk(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _malformed(error) from None
         self.other = False
-        for choice in chunk.choices or ():
-            self._note(choice, data)
+        if chunk.choices:
+            for choice in chunk.choices:
+                self._note(choice, data)
         if chunk.usage:
             self._count(chunk.usage)
         if chunk.type is not None:
             self._event(chunk, chunk.type)
-        if is_set(chunk.error):
+        if chunk.error is not NO_JSON and is_set(chunk.error):
             raise _refusal(data)
-        if is_set(chunk.cache_report):
+        if chunk.cache_report is not NO_JSON and is_set(chunk.cache_report):
             self.report = _decode(chunk.cache_report, object)
         return chunk
 
