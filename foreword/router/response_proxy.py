@@ -237,7 +237,8 @@ class _ResponseProxy:
         self, attempt: Attempt, response: aiohttp.ClientResponse, events: list[sse.ServerSentEvent]
     ) -> sse.ServerSentEvent | None:
         """Send events that arrived together in one write. Returns the event that announces a migration."""
-        stream, pieces = self.stream, list[bytes]()
+        stream = self.stream
+        pieces: list[bytes] = []
         try:
             for event in events:
                 if event.name == MIGRATED_EVENT:

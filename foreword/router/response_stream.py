@@ -29,6 +29,8 @@ _NOT_HEAD: Final = frozenset(("choices", "usage", "prompt_token_ids", "cache_rep
 _NO_USAGE: Final = b',"usage":null'
 _IDS: Final = b',"token_ids":'
 _PROMPT_IDS: Final = b',"prompt_token_ids":'
+_NO_IDS: Final = _IDS + b"null"
+_NO_PROMPT_IDS: Final = _PROMPT_IDS + b"null"
 _decode: Final[Callable[[bytes], Any]] = msgspec.json.Decoder().decode
 _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
@@ -286,7 +288,13 @@ class ResponseStream:
     def _forward(self, event: ServerSentEvent, chunk: AnswerChunk, choice: AnswerChoice) -> bytes | None:
         """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks."""
         self.opened = True
-        cuts = self._hidden(chunk, choice) if self._hides_ids else []
+        cuts: list[tuple[bytes, bytes]] = []
+        if self._hides_ids:
+            prompt, ids = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids
+            if prompt is not None:
+                cuts.append((_PROMPT_IDS + _encode(prompt), _NO_PROMPT_IDS if self._is_vllm else b""))
+            if ids is not None:
+                cuts.append((_IDS + _encode(ids), _NO_IDS if self._is_vllm else b""))
         return self._sent(event, chunk, cuts, choice.finish_reason)
 
     def _sent(
@@ -308,15 +316,6 @@ class ResponseStream:
             self._finish += sent
             return self._take_finish() if len(self._finish) > _MOST_HELD else None
         return sent
-
-    def _hidden(self, chunk: AnswerChunk, choice: AnswerChoice) -> list[tuple[bytes, bytes]]:
-        """The ids that only the router asked for, and what stands there otherwise."""
-        found, prompt = list[tuple[bytes, bytes]](), chunk.prompt_token_ids or choice.prompt_token_ids
-        if prompt is not None:
-            found.append((_PROMPT_IDS + _encode(prompt), _PROMPT_IDS + b"null" if self._is_vllm else b""))
-        if choice.token_ids is not None:
-            found.append((_IDS + _encode(choice.token_ids), _IDS + b"null" if self._is_vllm else b""))
-        return found
 
     def _take_finish(self, stamp: str | None = None) -> bytes:
         """The chunks that were held back, with vLLM's fingerprint of its settings."""
