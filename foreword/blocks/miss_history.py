@@ -23,6 +23,8 @@ MissReason = Literal[
 ]
 # Texts that `add` measures again.
 _MEASURED_AGAIN = 4
+# A short text takes a hundred times as much memory as its tokens, and a comparison.
+_MOST_TEXTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class _RecentText:
 
 
 class MissHistory:
-    """The most recent token sequences, about `capacity` tokens of them (4 bytes each).
+    """The most recent token sequences: about `capacity` tokens (4 bytes each), and at most 4,096 sequences.
 
     `add` keeps the array itself, not a copy: tokens that the engine appends later are part of the history. They are counted
     a little later, when a following `add` measures their text again.
@@ -66,7 +68,7 @@ class MissHistory:
         self._next += 1
         self._total += len(tokens)
         self._count_growth()
-        while self._total > self._capacity and len(self._texts) > 1:
+        while len(self._texts) > (_MOST_TEXTS if self._total <= self._capacity else 1):
             self._total -= self._texts.pop(self._oldest).counted
             self._oldest += 1
 

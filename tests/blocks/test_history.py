@@ -184,6 +184,15 @@ def test_memory_is_bounded(capacity: int, lengths: list[int]) -> None:
             assert not held
 
 
+def test_the_number_of_short_sequences_is_bounded() -> None:
+    """Of sequences far shorter than the capacity, the newest 4,096 are kept."""
+    history = MissHistory(1 << 20)
+    for number in range(5_000):
+        history.add(NO_SALT, of(number, 1))
+    kept = history.recent(NO_SALT, 10_000)
+    assert len(kept) == 4_096 and (kept[0][0], kept[-1][0]) == (4_999, 904)
+
+
 def test_tokens_generated_later_count() -> None:
     """Tokens that are appended to remembered arrays count: the history does not grow beyond its capacity by them."""
     history = MissHistory(1_000)
