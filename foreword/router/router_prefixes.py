@@ -100,7 +100,7 @@ class RouterPrefixes:
         if request.prefix is None or pool.kind == "foreword":
             return request
         prefix = self.registry.get(tenant.name, request.prefix)
-        changes = _with_text(prefix, request) if request.dialect == "completions" else _with_messages(prefix, request)
+        changes = _with_text(prefix, request) if request.dialect == "completions" else with_messages(prefix, request)
         return parse_request(request.dialect, edited(request.body, ("prefix",), changes), Limits())
 
     async def repair(self, upstream: Upstream, tenant: Tenant, name: str) -> bool:
@@ -194,7 +194,8 @@ def _has(prefix: NamedPrefix, data: bytes) -> bool:
     return isinstance(found, dict) and prefix.body.items() <= found.items()
 
 
-def _with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
+def with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
+    """The messages of a chat behind those of a prefix. Raises BadRequest for a prefix of text."""
     messages = request.body.only("messages").get("messages")
     if isinstance(prefix.content, str) or messages is None:
         raise BadRequest(f"prefix: {prefix.name!r} is text; a chat needs a prefix of messages", param="prefix")
