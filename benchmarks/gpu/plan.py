@@ -84,27 +84,34 @@ def markdown(facts: dict[str, str], results: list[dict[str, Any]]) -> str:
 
 
 def write_table(target: Path, sources: list[Path]) -> None:
-    """The results of some runs as a table of docs/benchmarks.md. A step that was run twice has the later results."""
+    """The results of some runs in a table of docs/benchmarks.md. A step that was run again has the later results; what the
+    table has of other steps stays."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sources]
-    found = {result["step"]: (run["facts"], result) for run in runs for result in run["results"]}
-    rows = [
-        {
-            "cells": [name, row["what"], row["figure"], row.get("share") or row.get("limit", "")],
-            "processor": facts["card"],
-            "date": facts["date"],
-        }
-        for name, (facts, result) in found.items()
-        for row in result["rows"] or [{"what": f"failed: {result['error']}", "figure": ""}]
-    ]
+    found: dict[str, list[dict[str, Any]]] = {}
+    if target.exists():
+        for row in json.loads(target.read_text(encoding="utf-8"))["rows"]:
+            found.setdefault(row["cells"][0], []).append(row)
+    for run in runs:
+        for result in run["results"]:
+            failed = [{"what": f"failed: {result['error'][:80]}", "figure": ""}] if result["error"] else []
+            found[result["step"]] = [
+                {
+                    "cells": [result["step"], row["what"], row["figure"], row.get("share") or row.get("limit", "")],
+                    "processor": run["facts"]["card"],
+                    "date": run["facts"]["date"],
+                }
+                for row in result["rows"] + failed
+            ]
     versions = ", ".join(f"{name} {runs[0]['facts'][name]}" for name in ("torch", "triton", "transformers"))
     table = {
         "title": "The engine on a GPU",
         "text": f"`make gpu`: a Llama of 8B parameters with random weights in bfloat16 ({versions}). Kernels are compared with "
         "PyTorch in float32, tokens with Transformers; `serve` is `foreword serve` with the built-in model in float32, "
-        "asked, asked again, and after a restart.",
+        "asked, asked again, and after a restart. `vllm` is vLLM with the connector, in one process, and vLLM alone: a Llama "
+        "of 1B parameters in bfloat16, a long prompt of 8,192 tokens.",
         "head": ["step", "what", "figure", "share, or limit"],
         "command": "gpu/plan.py",
-        "rows": rows,
+        "rows": [row for step in STEPS for row in found.get(step, ())],
     }
     target.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -32,7 +32,7 @@ class ComparedEngine(VllmEngine):
     ) -> int:
         done = int(self._save(root, keys, parent, depth, blocks, group, **more))
         for block, name in zip(blocks[:done], self._cache.units[group].names(root, keys)[:done], strict=True):
-            # vLLM computes the end of a prompt again at each hit. Rounding may differ then, and the first block is the saved one.
+            # vLLM computes the end of a prompt again at each hit, and may round otherwise. The first such block is saved.
             if name in self._saved:
                 self._names.pop(block, None)
             else:
@@ -49,7 +49,7 @@ class ComparedEngine(VllmEngine):
         from foreword.integrations.vllm.worker_side import worker_of
 
         worker = worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
-        assert worker is not None
+        assert worker is not None and worker._staging is not None
         [tensors] = worker._tensors
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 Result = TypeVar("Result")
 
-_CORES: Final = os.cpu_count() or 1
+CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20  # a part has at least this size
 _cores: frozenset[int] = frozenset()
 
@@ -100,7 +100,7 @@ class Follower:
 
 def divide(sizes: Sequence[int], threads: int) -> list[slice]:
     """Divide a batch of items with these sizes in bytes into one part for each thread that it is worth."""
-    count = min(threads, _CORES, max(sum(sizes) // _PART_BYTES, 1), max(len(sizes), 1))
+    count = min(threads, CORES, max(sum(sizes) // _PART_BYTES, 1), max(len(sizes), 1))
     bounds = [len(sizes) * number // count for number in range(count + 1)]
     return [slice(low, high) for low, high in itertools.pairwise(bounds)]
 
