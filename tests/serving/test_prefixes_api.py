@@ -11,10 +11,15 @@ from shared_server import SharedServer, words
 
 @pytest.fixture(autouse=True)
 def forget(client: httpx.Client) -> Iterator[None]:
-    """Leave no prefix behind."""
+    """Find no prefix, and leave none behind."""
+
+    def remove() -> None:
+        for prefix in client.get("/v1/prefixes").json()["data"]:
+            client.delete(f"/v1/prefixes/{prefix['name']}")
+
+    remove()
     yield
-    for prefix in client.get("/v1/prefixes").json()["data"]:
-        client.delete(f"/v1/prefixes/{prefix['name']}")
+    remove()
 
 
 def test_add_show_list_remove(client: httpx.Client, server: SharedServer) -> None:

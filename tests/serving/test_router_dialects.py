@@ -183,6 +183,7 @@ def test_failover_of_translated_streams(shared: SharedServers, loop: Loop) -> No
         assert http_client.post(f"{router.url}/v1/prefixes", json=text).status_code < 300
         with pytest.raises(anthropic.BadRequestError, match="'text' is text"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "text"})
+        http_client.delete(f"{router.url}/v1/prefixes/text")
         assert count.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
         assert router.metric("foreword:router_continuations_total", outcome="continued") >= 1
     finally:

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+import stranger_campaign
 from stranger_campaign import Row, Storm, run
 
 
@@ -21,13 +22,15 @@ def test_a_short_campaign() -> None:
         assert row.messages == 1000 and not row.learned and row.good, row
 
 
-def test_the_campaign_notices_what_is_told() -> None:
+def test_the_campaign_notices_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that tells strangers a secret is reported, however the secret is cut."""
+    monkeypatch.setattr(stranger_campaign, "QUIET", 60.0)  # it ends exchanges by closing them
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def tell() -> None:
             for _ in range(3):
                 client = listener.accept()[0]
+                client.recv(100)  # a port that closes without reading resets the connection
                 for part in (b"the sec", b"ret is here"):
                     client.sendall(part)
                 client.close()
