@@ -60,7 +60,7 @@ _computing: dict[torch.device, Any] = {}
 
 def follow_stream(device: torch.device) -> None:
     """The calling thread's current stream is the one that computes from now on. An engine may change it after its KV cache was
-    prepared: vLLM does where it captures CUDA graphs."""
+    prepared."""
     if device.type == "cuda":  # pragma: no cover - needs a GPU
         _computing[device] = torch.cuda.current_stream(device)
 
@@ -70,8 +70,7 @@ class CudaQueues:  # pragma: no cover - needs a GPU
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device not in _computing:
-            follow_stream(device)
+        _computing.setdefault(device, torch.cuda.current_stream(device))
         self._copying: dict[Stream, Any] = {one: torch.cuda.Stream(device) for one in (Stream.SAVE, Stream.LOAD)}  # type: ignore[no-untyped-call]
 
     def _stream(self, stream: Stream) -> Any:
