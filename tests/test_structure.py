@@ -103,11 +103,11 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_480),
+        ("statements", statements, 49_487),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 32_030),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_610),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_620),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -93,7 +93,8 @@ def write_table(target: Path, sources: list[Path]) -> None:
             found.setdefault(row["cells"][0], []).append(row)
     for run in runs:
         for result in run["results"]:
-            failed = [{"what": f"failed: {result['error'][:80]}", "figure": ""}] if result["error"] else []
+            error = (result["error"] or "").partition(": [")[0]  # without what was compared, which rows say
+            failed = [{"what": f"failed: {error[:120]}", "figure": ""}] if error else []
             found[result["step"]] = [
                 {
                     "cells": [result["step"], row["what"], row["figure"], row.get("share") or row.get("limit", "")],

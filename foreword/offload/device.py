@@ -70,7 +70,7 @@ class CudaQueues:  # pragma: no cover - needs a GPU
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        _computing.setdefault(device, torch.cuda.current_stream(device))
+        _computing[device] = torch.cuda.current_stream(device)
         self._copying: dict[Stream, Any] = {one: torch.cuda.Stream(device) for one in (Stream.SAVE, Stream.LOAD)}  # type: ignore[no-untyped-call]
 
     def _stream(self, stream: Stream) -> Any:

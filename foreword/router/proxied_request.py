@@ -45,9 +45,13 @@ T = TypeVar("T")
 _MAX_OVERLOADED: Final = 100
 # A request on which a replica was silent for longer than this, in seconds, may be the reason.
 _SILENT_SECONDS: Final = 1.0
+# For so long after an answer of 5xx a connection that breaks may be one that its server has closed.
+_CLOSING_SECONDS: Final = 1.0
 _MAX_SILENCES: Final = 2
 # Only the request can cause these. Others may be a replica's own: a key, a path or a model that it does not know.
 _ABOUT_REQUEST: Final = (400, 413, 415, 422)
+# Of these another replica is always asked: what is said of one client's key is not true of another's.
+_ABOUT_KEY: Final = (401, 403)
 # Codes of errors that replicas may rightly disagree about.
 _DIFFERS: Final = frozenset((UnknownPrefix.code, PromptTooLong.code))
 
@@ -235,9 +239,11 @@ class ProxiedRequest(RoutedRequest):
                 response = await post()
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
                 # After an exception that it has answered, a server closes the connection, which may be used again by then.
-                if is_certain(error) or all(one is not upstream for one, _ in self.suspects):
+                if is_certain(error) or clock() - upstream.erred_at > _CLOSING_SECONDS:
                     raise
                 response = await post()
+            if response.status >= 500:
+                upstream.erred_at = clock()
             if streams and response.status == 200 and response.content_type == "text/event-stream":
                 return response, None
             async with response:
@@ -288,9 +294,8 @@ class ProxiedRequest(RoutedRequest):
         super().finished(attempt, counts)
         self.router.audit.finished(self.request, self.tenant, self.cache_salt, attempt.upstream, counts)
         attempt.upstream.refusals.served()
-        if self.refused is not None:
-            upstream, kind = self.refused
-            upstream.refusals.compared(kind, False)
+        if self.refused is not None and self.refused[0] is not attempt.upstream:
+            self.refused[0].refusals.compared(self.refused[1], False)
         for upstream, reason in self.suspects:
             if upstream is not attempt.upstream:
                 self.router.failed(upstream, reason)
@@ -330,8 +335,10 @@ class ProxiedRequest(RoutedRequest):
         if not 400 <= status < 600:
             raise ReplicaFailed(describe_response(status, data))
         if status < 500 and self.refused is not None:
-            for upstream, kind in (self.refused, (attempt.upstream, self._kind(status, data))):
-                upstream.refusals.compared(kind, True)
+            first, kind = self.refused
+            if first is not attempt.upstream and kind == self._kind(status, data):
+                for upstream in (first, attempt.upstream):
+                    upstream.refusals.compared(kind, True)
             return False
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
@@ -358,12 +365,12 @@ class ProxiedRequest(RoutedRequest):
         able = [one for one in others if not one.excluded(now)]
         if error_of(data).code == PromptTooLong.code and any(one.takes_longer(upstream) for one in able):
             return True
-        return bool(able) and upstream.refusals.checked(self._kind(status, data))
+        return bool(able) and (upstream.refusals.checked(self._kind(status, data)) or status in _ABOUT_KEY)
 
     def _kind(self, status: int, data: bytes) -> Hashable:
         """What a replica is believed in when it refuses the request."""
         if error_of(data).code in _DIFFERS:
-            return error_of(data).code
+            return error_of(data).code, self.tenant.name, self.request.prefix
         return ABOUT_REQUEST if status in _ABOUT_REQUEST else (status, self.request.dialect, self.request.model)
 
     def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:

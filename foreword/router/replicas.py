@@ -5,6 +5,7 @@ decides nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -263,6 +264,7 @@ class Upstream:
         unreachable: the last probe got no answer, so its streams will not continue.
         awaited: responses that are being awaited or read.
         alive_at: when it last answered a request of the router's own. checked: such a request is in flight.
+        erred_at: when it last answered with 5xx.
         returns_transfer: False after it computed a prompt for another vLLM server without returning `kv_transfer_params`.
         problem: result of the last failed probe.
         isolation_problem: why it would let tenants share blocks; empty if it would not.
@@ -287,6 +289,7 @@ class Upstream:
     unreachable: bool = False
     awaited: set[AwaitedResponse] = field(default_factory=set)
     alive_at: float = 0.0
+    erred_at: float = -math.inf
     checked: bool = False
     returns_transfer: bool = True
     problem: str = "it has not answered yet"

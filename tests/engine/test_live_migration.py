@@ -537,8 +537,7 @@ def test_many_migrate_at_once(nodes: tuple[Node, Node]) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("where", ["offer", "later block"])
-@pytest.mark.extended
+@pytest.mark.parametrize("where", represented(["offer", "later block"], "offer"))
 def test_keys_that_are_not_those_of_the_tokens(
     nodes: tuple[Node, Node], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

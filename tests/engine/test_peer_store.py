@@ -488,7 +488,6 @@ def test_engine_decodes_while_it_is_read(giver: Any, reference: Find) -> None:
     one.check()
 
 
-@pytest.mark.extended
 def test_blocks_come_and_go_while_they_are_read(giver: Any) -> None:
     """While blocks are evicted and recomputed under the readers, each frame holds the block that it names."""
     one = giver(blocks=96)

@@ -164,7 +164,6 @@ def test_a_budget_below_the_shortest_text_cuts_it(embedded: LLM) -> None:
     assert (one.finish_reason, len(one.tokens)) == ("length", 5)
 
 
-@pytest.mark.extended
 def test_other_rows_of_a_batch_do_not_change(llama: LLM) -> None:
     """A free request gives the same tokens beside constrained ones as alone, and so do the constrained ones."""
     free = SamplingParams(max_tokens=40, seed=5, ignore_eos=True, logprobs=1)

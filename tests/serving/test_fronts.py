@@ -328,7 +328,6 @@ def test_equal_answers_from_a_server_and_through_a_router(seeds: range, replica:
         router.kill()
 
 
-@pytest.mark.extended
 def test_equal_rights_at_a_server_and_at_a_router(shared: SharedServers, replica: str) -> None:
     """Routes that a server and a router share answer each caller alike: with and without keys, here and behind a proxy."""
     routes = {"DELETE /v1/cache": b"", "GET /v1/models": b"", "DELETE /v1/responses/x": b"", "POST /v1/cache/pin": b"{"}

@@ -24,7 +24,8 @@ def test_a_short_campaign() -> None:
 
 def test_the_campaign_notices_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that tells strangers a secret is reported, however the secret is cut."""
-    monkeypatch.setattr(stranger_campaign, "QUIET", 60.0)  # it ends exchanges by closing them
+    for name in ("PATIENCE", "QUIET"):  # the port ends exchanges by closing them
+        monkeypatch.setattr(stranger_campaign, name, 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def tell() -> None:

@@ -188,7 +188,6 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "call", ["rename", *(pytest.param(call, marks=pytest.mark.slow) for call in ("open", "write", "unlink", "stat"))]
 )
-@pytest.mark.extended
 def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
     """A put that evicts is killed before and after each system call in turn. Each time it is either rolled back or
     complete."""
