@@ -25,7 +25,7 @@ $(VENV)/.server: pyproject.toml
 demo: $(VENV)/.server
 	@$(BIN)/foreword demo
 
-# A test process per core and one more (tests/conftest.py), one computing thread each: OpenMP threads that outnumber the cores
+# A test process per core and two more (tests/conftest.py), one computing thread each: OpenMP threads that outnumber the cores
 # wait for each other. Compiled modules are kept: the tests start hundreds of processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 

@@ -45,8 +45,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "foreword"))
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores: tests also wait, for other processes, and for what takes its time."""
-    return len(os.sched_getaffinity(0)) + 1
+    """Two processes more than cores: tests also wait, for other processes, and for what takes its time."""
+    return len(os.sched_getaffinity(0)) + 2
 
 
 def pytest_collection_finish() -> None:
