@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -26,6 +27,7 @@ from foreword.conformance import (
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
 from foreword.store.frame import HEADER_BYTES, Frame, Header
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
 
 
 class TestContract(StoreContract):
@@ -51,6 +53,22 @@ def test_impossible_sizes(size: int, share: float, slot: int | None) -> None:
     """An impossible size, share or slot length is refused by the constructor."""
     with pytest.raises(StoreConfigError):
         MemoryStore(size, pin_share=share, slot_bytes=slot)
+
+
+def test_a_read_on_two_threads() -> None:
+    """A large read is made in parts, on several threads: each block comes into its own buffer, one that is missing costs none
+    of another part, and the bytes are those that were stored."""
+    frames = make_frames(1, 16, 512 << 10)
+    names, inner = names_of(frames), MemoryStore(32 << 20)
+    inner.readers = 2
+    with closing(TieredStore([inner])) as store:
+        put_all(store, frames)
+        inner.delete(names[9:10], deadline=soon())
+        buffers = [memoryview(bytearray(HEADER_BYTES + frame.header.length)) for frame in frames]
+        found = store.fetch(names, buffers, deadline=soon())
+        assert [one is not None for one in found] == [number != 9 for number in range(16)]
+        for frame, buffer, one in zip(frames, buffers, found, strict=True):
+            assert one is None or bytes(buffer) == bytes(one.frame.data) == bytes(frame.data)
 
 
 def test_more_memory_than_the_system_has() -> None:
