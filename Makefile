@@ -108,7 +108,7 @@ matrix: setup
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
 	  $(MATRIX:%=--matrix %/bin/python) --page docs/operations/conformance.md
 
-# Everything that needs a GPU, in below nine minutes, with the Python of the machine: make gpu PYTHON=python3
+# Everything that needs a GPU, in below nine minutes (three more if it has vLLM), with the Python of the machine: make gpu PYTHON=python3
 gpu:
 	$(PYTHON) -m benchmarks.gpu.plan
 

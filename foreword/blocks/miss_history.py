@@ -23,7 +23,7 @@ MissReason = Literal[
 ]
 # Texts that `add` measures again.
 _MEASURED_AGAIN = 4
-# A short text takes a hundred times as much memory as its tokens, and a comparison.
+# A short text takes far more memory than its tokens, and a comparison at each miss.
 _MOST_TEXTS = 4096
 
 

@@ -9,6 +9,7 @@ queued so far is done.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -54,27 +55,28 @@ class Queues(Protocol):
         ...
 
 
-# The stream that computes, by device: all copies of this process come after what it has queued.
-_computing: dict[torch.device, Any] = {}
+# By thread and device, the stream that computes, in a list that the thread's queues share.
+_threads = threading.local()
 
 
-def follow_stream(device: torch.device) -> None:
-    """The calling thread's current stream is the one that computes from now on. An engine may change it after its KV cache was
-    prepared."""
-    if device.type == "cuda":  # pragma: no cover - needs a GPU
-        _computing[device] = torch.cuda.current_stream(device)
+def follow_stream(device: torch.device) -> list[Any]:
+    """The calling thread's current stream is the one that computes from now on, for all queues that this thread has made. An
+    engine may change it after its KV cache was prepared. Returns it in a list, which later calls change; empty without CUDA."""
+    computing: list[Any] = vars(_threads).setdefault(str(device), [])
+    if device.type == "cuda":
+        computing[:] = [torch.cuda.current_stream(device)]
+    return computing
 
 
 class CudaQueues:  # pragma: no cover - needs a GPU
-    """Streams of a CUDA device. The stream that computes is the thread's current one, until `follow_stream` names another."""
+    """Streams of a CUDA device. The stream that computes is the current one of the thread that makes this object."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        _computing[device] = torch.cuda.current_stream(device)
+        self._computing = follow_stream(device)
         self._copying: dict[Stream, Any] = {one: torch.cuda.Stream(device) for one in (Stream.SAVE, Stream.LOAD)}  # type: ignore[no-untyped-call]
 
     def _stream(self, stream: Stream) -> Any:
-        return _computing[self._device] if stream is Stream.COMPUTE else self._copying[stream]
+        return self._computing[0] if stream is Stream.COMPUTE else self._copying[stream]
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream(stream)):

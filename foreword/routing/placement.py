@@ -189,8 +189,7 @@ class CostEstimate(NamedTuple):
             (self.decode, "decode interference"),
         ]
         listed = ", ".join(f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= 0.005)
-        waiting = self.others
-        others = f", and {waiting:.2f} s for those that wait" if waiting >= 0.005 else ""
+        others = f", and {self.others:.2f} s for those that wait" if self.others >= 0.005 else ""
         return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
 
 

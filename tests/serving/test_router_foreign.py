@@ -247,6 +247,38 @@ def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
         router.kill()
 
 
+def test_a_connection_that_closes_after_an_error(loop: Loop) -> None:
+    """A replica closes the connection on which it answered an error just as the next request comes on it: that one is served on
+    a new connection, and the replica has not failed."""
+
+    class Closing(Streamer):
+        def __init__(self, loop: Loop) -> None:
+            self.failed, self.closed = set[asyncio.BaseTransport | None](), 0
+            super().__init__(loop)
+
+        async def _answer(self, request: web.Request) -> web.StreamResponse:
+            if request.transport in self.failed:
+                assert request.transport is not None
+                self.closed += 1
+                request.transport.close()
+            elif (await request.json()).get("prompt") == "bad":
+                self.failed.add(request.transport)
+                return web.json_response({"error": {"message": "no", "code": 500}}, status=500)
+            return await super()._answer(request)
+
+    replica = Closing(loop)
+    router = RouterThread("--replica", replica.url).wait_for(1)
+    try:
+        for _ in range(5):
+            for prompt, status in (("bad", 500), ("good", 200)):
+                asked = http_client.post(f"{router.url}/v1/completions", json={"model": "m", "prompt": prompt})
+                assert asked.status_code == status, asked.text
+        assert replica.closed >= 5
+        assert router.metric("foreword:router_failures_total") == 0
+    finally:
+        router.kill()
+
+
 def test_no_more_than_a_little_is_held_back(loop: Loop) -> None:
     """A replica that sends events without an output for ever fills no memory of the router: the client gets them."""
     client_reads = asyncio.Event()

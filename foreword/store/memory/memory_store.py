@@ -284,7 +284,7 @@ class MemoryStore(LocalRecords):
 
     blocking = False
     local = True
-    # One core copies and verifies 3 to 4 GB/s, two together half as much again. An engine on CPUs needs the others.
+    # Copying and verifying a large batch keeps one core busy. An engine on CPUs needs the other cores.
     readers = min(4, max(CORES // 2, 1))
 
     def __init__(
