@@ -435,6 +435,39 @@ def test_blocks_of_several_groups_move_through_frames(
         assert torch.equal(storage.view(blocks, stride), expected)
 
 
+def test_saves_of_a_step_are_one_copy() -> None:
+    """What is saved within `saving` is gathered by one kernel for each group, and later work does not change it."""
+
+    class Counted(LazyQueues):
+        computed = 0
+
+        def submit(self, stream: Stream, work: Callable[[], object]) -> None:
+            self.computed += stream is Stream.COMPUTE
+            super().submit(stream, work)
+
+    queues = Counted(3)
+    groups = [torch.randn(BLOCKS, LAYOUT.block_bytes // 4) for _ in range(2)]
+    before = [one.clone() for one in groups]
+    store = MemoryStore(1 << 20)
+    offload = OffloadManager(TieredStore([store]), StagingArena([[one] for one in groups], 64, queues), [LAYOUT] * 2)
+    chains = [(number, chain_keys(ROOT, [chain] * 80, 16)) for chain, number in enumerate((0, 1, 0, 1))]
+    with offload.saving():
+        for at, (number, keys) in enumerate(chains):
+            assert offload.save(ROOT, keys, ROOT, 0, range(10 * at, 10 * at + 5), number) == 5
+        assert not queues.computed and not offload.status().queued
+    assert queues.computed == len(groups)
+    for one in groups:
+        queues.submit(Stream.COMPUTE, one.zero_)
+    assert offload.flush(PATIENCE)
+    for at, (number, keys) in enumerate(chains):
+        names = [chain_prefix(LAYOUT.fingerprint, ROOT) + key for key in keys]
+        buffers = [memoryview(bytearray(FRAME)) for _ in names]
+        assert store.get(names, buffers, deadline=soon(PATIENCE)) == [FRAME] * 5
+        rows = before[number][10 * at : 10 * at + 5].numpy()
+        assert [bytes(one[: LAYOUT.block_bytes]) for one in buffers] == [row.tobytes() for row in rows]
+    offload.close()
+
+
 @pytest.mark.parametrize("seed", represented(range(20), *range(7)))
 def test_copies_on_a_device_keep_their_order(seed: int) -> None:
     """Whatever the order in which a device's streams run: a save has the block of its time, though the block is overwritten by

@@ -46,18 +46,19 @@ def run_step(name: str, options: argparse.Namespace) -> dict[str, Any]:
     limit = STEPS[name].limit * (6 if options.tiny else 1)
     begin = time.perf_counter()
     error = None
+    out = options.out / f"{name}.out"  # what a step has found is there also if this process is killed
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=os.environ)
-        out, errors = done.stdout, done.stderr
+        with out.open("w") as answers:
+            done = subprocess.run(
+                command, stdout=answers, stderr=subprocess.PIPE, text=True, timeout=limit, env=os.environ
+            )
         if done.returncode:
-            lines = [line for line in errors.strip().splitlines() if line.strip()]
+            lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
             error = lines[-1][:400] if lines else f"status {done.returncode}"
-            print(errors[-4000:], file=sys.stderr)
-    except subprocess.TimeoutExpired as expired:
-        given = expired.stdout or b""
-        out = given.decode() if isinstance(given, bytes) else given
+            print(done.stderr[-4000:], file=sys.stderr)
+    except subprocess.TimeoutExpired:
         error = f"took more than {limit} s"
-    lines = [line for line in out.splitlines() if line.startswith("[")]
+    lines = [line for line in out.read_text().splitlines() if line.startswith("[")]
     rows = json.loads(lines[-1]) if lines else []
     return {"step": name, "seconds": round(time.perf_counter() - begin, 1), "error": error, "rows": rows}
 

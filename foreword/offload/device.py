@@ -136,6 +136,14 @@ class _PlaneTable:
         return cls(numbers, max(plane.words(word) for plane in planes), word)
 
 
+@dataclass(slots=True)
+class _Copy:
+    """A copy into some slots, and whether it is known to be done."""
+
+    event: Event
+    done: bool = False
+
+
 class DeviceCopies:
     """Copies between the paged tensors of some groups and an arena in pinned memory.
 
@@ -152,7 +160,7 @@ class DeviceCopies:
         self._mirror = torch.empty(arena.shape, dtype=torch.uint8, device=device)
         self._tables = [_PlaneTable.of(planes, device) for planes in groups]
         self._queues = CudaQueues(device) if queues is None else queues
-        self._saves: dict[int, Event] = {}
+        self._saves: dict[int, _Copy] = {}
 
     def save(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int]) -> None:
         """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work."""
@@ -161,15 +169,16 @@ class DeviceCopies:
         queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
         queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
         queues.submit(Stream.SAVE, lambda: self._move(self._arena, self._mirror, slots))
-        done = queues.record(Stream.SAVE)
+        copy = _Copy(queues.record(Stream.SAVE))
         for slot in slots:
-            self._saves[slot] = done
+            self._saves[slot] = copy
 
     def wait(self, slot: int) -> None:
         """Wait until what was saved into a slot is there."""
-        event = self._saves.get(slot)
-        if event is not None:
-            event.synchronize()
+        copy = self._saves.get(slot)
+        if copy is not None and not copy.done:
+            copy.event.synchronize()
+            copy.done = True
 
     def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots into units. Done on return; work that was queued before has not seen it."""

@@ -17,7 +17,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLooku
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.search import StoredGroup
 from foreword.offload.slots import SlotReader, StagingSlots
-from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBehind
+from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 
 Done = TypeVar("Done")
 
+# Bytes that a load reads and copies at once. On a GPU a load waits for each copy's kernel: fewer, larger ones are faster.
 _GROUP_BYTES: Final = 8 << 20
+_GROUP_BYTES_ON_DEVICE: Final = 32 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 _MIN_PATIENCE: Final = 0.05  # seconds
 _LOADERS: Final = 4
@@ -126,6 +128,8 @@ class OffloadManager:
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging)
+        self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
+        self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
         self.lookups = StoreLookups(store, lookup_timeout, load_timeout, lambda: self.prefill_rate.last, self._notify)
         self._load_timeout = load_timeout
         # Loads from memory have threads of their own: they never wait for a store that may block.
@@ -265,7 +269,7 @@ class OffloadManager:
         done = 0
         while done < store_load.requested and not store_load.finished:
             known = done > 0 or self._is_rate_known(store_load)
-            size = _GROUP_BYTES if known else _PROBE_BYTES
+            size = self._group_bytes if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, _MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
@@ -389,6 +393,16 @@ class OffloadManager:
                 return (low + queued) * len(blocks) // len(units)
         return len(blocks)
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """What `save` is given inside is copied and queued together, at the end: one copy for each KV group."""
+        self._gathering = []
+        try:
+            yield
+        finally:
+            waiting, self._gathering = self._gathering, None
+            self._gather(waiting)
+
     def note_dropped(self, blocks: int) -> None:
         """Count blocks for which the queue had no room, and which are not given again."""
         self._dropped += blocks
@@ -401,9 +415,20 @@ class OffloadManager:
             slots = self._take_slots(self._saving_slots, len(part))
             if slots is None:
                 return low
-            self._staging.gather(part, slots, group)
-            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)
+            queued = (group, part, WriteBatch(headers[low : low + step], slots, self._saving_slots, set(tiers)))
+            if self._gathering is None:
+                self._gather([queued])
+            else:
+                self._gathering.append(queued)
         return len(units)
+
+    def _gather(self, waiting: Sequence[tuple[int, Sequence[int], WriteBatch]]) -> None:
+        """Copy units of groups into their slots, and queue them."""
+        for group in {number for number, _, _ in waiting}:
+            mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
+            units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))
+            self._staging.gather(units, slots, group)
+        self._writer.add([queued for _, _, queued in waiting])
 
     def _headers(self, root: bytes, keys: Sequence[bytes], parent: bytes, depth: int, group: int) -> list[Header]:
         size, fingerprints = self._staging.block_bytes[group], self._fingerprints[group]

@@ -40,7 +40,7 @@ _WRITE_NICE: Final = 5
 
 
 @dataclass(slots=True, eq=False)
-class _WriteBatch:
+class WriteBatch:
     """Blocks that wait to be written.
 
     Attributes:
@@ -87,7 +87,7 @@ class WriteBehind:
         # A store whose write hangs keeps these slots; others remain for the writes to other tiers.
         self._max_write_slots = min(WRITE_BLOCKS, max(staging.slots // 4, 1))
         self._max_promotion_slots = max(staging.slots // 4, 1)
-        self._batches: list[_WriteBatch] = []  # oldest first
+        self._batches: list[WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
         self._closing = False
         self._flushing = 0
@@ -109,9 +109,10 @@ class WriteBehind:
         with self._changed:
             return sum(len(batch.slots) for batch in self._batches)
 
-    def add(self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int]) -> None:
-        """Queue blocks whose payloads are in `slots`, without headers and checksums yet."""
-        self._queue(_WriteBatch(headers, slots, pool, set(tiers)))
+    def add(self, batches: Iterable[WriteBatch]) -> None:
+        """Queue blocks whose payloads are in their slots, without headers and checksums yet."""
+        for batch in batches:
+            self._queue(batch)
 
     def promote(
         self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], started: float
@@ -119,11 +120,11 @@ class WriteBehind:
         """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already, or the blocks were
         erased since `started`, when their load began."""
         now = time.monotonic()
-        batch = _WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
+        batch = WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
         self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, started)
 
-    def _queue(self, batch: _WriteBatch, started: float = math.inf) -> None:
+    def _queue(self, batch: WriteBatch, started: float = math.inf) -> None:
         with self._changed:
             if any(started <= at and batch.is_of(roots) for roots, at in self._erased):
                 batch.pending.clear()
@@ -135,7 +136,7 @@ class WriteBehind:
                 return
         batch.pool.give(batch.slots)
 
-    def _has_promotion_slots(self, batch: _WriteBatch) -> bool:
+    def _has_promotion_slots(self, batch: WriteBatch) -> bool:
         held = sum(len(one.slots) for one in self._batches if one.promotion)
         return held + len(batch.slots) <= self._max_promotion_slots
 
@@ -203,7 +204,7 @@ class WriteBehind:
             finally:
                 self._finish(taken, kept)
 
-    def _take(self, tier: int) -> list[_WriteBatch] | None:
+    def _take(self, tier: int) -> list[WriteBatch] | None:
         """Wait for batches that this tier has not written, and take the oldest, up to `_max_write_slots`. None at the end."""
         with self._changed:
             while True:
@@ -215,15 +216,15 @@ class WriteBehind:
                     return None
                 self._changed.wait(wait or None)
 
-    def _pause(self, batches: Sequence[_WriteBatch]) -> float:
+    def _pause(self, batches: Sequence[WriteBatch]) -> float:
         """Seconds until promotions among these may be written."""
         if self._closing or self._flushing:
             return 0.0
         latest = min((batch.latest for batch in batches if batch.promotion), default=-math.inf)
         return max(min(self._quiet, latest) - time.monotonic(), 0.0)
 
-    def _claim(self, tier: int, mine: Sequence[_WriteBatch]) -> list[_WriteBatch]:
-        taken: list[_WriteBatch] = []
+    def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
+        taken: list[WriteBatch] = []
         size = 0
         for batch in mine:
             if taken and size + len(batch.slots) > self._max_write_slots:
@@ -234,7 +235,7 @@ class WriteBehind:
             size += len(batch.slots)
         return taken
 
-    def _sealed(self, batch: _WriteBatch) -> list[Frame]:
+    def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums."""
         buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
@@ -245,9 +246,9 @@ class WriteBehind:
         pairs = zip(batch.headers, buffers, strict=True)
         return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
 
-    def _finish(self, taken: Sequence[_WriteBatch], kept: int) -> None:
+    def _finish(self, taken: Sequence[WriteBatch], kept: int) -> None:
         """A tier has written these batches and stored `kept` of their blocks: the first ones, since stores keep prefixes."""
-        done: list[_WriteBatch] = []
+        done: list[WriteBatch] = []
         with self._changed:
             for batch in taken:
                 batch.kept = max(batch.kept, min(kept, len(batch.slots)))

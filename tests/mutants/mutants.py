@@ -379,6 +379,13 @@ MUTANTS = (
         MEMORY,
     ),
     Mutant(
+        "memory: frames with a gap between them are copied at once",
+        "foreword/store/memory/memory_store.py",
+        "or address != end",
+        "or False",
+        MEMORY,
+    ),
+    Mutant(
         "memory: pins ignored by eviction",
         "foreword/store/chain_lru.py",
         "if self._children[slot] or self.pinned[slot]:\n                heappop",
@@ -457,12 +464,17 @@ MUTANTS = (
     ),
     # Between the device and the stores
     Mutant(
-        "offload: queued before it is copied",
+        "offload: copied and never queued",
         "foreword/offload/manager.py",
-        "            self._staging.gather(part, slots, group)\n"
-        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)",
-        "            self._writer.add(headers[low : low + step], slots, self._saving_slots, tiers)\n"
-        "            self._staging.gather(part, slots, group)",
+        "        self._writer.add([queued for _, _, queued in waiting])\n",
+        "",
+        OFFLOAD,
+    ),
+    Mutant(
+        "offload: the copies of a step go into the slots of another group",
+        "foreword/offload/manager.py",
+        "for number, units, queued in waiting if number == group]",
+        "for number, units, queued in waiting if number >= group]",
         OFFLOAD,
     ),
     Mutant(

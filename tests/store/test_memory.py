@@ -55,6 +55,34 @@ def test_impossible_sizes(size: int, share: float, slot: int | None) -> None:
         MemoryStore(size, pin_share=share, slot_bytes=slot)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_frames_that_lie_together(seed: int) -> None:
+    """Frames that lie behind each other in memory, in any order, with gaps, of other lengths, or in memory that cannot be
+    written, are stored each with its own bytes."""
+    chance = random.Random(seed)
+    payload = chance.choice((64, 1000, 40_000, 70_000))
+    frames = []
+    memory = memoryview(bytearray(40 * (payload + HEADER_BYTES + 64)))
+    at = 0
+    for one in make_frames(seed, 32, payload):
+        length = len(one.data)
+        at += chance.choice((0, 0, 0, 64))
+        memory[at : at + length] = one.data
+        place = memory[at : at + length]
+        frames.append(Frame(one.header, place if chance.random() < 0.9 else place.toreadonly()))
+        at += length
+    if chance.random() < 0.5:
+        chance.shuffle(frames)
+    with closing(MemoryStore(20 * (payload + HEADER_BYTES) if chance.random() < 0.3 else 8 << 20)) as store:
+        stored = put_all(store, frames)
+        assert stored
+        found = read(store, frames)
+        kept = [one for one in found if one is not None]
+        assert len(kept) == stored
+        assert all(one is None or one == bytes(frame.data) for one, frame in zip(found, frames, strict=True))
+        check_memory_store(store)
+
+
 def test_a_read_on_two_threads() -> None:
     """A large read is made in parts, on several threads: each block comes into its own buffer, one that is missing costs none
     of another part, and the bytes are those that were stored."""

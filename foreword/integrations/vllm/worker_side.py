@@ -390,12 +390,13 @@ class ForewordConnectorWorker:
             self._waits = 0
         if metadata.tokens >= MEASURED_TOKENS:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
-        for save in metadata.saves:
-            if self._saves[save.group] and self._may_save(save):
-                where = save.depth, save.blocks, save.group
-                args = (save.root, save.keys, save.parent)
-                done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
-                self.offload.note_dropped(len(save.blocks) - done)
+        with self.offload.saving():
+            for save in metadata.saves:
+                if self._saves[save.group] and self._may_save(save):
+                    where = save.depth, save.blocks, save.group
+                    args = (save.root, save.keys, save.parent)
+                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
+                    self.offload.note_dropped(len(save.blocks) - done)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]

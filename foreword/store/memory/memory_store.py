@@ -27,6 +27,7 @@ from foreword.store.frame import Frame
 from foreword.store.wrappers import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
+_RUN_BYTES = 8 << 20
 _POPULATE_BYTES = 16 << 20
 _AHEAD_BYTES = 256 << 20
 _POPULATE_PAUSE = 0.03  # seconds after each piece: at most half a gigabyte per second
@@ -203,11 +204,11 @@ class MemoryArena:
         except OSError:  # the kernel does not support it: slower, but correct
             return
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Copy `data` to `offset`."""
-        size = data.nbytes
-        if size >= _UNLOCKED_BYTES and not data.readonly:
-            ctypes.memmove(self._base + offset, ctypes.addressof(ctypes.c_char.from_buffer(data)), size)
+    def write(self, offset: int, data: memoryview, size: int = 0) -> None:
+        """Copy `data` to `offset`, and what lies behind it in memory up to `size` bytes."""
+        size = size or data.nbytes
+        if size > data.nbytes or (size >= _UNLOCKED_BYTES and not data.readonly):
+            ctypes.memmove(self._base + offset, _address(data), size)
         else:
             self._view[offset : offset + size] = data if data.format == "B" else data.cast("B")
 
@@ -228,6 +229,27 @@ class MemoryArena:
         return bool(
             libc.madvise(ctypes.c_void_p(self._base + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
         )
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _adjacent(places: Sequence[tuple[int, Frame]], slot_bytes: int) -> Iterator[list[tuple[int, Frame]]]:
+    """Frames that lie behind each other in memory, as their slots do, up to some MiB: they are copied at once. Each copy gives
+    the interpreter to another thread and takes it back, for which a computing thread waits."""
+    run: list[tuple[int, Frame]] = []
+    end, most = 0, max(_RUN_BYTES // slot_bytes, 1)
+    for slot, one in places:
+        size = one.data.nbytes
+        address = 0 if one.data.readonly else _address(one.data)
+        if run and (slot != run[-1][0] + 1 or not address or address != end or len(run) >= most):
+            yield run
+            run = []
+        run.append((slot, one))
+        end = address + size if address and size == slot_bytes else -1
+    if run:
+        yield run
 
 
 class PagePopulator:
@@ -376,12 +398,14 @@ class MemoryStore(LocalRecords):
                 self._populator.extend((max(slot for slot, _ in reserved) + 1) * slots.slot_bytes)
         written = 0
         try:
-            for slot, one in reserved:
+            for run in _adjacent(reserved, slots.slot_bytes):
                 time_left(deadline)
-                arena.write(slot * slots.slot_bytes, one.data)
+                size = sum(one.data.nbytes for _, one in run)
+                arena.write(run[0][0] * slots.slot_bytes, run[0][1].data, size)
                 with self._lock:
-                    slots.publish(slot)
-                written += 1
+                    for slot, _ in run:
+                        slots.publish(slot)
+                written += len(run)
         finally:
             if written < len(reserved):
                 with self._lock:
