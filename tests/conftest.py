@@ -4,7 +4,7 @@ The same commit gives the same examples everywhere, so a red run can be had agai
 draws more and new ones. No test asserts a time, hypothesis' deadlines included: a loaded machine is not a defect.
 
 Tests do not depend on their order: `make test MORE=--shuffle=7` runs the files, and the tests in each, in an order drawn
-from 7.
+from 7. `make test-extended MORE=--part=0/2` runs every second test of each file, from the first one on.
 """
 
 import atexit
@@ -63,15 +63,24 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn from this seed")
+    parser.addoption("--part", default="0/1", metavar="K/N", help="run every N-th test of each file, from number K on")
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
-    seed = config.getoption("shuffle")
-    return None if seed is None else f"order of the tests: --shuffle={seed}"
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"--part={config.getoption('part')} --shuffle={config.getoption('shuffle')}"
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with few tests run first: these are the long ones, and a long one at the end would leave the other cores idle."""
+    first, every = map(int, config.getoption("part").split("/"))
+    count = Counter[Path]()
+    mine = []
+    for item in items:
+        if count[item.path] % every == first:
+            mine.append(item)
+        count[item.path] += 1
+    items[:] = mine
     seed: int | None = config.getoption("shuffle")
     if seed is None:
         tests = Counter(item.path for item in items)
