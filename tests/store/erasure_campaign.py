@@ -53,7 +53,7 @@ from foreword.conformance import FlakyStore, make_frames, names_of, soon
 from foreword.errors import StoreError
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
-from foreword.offload.writer import WriteBehind
+from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
@@ -160,7 +160,7 @@ class Instance:
             return 0
         for one, slot in zip(frames, slots, strict=True):
             self._arena.buffer(slot)[:SIZE] = one.data[:SIZE]
-        self.queue.add([one.header for one in frames], slots, self._slots, self.store.writable)
+        self.queue.add([WriteBatch([one.header for one in frames], slots, self._slots, set(self.store.writable))])
         return len(frames)
 
     def calm(self) -> None:

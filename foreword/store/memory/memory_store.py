@@ -239,11 +239,11 @@ def _adjacent(places: Sequence[tuple[int, Frame]], slot_bytes: int) -> Iterator[
     """Frames that lie behind each other in memory, as their slots do, up to some MiB: they are copied at once. Each copy gives
     the interpreter to another thread and takes it back, for which a computing thread waits."""
     run: list[tuple[int, Frame]] = []
-    end, most = 0, max(_RUN_BYTES // slot_bytes, 1)
+    end = 0
     for slot, one in places:
         size = one.data.nbytes
         address = 0 if one.data.readonly else _address(one.data)
-        if run and (slot != run[-1][0] + 1 or not address or address != end or len(run) >= most):
+        if run and (slot != run[-1][0] + 1 or not address or address != end or len(run) * size >= _RUN_BYTES):
             yield run
             run = []
         run.append((slot, one))
