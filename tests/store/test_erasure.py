@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -113,6 +114,33 @@ def test_an_erasure_that_was_killed_is_continued(tmp_path: Path, monkeypatch: py
     assert not any(present(again, mine)) and all(present(again, theirs))
     assert forget_tenant(again, ANN).blocks == 0
     again.close()
+
+
+def test_what_killed_writers_left_is_erased(tmp_path: Path) -> None:
+    """A process is killed when a record and a block are not yet under their names, and evictions have left an empty folder. An
+    erasure by a process that was open before leaves no path with the tenant's name."""
+    store, _, theirs = filled(tmp_path)
+
+    def killed() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            disk = DiskStore(tmp_path, 1 << 20)
+            patch.setattr(os, "rename", lambda *_: None)
+            disk.put_record(PREFIXES.key("0" * 32, ANN.digest.hex(), "p"), b"private", deadline=soon())
+            patch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            disk.put(chain(ANN, 5), deadline=soon())
+
+    assert in_child(killed) == -signal.SIGKILL
+    (tmp_path / LAYOUT.fingerprint.hex() / Scope(MODEL, 16, ANN).root()[:16].hex() / "zz").mkdir()
+
+    def incomplete() -> list[Path]:
+        return [path for path in tmp_path.rglob("*") if re.search(r"-\d+-[0-9a-f]{12}", path.name)]
+
+    assert len([path for path in incomplete() if path.parent.name != "writers"]) == 2
+    assert forget_tenant(store, ANN).complete
+    assert not [path for path in incomplete() if path.parent.name != "writers"]
+    assert not any(ANN.prefix.hex() in str(path) or ANN.digest.hex() in str(path) for path in tmp_path.rglob("*"))
+    assert all(all(present(tier.store, theirs)) for tier in store.tiers)
+    store.close()
 
 
 def test_an_erasure_needs_no_index(tmp_path: Path) -> None:

@@ -50,7 +50,16 @@ from foreword.store.base import (
     step_deadline,
     time_left,
 )
-from foreword.store.disk.files import BlockFiles, DiskFull, RecordFiles, is_name, make_folder, read_block_header
+from foreword.store.disk.files import (
+    BlockFile,
+    BlockFiles,
+    DiskFull,
+    RecordFiles,
+    is_name,
+    make_folder,
+    read_block_header,
+    remove_file,
+)
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
 from foreword.store.disk.locks import folder_lock, is_alive
@@ -312,17 +321,29 @@ class DiskStore(Store):
     def erase_steps(
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
-        """As in the contract. A folder that cannot be read is a place."""
+        """As in the contract. A folder that cannot be read is a place. What killed writers have left incomplete is removed."""
         problems: list[StoreError] = []
         try:
             self._check_open(deadline)
             files = self._files.walk(layout, root, problems.append)
-            names = (one.name for one in files if one.token is None and (chosen is None or one.name in chosen))
+            whole = (one for one in files if self._is_whole(one, problems))
+            names = (one.name for one in whole if chosen is None or one.name in chosen)
             while batch := list(itertools.islice(names, _SCAN_ROWS)):
                 yield Erased(self.delete(batch, deadline=step_deadline(deadline)))
+            self._files.prune(layout, root)
+            self._records.remove_incomplete(self._is_dead)
         except StoreError as error:
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)
+
+    def _is_whole(self, file: BlockFile, problems: list[StoreError]) -> bool:
+        """Whether a file is complete. Removes it if it is not and its writer is dead."""
+        if file.token is not None and self._is_dead(file.token):
+            try:
+                remove_file(file.path)
+            except StoreError as error:
+                problems.append(error)
+        return file.token is None
 
     # Records
 
@@ -416,7 +437,10 @@ class DiskStore(Store):
 
     def _index_opened(self) -> None:
         self._writer.release_liveness(if_missing=True)
-        self._records.remove_incomplete(lambda token: not is_alive(self.path, token))
+        self._records.remove_incomplete(self._is_dead)
+
+    def _is_dead(self, token: str) -> bool:
+        return not is_alive(self.path, token)
 
 
 def _after_fork() -> None:

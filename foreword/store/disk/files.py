@@ -145,6 +145,14 @@ class BlockFiles:
             _remove_empty(os.path.dirname(path), path.rsplit("/", 3)[0])
         return removed
 
+    def prune(self, layout: bytes, root: bytes) -> None:
+        """Remove the empty folders of these layouts and roots, which evictions have left."""
+        for outer in _digit_folders(self.folder, layout, skip):
+            for inner in _digit_folders(outer, root, skip):
+                for part in _folders(inner, skip):
+                    _remove_empty(part.path, outer)
+                _remove_empty(inner, outer)
+
     def walk(self, layout: bytes = b"", root: bytes = b"", on_error: OnError = raise_error) -> Iterator[BlockFile]:
         """List all block files with this layout and roots that begin with these bytes (b"": any), complete or not, in no order.
         `on_error` is called for folders that cannot be read."""
@@ -392,9 +400,10 @@ class RecordFiles:
         return keys
 
     def remove_incomplete(self, is_dead: Callable[[str], bool]) -> None:
-        """Remove the incomplete files of dead writers."""
+        """Remove the incomplete files of dead writers, and folders that are empty then."""
         for path, _, files in os.walk(self._folder):
             for name in files:
                 token = name.partition("~")[2].rpartition(".")[0]
                 if token and is_dead(token):
                     remove_file(f"{path}/{name}")
+                    _remove_empty(path, self._folder)
