@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +249,40 @@ def test_blocks_behind_those_of_a_faster_tier_are_found(folder: Path):
         held = TieredStore([ObjectStore(f"file://{folder}")])
         assert held.find(names[first:], deadline=soon(), before=names[:first]) == [0] * (400 - first)
         held.close()
+
+
+_WRITING = """
+import itertools, sys
+from foreword.conformance import make_frames, soon
+from foreword.store.object.object_store import ObjectStore
+store = ObjectStore(sys.argv[1])
+for seed in itertools.count():
+    store.put(make_frames(seed, 1, 24 << 20), deadline=soon())
+"""
+
+
+def test_an_erasure_of_a_folder_removes_what_killed_writers_left(folder: Path):
+    """A process is killed while it writes an object into a folder. An erasure leaves nothing of it, nor an empty folder of the
+    root, and all of another root."""
+    store = ObjectStore(f"file://{folder}")
+    mine, theirs = make_frames(1, 1, 10)[0], make_frames(1, 3, 10, root=b"other" * 7)
+    store.put(theirs, deadline=soon())
+
+    def leftovers() -> list[Path]:
+        return list(folder.rglob("*#*"))
+
+    for _ in range(20):
+        child = subprocess.Popen([sys.executable, "-c", _WRITING, f"file://{folder}"])
+        wait_until(lambda: bool(leftovers()), "an object that is being written")
+        child.kill()
+        child.wait()
+        if leftovers():
+            break
+    assert leftovers()
+    store.erase(root=mine.header.root, deadline=soon())
+    assert not [path for path in folder.rglob("*") if mine.header.root.hex() in str(path)]
+    assert read(store, theirs) == whole(theirs)
+    store.close()
 
 
 def test_branches_share_the_blocks_of_their_common_prefix(store: ObjectStore, folder: Path):

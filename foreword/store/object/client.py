@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlunsplit
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import from_url
+from obstore.store import LocalStore, from_url
 
 from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreTimeout, StoreUnavailable
 from foreword.store.base import copy_error, time_left
@@ -196,6 +197,23 @@ def open_client(url: str, options: dict[str, str]) -> Any:
         return from_url(location, config=config, client_options=client, retry_config=_RETRIES)
     except (BaseError, ValueError, OSError) as error:
         raise StoreConfigError(f"the object store's URL or options are wrong: {error_text(error)}") from None
+
+
+def remove_leftovers(store: Any, folder: str) -> None:
+    """Of a `file://` store, remove what killed processes have left in a folder, and empty folders: obstore writes an object
+    beside its place, under its name with `#` and a number, which no listing shows. Raises StoreUnavailable."""
+    if not isinstance(store, LocalStore):
+        return
+    base = Path(str(store.prefix), folder)
+    for path in [*sorted(base.rglob("*"), reverse=True), base]:
+        if path.is_dir():
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        elif "#" in path.name:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise StoreUnavailable(f"{path.name} cannot be removed: {error}") from error
 
 
 def _client(config: dict[str, Any]) -> dict[str, Any]:

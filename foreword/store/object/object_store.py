@@ -60,7 +60,7 @@ from foreword.store.object.chunks import (
     section_path,
     tag_of,
 )
-from foreword.store.object.client import ClientLoop, open_client
+from foreword.store.object.client import ClientLoop, open_client, remove_leftovers
 from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
 
 _WAITING: Final = 1024  # chunks
@@ -211,6 +211,7 @@ class ObjectStore(Store):
             for folder in self._folders(layout, root, step_deadline(deadline)):
                 for metas in self._pages(folder, deadline):
                     yield Erased(self._remove(metas, deadline))
+                remove_leftovers(self._store, self._prefix + folder)
         except StoreError as error:
             yield Erased.failed(error)
 
