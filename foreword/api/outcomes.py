@@ -49,8 +49,8 @@ def outcome_of_status(status: int, *, retry: bool = True) -> Outcome:
     return "ok" if status < 400 else "client_error" if status < 500 else "server_error"
 
 
+# Counts a request's dialect and outcome.
 Count = Callable[[str, Outcome], None]
-"""Counts a request's dialect and outcome."""
 
 
 @dataclass(slots=True)

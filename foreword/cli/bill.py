@@ -96,8 +96,8 @@ def _is_price(given: Any) -> bool:
     return isinstance(given, int | Decimal) and not isinstance(given, bool) and 0 <= given < 1_000_000_000
 
 
+# Tokens of each kind, and `requests`, by day, tenant and model.
 Charges = dict[tuple[str, str, str], Counter[str]]
-"""Tokens of each kind, and `requests`, by day, tenant and model."""
 
 
 def read_ledgers(paths: Iterable[Path]) -> tuple[Charges, int]:

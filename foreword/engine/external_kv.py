@@ -50,8 +50,8 @@ class ExternalKV(Protocol):
     """Fills blocks that a sequence holds: a load from the stores, a remote prefill, or an incoming migration. The engine's
     thread makes these calls, and each returns at once."""
 
+    # A load from the stores: the engine's loop keeps looking at it, because it has a deadline.
     from_store: bool
-    """A load from the stores: the engine's loop keeps looking at it, because it has a deadline."""
 
     @property
     def done(self) -> bool:

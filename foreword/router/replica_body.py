@@ -27,8 +27,8 @@ from foreword.api.sse import DONE, EventParser
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ForewordError
 
+# Keeps a response: its id, the conversation with the answer, and the response as JSON.
 Store = Callable[[str, tuple[Message, ...], bytes], None]
-"""Keeps a response: its id, the conversation with the answer, and the response as JSON."""
 PATHS: Final[Mapping[DialectName, str]] = {
     **{name: dialect.path for name, dialect in DIALECTS.items()},
     "embeddings": "/v1/embeddings",

@@ -73,8 +73,8 @@ class CacheTier(IntEnum):
 
 
 NUM_TIERS: Final = len(CacheTier)
+# For each tier t the number of leading blocks found in tiers 0 to t: `NUM_TIERS` numbers, never decreasing.
 Reach = tuple[int, ...]
-"""For each tier t the number of leading blocks found in tiers 0 to t: `NUM_TIERS` numbers, never decreasing."""
 NOTHING: Final[Reach] = (0,) * NUM_TIERS
 
 

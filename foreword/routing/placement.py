@@ -59,8 +59,8 @@ _MAX_REASONS: Final = 32
 _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 
 
+# Weights and block size. A block of other weights, or of another size, never has an equal key.
 KeySpace = tuple[str, int]
-"""Weights and block size. A block of other weights, or of another size, never has an equal key."""
 
 
 @dataclass(frozen=True, slots=True)

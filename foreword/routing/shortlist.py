@@ -42,8 +42,8 @@ def _depths() -> list[int]:
 
 _DEPTHS: Final = _depths()
 
+# Queued work that can be compared: lower is less. The first number is at least `QUEUED` if there is any.
 Load = tuple[float, float]
-"""Queued work that can be compared: lower is less. The first number is at least `QUEUED` if there is any."""
 QUEUED: Final = 1.0
 Group = tuple[str, int]
 _Entry = tuple[float, float, str]

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 from foreword.api.misses.outline import (
     Change,
@@ -29,6 +29,7 @@ _COMPARED: Final = 16
 # Share of the text from which a conversation that starts with the same messages needs no comparison with others.
 _ENOUGH: Final = 0.8
 _SAME_SESSION: Final = 0.5
+# Causes that are not a change of the conversation.
 Outside = Literal[
     "all_cached",
     "new_text",
@@ -41,9 +42,7 @@ Outside = Literal[
     "other_tenant",
     "disabled",
 ]
-"""Causes that are not a change of the conversation."""
 MissCause = Change | Outside
-CAUSES: Final[tuple[MissCause, ...]] = (*get_args(Change), *get_args(Outside))
 # Reasons of an engine that say more than the comparison of conversations can.
 _OF_ENGINE: Final[dict[str, Outside]] = {
     "evicted": "evicted",

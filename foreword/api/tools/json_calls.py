@@ -37,8 +37,8 @@ class JsonCalls:
     def __init__(self, reader: TextReader, pieces: PieceCollector) -> None:
         self.reader = reader
         self.pieces = pieces
+        # Whether the last call was known to be one before it ended.
         self.started = False
-        """Whether the last call was known to be one before it ended."""
 
     def attempt(self, call: Reading[T], before: str = "") -> Reading[T | None]:
         """Read a call. What is not one is text, from `before` (which was read already) up to where it went wrong.

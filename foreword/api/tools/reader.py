@@ -18,8 +18,8 @@ Reading = Generator[None, None, T]
 Sink = Callable[[str], None]
 
 SPACE = re.compile(r"\s+")
+# A call whose name or start is longer than this is text.
 HELD_CHARACTERS = 1 << 16
-"""A call whose name or start is longer than this is text."""
 STRING_PIECE = re.compile(r'[^"\\]+')
 
 
