@@ -91,7 +91,7 @@ def retry_after(response: aiohttp.ClientResponse) -> float:
         pause = float(response.headers.get("retry-after", "1"))
     except ValueError:
         pause = 1.0
-    return min(max(pause, _MIN_PAUSE), _MAX_PAUSE)
+    return min(max(_MIN_PAUSE, pause), _MAX_PAUSE)  # of what is no number, the least
 
 
 @dataclass(slots=True)

@@ -18,25 +18,17 @@ from foreword.errors import ConfigError
 
 # Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(
-    (
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    )
-)
+    ("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
+) | frozenset(("proxy-authenticate", "proxy-authorization", "proxy-connection"))
 # All that a replica sees of a client's headers. Any other might be one that the replica trusts.
 _SENT_TO_REPLICAS: Final = frozenset(
     ("accept", "accept-language", "traceparent", "tracestate", "user-agent", "x-session-id")
 )
-_NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
-    ("content-length", "date", "server", "x-request-id", "set-cookie", "location", "www-authenticate", "alt-svc")
-)
+# What is encoded has been decoded.
+_NOT_RETURNED: Final = HOP_BY_HOP | {
+    *("content-encoding", "content-length", "date", "server", "x-request-id", "set-cookie", "location", "alt-svc"),
+    "www-authenticate",
+}
 
 
 class RouterAuth:
@@ -116,9 +108,11 @@ def request_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
 
 
 def response_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """A replica's headers for a client, without connection headers."""
+    """A replica's headers for a client, without connection headers, and those that are not printable: no HTTP has them."""
     dropped = _NOT_RETURNED | listed if (listed := _connection_headers(headers)) else _NOT_RETURNED
-    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
+    return CIMultiDict(
+        [(name, value) for name, value in headers.items() if name.lower() not in dropped and value.isprintable()]
+    )
 
 
 def _connection_headers(headers: Mapping[str, str]) -> frozenset[str]:

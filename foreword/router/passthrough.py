@@ -125,9 +125,9 @@ async def _send(router: Router, call: Call, upstream: Upstream, path: str, body:
 
 
 async def send_to_one(router: Router, call: Call, replicas: list[Upstream], path: str, body: bytes) -> Answer:
-    """Forward a request that changes nothing to one replica, and to another one if the first does not respond."""
+    """Forward a request that changes nothing to one replica, and to another one, or again, if the first does not respond."""
     problem = ""
-    for upstream in replicas[: router.config.max_attempts]:
+    for upstream in (replicas * 2)[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
             return await _send(router, call, upstream, path, body)

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of
+from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of, read_error
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call
 from foreword.api.misses.causes import Miss
@@ -363,7 +363,9 @@ class ProxiedRequest(RoutedRequest):
         now, avoid = clock(), (upstream.url, *self.avoid)
         others = [one for url, one in self.pool.upstreams.items() if url not in avoid and one.spec.role != "prefill"]
         able = [one for one in others if not one.excluded(now)]
-        if error_of(data).code == PromptTooLong.code and any(one.takes_longer(upstream) for one in able):
+        longer = [one for one in able if one.longest > upstream.longest]
+        if longer and error_of(data).code == PromptTooLong.code:
+            self.avoid += [one.url for one in others if one.longest < max(two.longest for two in longer)]
             return True
         return bool(able) and (upstream.refusals.checked(self._kind(status, data)) or status in _ABOUT_KEY)
 
@@ -417,7 +419,7 @@ class ProxiedRequest(RoutedRequest):
                 status, data = answer.status, answer.body
                 headers.update(answer.headers)
             elif error_of(data).message is None:
-                data = msgspec.json.encode(error_body(ReplicaFailed(f"A replica answered with status {status}")))
+                data = msgspec.json.encode(error_body(read_error(status, data)))
                 headers["content-type"] = "application/json"
         headers["x-foreword-route"] = as_header(self.decision_text)
         return Answer(status, data, headers)

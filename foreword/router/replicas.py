@@ -319,12 +319,12 @@ class Upstream:
         """Which weights it serves: a replica with an equal value may continue its responses. None if that is not known."""
         return self.info.weights if self.info is not None and not self.unconfirmed else None
 
-    def takes_longer(self, other: Upstream) -> bool:
-        """Whether it may take longer prompts than another replica."""
-        if self.info is None or other.info is None:
-            return True
-        mine, theirs = ((one.max_model_len, one.capacity_tokens) for one in (self.info, other.info))
-        return any(a != b and (a is None or b is None or a > b) for a, b in zip(mine, theirs, strict=True))
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest prompt that it takes; infinite if that is not known."""
+        return min(
+            filter(None, (self.info.max_model_len, self.info.capacity_tokens) if self.info else ()), default=math.inf
+        )
 
     @property
     def out_of_service(self) -> str:

@@ -158,7 +158,7 @@ class ResponseStream:
             return event.raw + b"\n\n"
         if self.request.dialect in TRANSLATED:
             return self._pass(event)
-        return event.raw + b"\n\n" if event.name else self._chunk(event, chunk)
+        return event.raw + b"\n\n" if event.name and chunk.choices is msgspec.UNSET else self._chunk(event, chunk)
 
     def end(self) -> bytes | None:
         """The end of the stream, with a missing usage. Raises ReplicaFailed if the response is incomplete."""

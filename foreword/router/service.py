@@ -126,7 +126,7 @@ class Router:
 
     async def start(self) -> None:
         """Raises ModelNotFound if the tokenizer cannot be loaded."""
-        self.session = self._client_session(auto_decompress=False, read_bufsize=1 << 18)
+        self.session = self._client_session(read_bufsize=1 << 18)
         self._probe_session = self._client_session()
         headers = self.auth.probe_headers()
         self.probe = ReplicaProbe(self.config, self._probe_session, headers)

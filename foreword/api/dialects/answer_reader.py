@@ -218,8 +218,11 @@ class AnswerError(Struct):
 
 
 class _ErrorBody(Struct):
-    error: AnswerError | str
+    """Servers on FastAPI say `detail`, those of older OpenAI interfaces `message`."""
+
+    error: AnswerError | str = ""
     message: str | None = None
+    detail: Any = None
 
 
 @dataclass(slots=True)
@@ -394,12 +397,16 @@ def check_whole(data: bytes) -> UsageCounts:
 
 
 def error_of(data: bytes) -> AnswerError:
-    """The error in a body, in the format of any dialect; one without fields if there is none."""
+    """The error in a body, in the format of any dialect; one without fields if there is none. Of prompts that are too long vLLM
+    names the parameter only."""
     try:
         found = decode_json(data, _ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = ""
-    return AnswerError() if isinstance(found, str) else found
+    if isinstance(found, str):
+        return AnswerError()
+    too_long = found.param in ("input_text", "input_tokens")
+    return msgspec.structs.replace(found, code=PromptTooLong.code) if too_long else found
 
 
 def read_error(status: int, data: bytes) -> ForewordError:
@@ -409,7 +416,7 @@ def read_error(status: int, data: bytes) -> ForewordError:
     except ReplicaFailed:
         body = _ErrorBody(AnswerError())
     found = AnswerError(body.error) if isinstance(body.error, str) else body.error
-    message = (found.message or body.message or f"the replica answered with status {status}")[:_SHOWN]
+    message = str(found.message or body.message or body.detail or f"the replica answered with status {status}")[:_SHOWN]
     if found.code == PromptTooLong.code:
         return PromptTooLong(message, param=found.param)
     if status in (400, 413, 422):
