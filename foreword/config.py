@@ -219,7 +219,8 @@ class ServerConfig:
         usage_ledger: file to which each request of a tenant adds a line of JSON with its tokens, for `foreword bill`.
         quotas: limits of a tenant as `TENANT requests=N tokens=N concurrent=N`: requests and tokens per minute, and requests
             at a time; TENANT is `*` for all others. By default there are none.
-        max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB.
+        max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB, and
+            at a router in front of other servers than Foreword's 64MiB with images.
         unknown_fields: fields of a body that have no effect: `report` names them in the answer's header `x-foreword-ignored`,
             `refuse` answers 400, `ignore` says nothing.
         max_connections: maximum number of connections; at the limit an idle one is closed for a new one.

@@ -370,13 +370,13 @@ def _checked(text: str, sent: str) -> str:
 
 
 def text_as_tokens(request: GenerateRequest) -> array[int]:
-    """A prompt as numbers that are equal where its text is equal: four bytes per number."""
+    """A prompt as numbers that are equal where its text is equal: four bytes per number, of 4 MiB."""
     prompt = request.prompts[0] if request.prompts else None
     text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b"".join(map(_as_text, request.messages))
     if request.prefix is not None:
         text = request.prefix.encode("utf-8", "replace") + b"\x00" + text
     words = array("I")
-    words.frombytes(text[: len(text) // 4 * 4])
+    words.frombytes(text[: min(len(text), 4 << 20) // 4 * 4])
     return words
 
 

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
+from foreword.api.errors import MAX_BODY_BYTES
 from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
@@ -96,7 +97,7 @@ class Router:
         self.front: Front | None = None
         self.suspicious = SuspiciousRequests()
         given = config.router
-        self._limits: tuple[int, Limits] = (0, Limits())
+        self._limits: tuple[object, Limits] = (None, Limits())
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.stream_keep_alive = config.server.stream_keep_alive
@@ -253,11 +254,13 @@ class Router:
         return [url for url, one in pool.upstreams.items() if one.info and model not in one.info.models]
 
     def limits(self) -> Limits:
-        """The limits of a request's body: what the longest prompt of any replica could need."""
-        lengths = [one.info.max_model_len for one in self.upstreams.values() if one.info and one.info.max_model_len]
-        longest = max(lengths, default=_UNKNOWN_MODEL_LEN)
-        if self._limits[0] != longest:
-            self._limits = longest, Limits.for_model(longest, self._server.body_limit(longest))
+        """The limits of a body: what the longest prompt of any replica could need, and images for others than Foreword's."""
+        found = {(one.info.kind, one.info.max_model_len) for one in self.upstreams.values() if one.info}
+        if self._limits[0] != found:
+            longest = max((length for _, length in found if length), default=_UNKNOWN_MODEL_LEN)
+            images = self._server.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
+            text, most = self._server.body_limit(longest), MAX_BODY_BYTES if images else 0
+            self._limits = found, Limits.for_model(longest, text, most)
         return self._limits[1]
 
     # Results of requests

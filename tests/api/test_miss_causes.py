@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from example_counts import examples
@@ -17,10 +17,12 @@ from msgspec.structs import replace
 
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.misses.causes import CAUSES, Miss, MissFinder
+from foreword.api.misses.causes import Change, Miss, MissFinder, Outside
 from foreword.api.output import CallArguments, CallStart, Reasoning, Text
 from foreword.api.request import CacheControl, DialectName, GenerateRequest, Message, Tool, ToolCall
 from foreword.errors import BadRequest
+
+CAUSES = (*get_args(Change), *get_args(Outside))
 
 RULES = "\n".join(f"Rule {chr(97 + i)}: be precise, cite what you read and never guess." for i in range(20))
 SYSTEM = f"You are a careful agent.\nToday is 2026-03-01.\n{RULES}"

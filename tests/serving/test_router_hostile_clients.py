@@ -132,7 +132,7 @@ def test_a_limit_of_connections(loop: Loop) -> None:
 @pytest.mark.parametrize(
     ("body", "status"),
     [
-        (b'{"prompt": "' + b"x" * (2 << 20) + b'"}', 413),
+        (b'{"messages": [{"role": "user", "content": "a"}], "prompt": "' + b"x" * (2 << 20) + b'"}', 413),
         (b'{"prompt": [' + b",".join([b"1"] * 400_000) + b"]}", 400),
         (b'{"messages": [' + b",".join([b'{"role": "user", "content": "a"}'] * 25_000) + b"]}", 400),
         (b'{"prompt": ' + b"[" * 60_000, 400),

@@ -177,6 +177,19 @@ def test_a_prompt_that_is_too_long_for_some(loop: Loop, error: dict[str, Any]) -
         router.kill()
 
 
+@pytest.mark.parametrize(("flags", "status"), [((), 200), (("--max-body", "2MiB"), 413)], ids=["default", "limited"])
+def test_a_photo(replica: RawReplica, flags: tuple[str, ...], status: int) -> None:
+    """In front of vLLM a picture may be larger than any text of the model's length, unless the operator says otherwise."""
+    replica.answer = lambda _: http(whole("nice"))
+    router = RouterThread("--replica", replica.url, *flags).wait_for(1)
+    try:
+        url = "data:image/png;base64," + "A" * (3 << 20)
+        seen = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        assert ask(router, messages=seen).status_code == status
+    finally:
+        router.kill()
+
+
 @pytest.mark.parametrize("given", ["nan", "-1", "0", "inf", "1e999", "soon", "Wed, 21 Oct 2026 07:28:00 GMT", ""])
 def test_pauses_of_overloaded_replicas(given: str) -> None:
     """Whatever a replica says, it gets a pause, and not a long one."""

@@ -218,11 +218,9 @@ class AnswerError(Struct):
 
 
 class _ErrorBody(Struct):
-    """Servers on FastAPI say `detail`, those of older OpenAI interfaces `message`."""
-
     error: AnswerError | str = ""
     message: str | None = None
-    detail: Any = None
+    detail: Any = None  # of servers on FastAPI
 
 
 @dataclass(slots=True)
@@ -397,14 +395,14 @@ def check_whole(data: bytes) -> UsageCounts:
 
 
 def error_of(data: bytes) -> AnswerError:
-    """The error in a body, in the format of any dialect; one without fields if there is none. Of prompts that are too long vLLM
-    names the parameter only."""
+    """The error in a body, in the format of any dialect; one without fields if there is none."""
     try:
         found = decode_json(data, _ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = ""
     if isinstance(found, str):
         return AnswerError()
+    # Where a prompt is too long, vLLM names the parameter only.
     too_long = found.param in ("input_text", "input_tokens")
     return msgspec.structs.replace(found, code=PromptTooLong.code) if too_long else found
 

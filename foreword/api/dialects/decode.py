@@ -70,7 +70,7 @@ class Limits:
     """What a body may contain.
 
     Attributes:
-        body_bytes: of the whole body.
+        body_bytes: of the whole body. text_bytes: of one without images.
         values: numbers, objects and arrays in the whole body, and strings that are not keys.
         containers, strings: objects and arrays, and strings, in the whole body. They take more memory than numbers.
         messages, prompts, tools, stop_strings, stop_tokens, biases, choices: entries of these lists. `choices` are those of
@@ -80,6 +80,7 @@ class Limits:
     """
 
     body_bytes: int = MAX_BODY_BYTES
+    text_bytes: int = MAX_BODY_BYTES
     values: int = _MOST_VALUES
     containers: int = 5 * _MOST_MESSAGES
     strings: int = 40 * _MOST_MESSAGES
@@ -95,13 +96,14 @@ class Limits:
     schema_depth: int = MAX_FORMAT_DEPTH
 
     @classmethod
-    def for_model(cls, max_model_len: int, body_bytes: int = MAX_BODY_BYTES) -> Limits:
+    def for_model(cls, max_model_len: int, text_bytes: int = MAX_BODY_BYTES, image_bytes: int = 0) -> Limits:
         """The limits for a model. Every message and every entry of a prompt takes at least a token."""
         messages = min(max(max_model_len, 256), _MOST_MESSAGES)
         values = min(max(16 * max_model_len, 1 << 17), _MOST_VALUES)
         containers = 4 * messages + 16_384
         return cls(
-            body_bytes=body_bytes,
+            body_bytes=max(text_bytes, image_bytes),
+            text_bytes=text_bytes,
             values=values,
             containers=containers,
             strings=8 * containers,

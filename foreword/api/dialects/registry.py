@@ -20,7 +20,7 @@ from foreword.api.dialects.openai_writer import ChatWriter, CompletionWriter
 from foreword.api.dialects.responses import ResponsesBody
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import ResponseHead, Writer
-from foreword.api.errors import ErrorResponder, openai_error
+from foreword.api.errors import BodyTooLarge, ErrorResponder, openai_error
 from foreword.api.request import ClientBody, DialectName, GenerateRequest
 from foreword.errors import BadRequest
 
@@ -52,7 +52,9 @@ class Dialect:
         body = ClientBody(raw)
         try:
             request = self.parse(raw, limits)
-        except TooMany:
+            if len(raw) > limits.text_bytes:
+                raise BodyTooLarge(limits.text_bytes)
+        except (TooMany, BodyTooLarge):
             raise
         except BadRequest as refusal:
             limits.check(raw)
