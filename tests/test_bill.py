@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -96,6 +97,8 @@ NO_PRICES = (
     "[models.a]\ninput = 1",
     "[models.a]\ninput = -1\noutput = 1",
     "[models.a]\ninput = true\noutput = 1",
+    "[models.a]\ninput = nan\noutput = 1",
+    "[models.a]\ninput = 1\noutput = inf",
     "[models.a]\ninput = 1\noutput = 1\nfree = 1",
     "rate = 2\n[models.a]\ninput = 1\noutput = 1",
 )
@@ -136,3 +139,53 @@ def test_a_ledger_that_cannot_be_written(caplog: pytest.LogCaptureFixture) -> No
     ledger.close()
     assert ledger.dropped == 100
     assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+
+
+def line(**changed: object) -> str:
+    """A line of a ledger."""
+    one = {"time": 1.79e9, "seconds": 1, "id": "a", "tenant": "t", "route": "r", "status": 200}
+    return json.dumps({**one, "usage": {"prompt": 10, "output": 4, "cached": 2, "model": "m"}, **changed})
+
+
+def bill(folder: Path, *more: str) -> dict[str, Any]:
+    (folder / "prices.toml").write_text(PRICES)
+    told = CliRunner().invoke(
+        app,
+        ["bill", str(folder / "usage.jsonl"), "--prices", str(folder / "prices.toml"), "--json", *more],
+        catch_exceptions=False,
+    )
+    found: dict[str, Any] = json.loads(told.stdout)
+    return found
+
+
+def test_a_damaged_ledger(tmp_path: Path) -> None:
+    """What no front writes is counted and not billed: numbers below zero, times that no calendar has, halves of lines. A line
+    behind the zeros that a crash of the machine leaves is billed."""
+    bad = [line(usage={"prompt": -500}), line(usage={"output": -1, "prompt": 9})]
+    bad += [line(time=253402300000), line(time=-1), line(time=1e300), line()[:50], "null", "[" * 99_999, "\udcff"]
+    text = "\n".join([line(), "\0" * 100 + line(), *bad, "", line()])
+    (tmp_path / "usage.jsonl").write_text(text, errors="surrogateescape")
+    found = bill(tmp_path, "--focus", str(tmp_path / "bill.csv"))
+    [one] = found["bills"]
+    assert (one["requests"], one["uncached"], one["cached"], one["output"]) == (3, 24, 6, 12)
+    assert found["unreadable_lines"] == len(bad)
+
+
+def test_a_ledger_that_ends_within_a_line(tmp_path: Path) -> None:
+    """A process that goes on with the ledger of another, which ended within a line, loses no line of its own."""
+    path = tmp_path / "usage.jsonl"
+    for before in ("", line()[:70], line() + "\n"):
+        path.write_text(before)
+        ledger = UsageLedger(path)
+        ledger.note("second", "t", "r", 200, 0.1, TokenUsage(1, model="m"))
+        ledger.close()
+        assert path.read_text().endswith("\n") and "\n\n" not in path.read_text()
+        assert sum(one["requests"] for one in bill(tmp_path)["bills"]) == 1 + before.endswith("\n")
+
+
+def test_a_bill_overwrites_no_ledger(tmp_path: Path) -> None:
+    """`--focus` with the name of a file that is read is refused, and the file stays."""
+    (tmp_path / "usage.jsonl").write_text(line())
+    with pytest.raises(ConfigError, match="is a file that is read"):
+        bill(tmp_path, "--focus", str(tmp_path / "." / "usage.jsonl"))
+    assert (tmp_path / "usage.jsonl").read_text() == line()

@@ -93,7 +93,12 @@ def _prices(path: Path, name: str, given: Any) -> dict[str, Decimal]:
 
 
 def _is_price(given: Any) -> bool:
-    return isinstance(given, int | Decimal) and not isinstance(given, bool) and 0 <= given < 1_000_000_000
+    return (
+        isinstance(given, int | Decimal)
+        and not isinstance(given, bool)
+        and given == given
+        and 0 <= given < 1_000_000_000
+    )
 
 
 # Tokens of each kind, and `requests`, by day, tenant and model.
@@ -120,10 +125,11 @@ def read_ledgers(paths: Iterable[Path]) -> tuple[Charges, int]:
 
 
 def _lines(paths: Iterable[Path]) -> Iterator[bytes]:
+    """Without the zeros that a file system may write where a machine has crashed."""
     for path in paths:
         try:
             with path.open("rb") as file:
-                yield from (line for line in file if line.strip())
+                yield from filter(None, (line.strip(b"\0 \r\n") for line in file))
         except OSError as error:
             raise ConfigError(f"cannot read the ledger {path}: {error.strerror}") from error
 
@@ -193,6 +199,8 @@ def bill(
     charges, bad = read_ledgers(ledgers)
     found = bills(charges, listed)
     if focus is not None:
+        if any(focus.resolve() == one.resolve() for one in (*ledgers, prices)):
+            raise ConfigError(f"--focus {focus} is a file that is read")
         rows = list(focus_rows(charges, listed))
         try:
             with focus.open("w", newline="", encoding="utf-8") as file:

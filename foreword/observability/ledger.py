@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
 
@@ -26,7 +26,7 @@ class RequestUsage(msgspec.Struct, frozen=True, omit_defaults=True):
         status: of the answer; 499 if the client left before its end.
     """
 
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, lt=1e11)]
     seconds: float
     id: str
     tenant: str

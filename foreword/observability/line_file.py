@@ -42,9 +42,11 @@ class LineFile(Generic[T]):
         self.dropped = 0
         self._what = what
         self._bytes_left = max_bytes
-        self._reported = self._torn = False
+        self._reported = False
         try:
-            file = path.open(f"{mode}b", buffering=0)
+            file = path.open(f"{mode}+b", buffering=0)
+            size = os.fstat(file.fileno()).st_size
+            self._torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
         except FileExistsError:
             raise ConfigError(f"the {what} {path} exists already; name a new file") from None
         except OSError as error:
@@ -116,7 +118,7 @@ class LineFile(Generic[T]):
         return lines
 
     def _write(self, file: IO[bytes], lines: list[bytes]) -> None:
-        # After an error the file may end within a line.
+        # After an error, of this process or of one before it, the file may end within a line.
         data = b"".join([b"\n", *lines] if self._torn else lines)
         if file.write(data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -76,21 +76,17 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
 def listed_models(router: Router, name: str = "") -> dict[str, Any]:
     """The models of all replicas, or the one of this name. Raises UnknownModel."""
-    cards: dict[str, dict[str, Any]] = _cards(router)
-    if not name:
-        return {"object": "list", "data": list(cards.values())}
-    if name not in cards:
-        raise UnknownModel(f"No model named {name!r} is served here{did_you_mean(name, cards)}", param="model")
-    return cards[name]
-
-
-def _cards(router: Router) -> dict[str, Any]:
-    return {
+    cards: dict[str, dict[str, Any]] = {
         str(card["id"]): dict(card)
         for upstream in reversed(router.healthy())
         if upstream.info is not None
         for card in upstream.info.cards
     }
+    if not name:
+        return {"object": "list", "data": list(cards.values())}
+    if name not in cards:
+        raise UnknownModel(f"No model named {name!r} is served here{did_you_mean(name, cards)}", param="model")
+    return cards[name]
 
 
 def healthy(router: Router) -> list[Upstream]:
