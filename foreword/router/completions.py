@@ -21,7 +21,6 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
-from foreword.events import TokenUsage
 from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
@@ -173,8 +172,9 @@ async def _proxy(
                 return await proxy_response(proxied)
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
-                if proxied.was_sent and not proxied.usage.charged:
-                    proxied.usage = TokenUsage(len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN)
+                if proxied.was_sent and not proxied.usage.prompt:
+                    estimate = len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN
+                    proxied.usage = replace(proxied.usage, prompt=estimate)
                 raise
             finally:
                 call.charge(proxied.named(proxied.usage))

@@ -66,7 +66,7 @@ class ResponseStream:
         self.text_only = True
         self.settled = (0, 0)
         self.text: list[str] = []
-        self._length = 0  # characters of `text`
+        self._length = self._pieces = 0  # characters of `text`, and pieces of output that is not in it
         self.head: dict[str, Any] = {}
         self.opened = False
         self.begun = False
@@ -104,11 +104,11 @@ class ResponseStream:
     @property
     def usage(self) -> TokenUsage:
         """Its tokens so far, as well as they are known."""
-        counts = self.reader.counts
-        if counts.output is not None and counts.prompt is not None:
+        counts, begins_with_0 = self.reader.counts, self.request.dialect in TRANSLATED
+        if counts.prompt is not None and (counts.output or (counts.output == 0 and not begins_with_0)):
             return counts.usage
-        output = len(self.tokens) or len(self.sent_text()) // 4
-        return TokenUsage(len(self.prompt_ids), output, counts.cached or 0)
+        output = len(self.tokens) or self._pieces or len(self.sent_text()) // 4
+        return TokenUsage(counts.prompt or len(self.prompt_ids), output, counts.cached or 0)
 
     def next_response(self, kind: str) -> None:
         """The chunks of another replica follow. The `system_fingerprint` of a Foreword server says which weights it has; vLLM
@@ -138,8 +138,9 @@ class ResponseStream:
         assert self.continuation is not None
         self.finish_reason, self.cut = reason, True
         extra = {"usage": None} if self.request.include_usage else {}
-        last = self.encode({"choices": [self.continuation.make_choice(text, None, reason, match)], **extra})
-        return last + (self.end() or b"")
+        return self.encode({"choices": [self.continuation.make_choice(text, None, reason, match)], **extra}) + (
+            self.end() or b""
+        )
 
     def take(self, event: ServerSentEvent) -> bytes | None:
         """What to send to the client for an event of the replica.
@@ -216,6 +217,7 @@ class ResponseStream:
         back, so that until then another one can answer instead."""
         self._held += event.raw + b"\n\n"
         self.begun, self.exact = self.begun or self.reader.begun or len(self._held) > _MOST_HELD, False
+        self._pieces += self.reader.begun
         if self.reader.ended:
             self.done, self.finish_reason = True, "stop"
         if not (self.begun or self.done):
@@ -336,12 +338,12 @@ class ResponseStream:
     def _multiple(self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice]) -> bytes | None:
         """A chunk of a request with several prompts or choices."""
         for choice in choices:
+            self._pieces += bool(choice.shown)
             self._unfinished.add(choice.index)
             if choice.finish_reason:
                 self._unfinished.discard(choice.index)
                 self.finish_reason = choice.finish_reason
-        finish_reason = next((one.finish_reason for one in choices if one.finish_reason), None)
-        return self._sent(event, chunk, [], finish_reason)
+        return self._sent(event, chunk, [], next((one.finish_reason for one in choices if one.finish_reason), None))
 
     def _continued(self, continuation: ContinuedResponse, choice: AnswerChoice) -> bytes | None:
         """A choice of the replica that continues the response."""

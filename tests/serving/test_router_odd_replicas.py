@@ -8,12 +8,14 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import http_client
 import pytest
 from router_parts import Loop, RouterThread
+from shared_server import until
 
 from foreword.router.attempt import retry_after
 
@@ -73,7 +75,9 @@ class RawReplica:
         if path == b"/v1/models":
             card = {"id": "m", "object": "model", "owned_by": "vllm", "max_model_len": self.length}
             return http(json.dumps({"object": "list", "data": [card]}).encode())
-        if path in (b"/v1/chat/completions", b"/tokenize") and b"POST" in head:
+        if path == b"/v1/messages" and b"GET" in head:
+            return http(b"{}", status="405 Method Not Allowed")
+        if path in (b"/v1/chat/completions", b"/v1/messages", b"/tokenize") and b"POST" in head:
             self.asked += 1
             return self.answer(self.asked)
         return http(b"{}", status="200 OK" if path == b"/health" else "404 Not Found")
@@ -173,6 +177,47 @@ def test_a_prompt_that_is_too_long_for_some(loop: Loop, error: dict[str, Any]) -
         assert router.metric("foreword:router_breaker_opened_total") == 0
         longest.answer = lambda _: refusal
         assert ask(router).json()["error"]["message"] == "too long"
+    finally:
+        router.kill()
+
+
+def _named(kind: str, **more: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+
+
+def _choice(number: int, text: str) -> bytes:
+    choice = {"index": number, "delta": {"role": "assistant", "content": text}, "finish_reason": None}
+    return f"data: {json.dumps({'id': 'c', 'choices': [choice]})}\n\n".encode()
+
+
+_BEGUN = {
+    "/v1/chat/completions": [_choice(0, ""), _choice(1, ""), *(_choice(number % 2, "a ") for number in range(5))],
+    "/v1/messages": [
+        _named("message_start", message={"usage": {"input_tokens": 40, "output_tokens": 0}}),
+        *(_named("content_block_delta", index=0, delta={"type": "text_delta", "text": "a "}) for _ in range(5)),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", _BEGUN)
+def test_a_client_that_leaves(loop: Loop, tmp_path: Path, path: str) -> None:
+    """What was seen of an answer counts, also where the router does not know its tokens: of several choices, and of a format
+    that it passes on."""
+    whole, ledger = b"".join(_BEGUN[path]), tmp_path / "usage.jsonl"
+    replica = RawReplica(loop, answer=lambda _: http(whole + b" " * 999, EVENTS)[:-999])
+    router = RouterThread("--replica", replica.url, "--usage-ledger", str(ledger)).wait_for(1)
+    try:
+        body = {"model": "m", "messages": [{"role": "user", "content": "hi " * 40}], "max_tokens": 9, "stream": True}
+        body |= {"n": 2} if "chat" in path else {}
+        with http_client.stream("POST", f"{router.url}{path}", json=body) as answer:
+            seen = b""
+            for piece in answer.iter_raw():
+                seen += piece
+                if seen.count(b"a ") == 5:
+                    break
+        until(lambda: ledger.read_bytes().endswith(b"\n"))
+        line = json.loads(ledger.read_text())
+        assert line["status"] == 499 and line["usage"]["output"] == 5 and line["usage"]["prompt"] >= 40, line
     finally:
         router.kill()
 
