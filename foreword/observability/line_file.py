@@ -45,8 +45,7 @@ class LineFile(Generic[T]):
         self._reported = False
         try:
             file = path.open(f"{mode}+b", buffering=0)
-            size = os.fstat(file.fileno()).st_size
-            self._torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            self._torn = (size := os.fstat(file.fileno()).st_size) > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
         except FileExistsError:
             raise ConfigError(f"the {what} {path} exists already; name a new file") from None
         except OSError as error:

@@ -40,7 +40,7 @@ from foreword.router.service import Router
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
 # About, where a prompt is not tokenized.
-_BYTES_PER_TOKEN: Final = 4
+_TOKEN_BYTES: Final = 4
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
@@ -173,8 +173,7 @@ async def _proxy(
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
                 if proxied.was_sent and not proxied.usage.prompt:
-                    estimate = len(prompt.tokens) or len(call.raw) // _BYTES_PER_TOKEN
-                    proxied.usage = replace(proxied.usage, prompt=estimate)
+                    proxied.usage = replace(proxied.usage, prompt=len(prompt.tokens) or len(call.raw) // _TOKEN_BYTES)
                 raise
             finally:
                 call.charge(proxied.named(proxied.usage))

@@ -232,7 +232,7 @@ class Router:
     def pool(self, model: str | None) -> ReplicaPool:
         """The pool that serves a model. Raises UnknownModel, or NoReplica while no replica is ready."""
         pools = [pool for pool in self.pools.values() if pool.upstreams]
-        if model is None and len(pools) == 1:
+        if not model and len(pools) == 1:
             return pools[0]
         if model is not None and model in self.pools and self.pools[model].upstreams:
             return self.pools[model]
@@ -243,7 +243,7 @@ class Router:
             reasons = self._exclusions()
             raise NoReplica(f"No replica takes requests: {reasons}" if reasons else "There is no replica")
         known = sorted(name for pool in pools for name in pool.model_names())
-        if model is None:
+        if not model:
             raise UnknownModel(f"Several models are served here; name one{did_you_mean('', known)}", param="model")
         raise UnknownModel(f"No model named {model!r} is served here{did_you_mean(model, known)}", param="model")
 

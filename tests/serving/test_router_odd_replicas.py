@@ -222,6 +222,15 @@ def test_a_client_that_leaves(loop: Loop, tmp_path: Path, path: str) -> None:
         router.kill()
 
 
+@pytest.mark.parametrize(
+    "more", [{"model": ""}, {"stream_options": {}}, {"stream": True, "stream_options": {"include_usage": "yes"}}]
+)
+def test_what_vllm_reads_laxly(router: RouterThread, replica: RawReplica, more: dict[str, Any]) -> None:
+    """An empty name of a model is none, and options of streams may be empty, or texts that say yes or no."""
+    replica.answer = lambda _: http(stream(), EVENTS) if "stream" in more else http(whole("fine"))
+    assert ask(router, **more).status_code == 200
+
+
 @pytest.mark.parametrize(("flags", "status"), [((), 200), (("--max-body", "2MiB"), 413)], ids=["default", "limited"])
 def test_a_photo(replica: RawReplica, flags: tuple[str, ...], status: int) -> None:
     """In front of vLLM a picture may be larger than any text of the model's length, unless the operator says otherwise."""

@@ -395,16 +395,18 @@ def check_whole(data: bytes) -> UsageCounts:
 
 
 def error_of(data: bytes) -> AnswerError:
-    """The error in a body, in the format of any dialect; one without fields if there is none."""
+    """The error in a body of any dialect; one without fields if there is none. vLLM calls a long prompt by its parameter."""
     try:
         found = decode_json(data, _ErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = ""
     if isinstance(found, str):
         return AnswerError()
-    # Where a prompt is too long, vLLM names the parameter only.
-    too_long = found.param in ("input_text", "input_tokens")
-    return msgspec.structs.replace(found, code=PromptTooLong.code) if too_long else found
+    return (
+        msgspec.structs.replace(found, code=PromptTooLong.code)
+        if found.param in ("input_text", "input_tokens")
+        else found
+    )
 
 
 def read_error(status: int, data: bytes) -> ForewordError:

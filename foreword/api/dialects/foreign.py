@@ -64,6 +64,9 @@ def _read_laxly(fields: dict[str, Any], name: str | None) -> bool:
     if name is None or name not in fields:
         return False
     value = msgspec.json.decode(fields[name])
+    if name == "stream_options" and isinstance(value, dict):
+        fields[name] = {key: _BOOLEANS.get(str(one).lower(), one) for key, one in value.items()} or None
+        return True
     found: object = _BOOLEANS.get(str(value).lower()) if name in ("stream", "return_token_ids") else None
     if name == "n" and isinstance(value, str) and value.isdecimal():
         found = int(value[:9])

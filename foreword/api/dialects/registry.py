@@ -59,7 +59,7 @@ class Dialect:
         except BadRequest as refusal:
             limits.check(raw)
             request = read_foreign(self.parse, body, limits, refusal)
-        return replace(request, body=body)
+        return replace(request, body=body, model=request.model or None)  # vLLM takes an empty name for none
 
 
 DIALECTS: Final[Mapping[DialectName, Dialect]] = {
