@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 keys_app = typer.Typer(help="Keys that encrypt blocks in stores.", no_args_is_help=True, rich_markup_mode=None)
 
+_LONGEST_KEEP = 1e12
+
 File = Annotated[
     Path | None, typer.Option("--config", help="TOML file with [encryption]; without it FOREWORD_ENCRYPTION_* count.")
 ]
@@ -35,11 +37,12 @@ def register(app: typer.Typer) -> None:
 
 
 def _opened(config: Path | None) -> closing[DataKeys]:
-    from foreword.store.data_keys import DataKeys
+    from foreword.store.data_keys import DataKeys, check_exists
 
     chosen = EncryptionConfig.from_environment() if config is None else load_config(config).encryption
     if chosen.key_store is None:
         raise ConfigError("there is no key store: set FOREWORD_ENCRYPTION_KEY_STORE, or name a file with --config")
+    check_exists(chosen)
     return closing(DataKeys(chosen))
 
 
@@ -86,6 +89,8 @@ def rotate(
 
     No block is written. Status 1 if a data key could not be decrypted.
     """
+    if not 0 <= keep <= _LONGEST_KEEP:
+        raise ConfigError(f"--keep is from 0 to {_LONGEST_KEEP:.0e} seconds, not {keep}")
     with _opened(config) as keys:
         if tenant is None:
             done, failed = keys.wrap_again()

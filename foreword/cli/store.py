@@ -18,7 +18,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
-from foreword.config import read_secret
+from foreword.config import EncryptionConfig, check_secret, read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _read_tenant_secret(text: str | None) -> str | None:
-    return text and read_secret(text, "--tenant-secret")
+    if text:
+        check_secret("--tenant-secret", text := read_secret(text, "--tenant-secret"))
+    return text
 
 
 TenantSecret = Annotated[
@@ -61,9 +63,17 @@ def register(app: typer.Typer) -> None:
     app.command("forget", **described("forget --tenant alice disk:///var/cache/foreword"))(forget)
 
 
-def _opened(urls: list[str], keys: KeyRing | None = None, *, only_read: bool = False) -> closing[TieredStore]:
-    """Open stores that exist: a tool creates none. By default with the environment's keys."""
+def _keys() -> KeyRing | None:
+    """The environment's keys, in a key store that exists."""
+    from foreword.store.data_keys import check_exists
     from foreword.store.sealing import KeyRing
+
+    check_exists(encryption := EncryptionConfig.from_environment())
+    return KeyRing.from_environment(encryption)
+
+
+def _opened(urls: list[str], keys: KeyRing | None, *, only_read: bool = False) -> closing[TieredStore]:
+    """Open stores that exist: a tool creates none."""
     from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse
 
@@ -72,7 +82,7 @@ def _opened(urls: list[str], keys: KeyRing | None = None, *, only_read: bool = F
             raise ConfigError(
                 f"{url.shown}: a {url.scheme}:// store is in the memory of its server; name a store that outlives a process"
             )
-    return closing(open_store(urls, keys=keys or KeyRing.from_environment(), must_exist=True, only_read=only_read))
+    return closing(open_store(urls, keys=keys, must_exist=True, only_read=only_read))
 
 
 # inspect
@@ -86,7 +96,7 @@ def inspect_store(urls: Urls, *, as_json: Json = False) -> None:
     from foreword.prefixes.erasure import named_prefixes
     from foreword.store.layout_records import layouts
 
-    with _opened(urls, only_read=True) as store:
+    with _opened(urls, _keys(), only_read=True) as store:
         known = layouts(store)
         tiers = [_tier_summary(tier, known) for tier in store.tiers]
         prefixes: list[dict[str, Any]] = [
@@ -216,7 +226,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read every block and check its checksum. Status 1 if a damaged block remains."""
-    with _opened(urls, only_read=not repair) as store:
+    with _opened(urls, _keys(), only_read=not repair) as store:
         found = {tier.label: _verify_tier(tier, repair) for tier in store.tiers}
     if as_json:
         print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))
@@ -322,15 +332,17 @@ def forget(
     if server is not None:
         from foreword.cli.server_client import call_server
 
+        if urls:
+            raise ConfigError("--server erases what that server reaches: leave out the URLs of stores, or --server")
+
         query = "" if cache_salt is None else "?" + urlencode({"cache_salt": cache_salt})
         _print_receipt(call_server(server, api_key, "DELETE", f"/v1/cache{query}"))
         return
     if not urls:
         raise ConfigError("name the stores to delete from, for example disk:///var/cache/foreword")
     from foreword.prefixes import erasure
-    from foreword.store.sealing import KeyRing
 
-    keys = KeyRing.from_environment()
+    keys = _keys()
     data = None if keys is None else keys.data
     with _opened(urls, keys) as store:
         if model is not None:
@@ -338,7 +350,9 @@ def forget(
         elif prefix is not None:
             receipt = erasure.forget_prefix(store, prefix)
         else:
-            receipt = erasure.forget_tenant(store, salt_of(tenant, tenant_secret, cache_salt), keys=data)
+            salt = salt_of(tenant, tenant_secret, cache_salt)
+            salts = [salt] if data is None or cache_salt is None else data.sessions(salt.tenant, cache_salt)
+            receipt = erasure.forget_tenant(store, *salts, keys=data)
     _print_receipt(receipt.plain(tenant_secret))
 
 

@@ -8,7 +8,6 @@ called again.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import threading
@@ -230,7 +229,7 @@ class KeysDestroyed:
 def destroy_keys(keys: DataKeys | None, prefixes: Iterable[bytes]) -> KeysDestroyed:
     """Destroy the data keys of the tenants among these first bytes of roots. What has keys besides, because of another
     generation, is to be deleted too. Does not raise."""
-    wanted = tuple(prefixes)
+    wanted = tuple(dict.fromkeys(prefixes))
     # One of a tenant's generations stands for all of them.
     tenants = {one[:-GENERATION_BYTES]: one for one in wanted if len(one) == TENANT_BYTES}.values()
     if keys is None or not tenants:
@@ -255,13 +254,10 @@ def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: DataKeys 
         keys: data keys, those of the tenants are destroyed first.
     """
     salts = (salt, *others)
-    prefixes = dict.fromkeys(one.prefix for one in salts)
-    with contextlib.suppress(StoreError):  # then the receipt says that the key store cannot be reached
-        prefixes |= dict.fromkeys(
-            old for one in salts if keys and not one.client for old in keys.generations(one.tenant)
-        )
-    first = destroy_keys(keys, prefixes)
-    return first.noted(erase_prefixes(store, first.prefixes, described(salts)))
+    first = destroy_keys(keys, (one.prefix for one in salts))
+    # What all generations of a tenant begin with: this process may not know the key store that has them.
+    prefixes = dict.fromkeys(one[: len(one) - GENERATION_BYTES * (len(one) == TENANT_BYTES)] for one in first.prefixes)
+    return first.noted(erase_prefixes(store, [*prefixes], described(salts)))
 
 
 def erase_prefixes(

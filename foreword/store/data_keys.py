@@ -375,6 +375,13 @@ class DataKeys:
         first = tenant_of_salt(ungenerated(salt))
         return list(dict.fromkeys([first, *sorted(tenant for tenant, _ in self._listed(_family(first)))]))
 
+    def sessions(self, tenant: bytes, cache_salt: str) -> list[Salt]:
+        """The salts of requests with a `cache_salt`, given the tenant's salt in its first generation: in all generations, and
+        derived from the salt of either. Raises StoreError."""
+        later = (with_generation(tenant, one[-GENERATION_BYTES:]) for one in self.generations(tenant)[1:])
+        known = [(one, Salt.of(root, cache_salt).client) for one in (tenant, *later) for root in (tenant, one)]
+        return [Salt(*one) for one in dict.fromkeys(known)]
+
     def destroy(self, tenant: bytes) -> list[tuple[bytes, int]]:
         """Destroy all keys of a tenant, given 12 bytes of any of its generations. Returns them: the generation, and the id.
 
@@ -463,16 +470,29 @@ def _url(config: EncryptionConfig) -> StoreUrl:
 
 def check_apart(config: EncryptionConfig, urls: Iterable[str]) -> None:
     """Raises ConfigError if data keys would lie in a store of the blocks that they encrypt, and in each copy of it."""
-    own = _url(config)
-    for url in map(parse, urls):
-        if (url.url.rstrip("/"), url.options.get("prefix")) == (own.url.rstrip("/"), own.options.get("prefix")):
-            raise ConfigError(f"encryption needs a key store of its own, which is not {url.shown}")
+    for url in map(parse, urls if config.key_store is not None else ()):
+        own = _url(config)
+        folders = [os.path.realpath(one.path) for one in (own, url) if one.scheme in ("disk", "file")]
+        inside = len(folders) == 2 and os.path.commonpath(folders) in folders
+        if inside or (url.url.rstrip("/"), url.options.get("prefix")) == (
+            own.url.rstrip("/"),
+            own.options.get("prefix"),
+        ):
+            raise ConfigError(f"encryption needs a key store of its own, outside of {url.shown}")
+
+
+def check_exists(config: EncryptionConfig) -> None:
+    """Raises StoreUnavailable if there is no key store where there should be one: a tool creates none, since what it says of
+    the keys in an empty one would be about others."""
+    if config.key_store is not None and not (url := _url(config)).type.exists(url):
+        raise StoreUnavailable(f"no key store at {url.shown}")
 
 
 def _opened(config: EncryptionConfig) -> Store:
     url = _url(config)
     if not (url.persistent and url.writable):
         raise ConfigError("encryption.key_store is a folder, or the URL of a store that outlives a process")
+    url.type.check(url)
     if url.scheme == "disk":  # what was destroyed does not come back with a loss of power
         url = replace(url, options={**url.options, "sync_records": "1"})
     return url.type.open(url, None)

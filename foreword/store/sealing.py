@@ -30,7 +30,7 @@ from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
 from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus, record_tenant
-from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, data_keys_of
+from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.frame import (
     HEADER_BYTES,
     MAGIC,
@@ -103,8 +103,6 @@ class KeyRing:
         """The configuration's keys; None if there are none. Raises ConfigError, StoreError."""
         found = [IntegritySecret(number, text) for number, text in config.integrity_keys()]
         data = None if encryption is None else data_keys_of(encryption)
-        if encryption is not None and data is not None:
-            check_apart(encryption, config.urls)
         plain = encryption is not None and encryption.read_plain
         return cls(found, data, read_plain=plain) if found or data is not None else None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from foreword.config import EncryptionConfig, TransferConfig
 from foreword.errors import ConfigError
+from foreword.store.data_keys import check_apart
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores
 from foreword.transfer.peer import settings_of
@@ -42,7 +43,9 @@ def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> No
 
 
 def check_stores_and_peers(urls: Sequence[str], transfer: TransferConfig, encryption: EncryptionConfig) -> None:
-    """`check_stores`, and the settings of connections to other instances. Raises StoreError."""
+    """`check_stores`, that data keys lie elsewhere, and the settings of connections to other instances. Raises ConfigError,
+    StoreError."""
+    check_apart(encryption, urls)
     for url in check_stores(urls):
         if url.reach is Reach.INSTANCE:
             check_encrypted(settings_of(url, transfer), encryption)

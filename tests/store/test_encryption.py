@@ -16,7 +16,7 @@ from servers import RedisServer, S3Server
 
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.salt import Salt, ungenerated, with_generation
-from foreword.config import EncryptionConfig, StoreConfig
+from foreword.config import EncryptionConfig, TransferConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
@@ -29,6 +29,7 @@ from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.transfer.checks import check_stores_and_peers
 
 OLD, NEW = f"old:{'11' * 32}", f"new:{'22' * 32}"
 FRAMES = make_frames(1, 12, 3000)
@@ -548,8 +549,14 @@ def test_wrong_configurations(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="exactly one"):
             EncryptionConfig(**wrong)  # type: ignore[arg-type]
     assert data_keys_of(EncryptionConfig()) is None
-    with pytest.raises(ConfigError, match="key store of its own"):
-        KeyRing.of(StoreConfig(urls=(f"disk://{tmp_path}/keys?size=1GiB",)), config(tmp_path))
+    (tmp_path / "link").symlink_to(tmp_path)
+    for folder in ("keys", "keys/", "./keys", "link/keys", "keys/kv", "."):
+        with pytest.raises(ConfigError, match="key store of its own"):
+            check_stores_and_peers([f"disk://{tmp_path}/{folder}?size=1GiB"], TransferConfig(), config(tmp_path))
+    assert not (tmp_path / "keys").exists()
+    (tmp_path / "keys").touch()
+    with pytest.raises(StoreError, match="Not a directory"):
+        data_keys_of(config(tmp_path))
 
 
 def test_damaged_keys(tmp_path: Path, stack: ExitStack) -> None:

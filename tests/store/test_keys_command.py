@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from foreword.blocks.salt import Salt
 from foreword.cli.main import app
 from foreword.config import EncryptionConfig
 from foreword.conformance import make_frames, read, soon, whole
-from foreword.errors import ConfigError
+from foreword.errors import ConfigError, StoreError
 from foreword.store.frame import Frame
 from foreword.store.sealing import KeyRing
 from foreword.store.urls import open_store
@@ -93,6 +94,49 @@ def test_forget_destroys_keys(tmp_path: Path, masters: Path) -> None:
     assert stored(tmp_path, ann) == [None] * 3 and stored(tmp_path, bob) == whole(bob)
     session = run("forget", "--tenant", "bob", "--cache-salt", "one", f"disk://{tmp_path}/store")
     assert session["keys"] == [] and stored(tmp_path, bob) == whole(bob)
+
+
+@pytest.mark.parametrize("session", [None, "one"])
+def test_forget_in_a_later_generation(
+    tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch, session: str | None
+) -> None:
+    """A tenant whose keys were destroyed before is erased with what it has stored since, also by a tool without the key store;
+    so is a session of it."""
+    base = derive_salt(SECRET.encode(), "ann")
+    keys = KeyRing.from_environment()
+    assert keys is not None
+    for turn in range(2):
+        salt = Salt.of(keys.current(base), session)
+        frames = make_frames(turn, 3, 500, root=salt.digest + bytes(16))
+        assert stored(tmp_path, frames, put=True) == whole(frames)
+        if turn == 0:
+            run("keys", "destroy", "--tenant", "ann")
+            deadline = soon()
+            while keys.current(base) == base:  # until check_seconds have passed
+                assert time.monotonic() < deadline
+    with monkeypatch.context() as without:
+        if session is None:
+            for name in ("KEY_STORE", "MASTER_KEY_FILE", "CHECK_SECONDS"):
+                without.delenv(f"FOREWORD_ENCRYPTION_{name}")
+        given = () if session is None else ("--cache-salt", session)
+        receipt = run("forget", "--tenant", "ann", *given, f"disk://{tmp_path}/store")
+    assert receipt["complete"] and receipt["removed"] == {"disk": 6} and receipt["keys"] == []
+    assert stored(tmp_path, frames) == [None] * 3
+
+
+def test_a_tool_makes_no_key_store(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a mistyped key store nothing is called destroyed or erased, and nothing is written."""
+    stored(tmp_path, frames_of("ann", 1), put=True)
+    monkeypatch.setenv("FOREWORD_ENCRYPTION_KEY_STORE", str(tmp_path / "kyes"))
+    for command in (
+        ["keys", "destroy", "--tenant", "ann"],
+        ["keys", "list"],
+        ["forget", "--tenant", "ann", f"disk://{tmp_path}/store"],
+        ["verify", f"disk://{tmp_path}/store"],
+    ):
+        with pytest.raises(StoreError, match=r"no key store at .*kyes"):
+            run(*command)
+    assert not (tmp_path / "kyes").exists()
 
 
 def test_secrets_from_files(tmp_path: Path, masters: Path, monkeypatch: pytest.MonkeyPatch) -> None:
