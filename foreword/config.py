@@ -809,9 +809,17 @@ def check_source(source: str, what: str) -> bool:
     """Whether it is a folder; otherwise it may be a name on the hub. Raises ModelNotFound if it can be neither."""
     if Path(source).expanduser().is_dir():
         return True
-    if "/" not in source or source.startswith((".", "/", "~")):
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is None:
         raise ModelNotFound(f"{source!r} is not a folder with {what}; give a folder, or a hub name such as owner/name")
     return False
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ConfigError for a file that cannot be written where it should be. None: there is none."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(
+            f"{option} {path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'}"
+        )
 
 
 def check_folder(folder: str) -> None:

@@ -180,6 +180,21 @@ SERVE = [
     ("--store disk://{folder}/open", "every user can put blocks into the folder {folder}/open: chmod o-w"),
     ("--store file://{folder}/open", "every user can put blocks into the folder {folder}/open: chmod o-w"),
     ("--store disk://{folder}/x?owner=you", "'you' is not a value for 'owner'"),
+    ("--store disk://{folder}/x?tenant_quota=nan%", "'nan%' is not a value for 'tenant_quota'"),
+    ("--store redis://127.0.0.1?ttl=nan", "'nan' is not a value for 'ttl'"),
+    ("--store redis://127.0.0.1?ttl=1e300", "ttl is at least a millisecond and at most"),
+    ("--store s3://bucket?touch=1e999", "'1e999' is not a value for 'touch'"),
+    ("--store disk://{folder}/x%00", "has a character that no path or name has"),
+    ("--store disk://{folder}/x?hold=1GiB", "hold needs a faster tier"),
+    ("--store disk://{folder}/x --store disk://{folder}/./x/", "disk://{folder}/x is given twice"),
+    ("--store ", "--store is empty: give it a value, or leave it out"),
+    ("--api-keys ", "--api-keys is empty"),
+    ("--admin-key ", "--admin-key is empty"),
+    ("--api-key-file {folder}/nothing", "{folder}/nothing has no key"),
+    ("--quota alice", "write TENANT and any of requests=N"),
+    ("--kv-events tcp://127.0.0.1", "--kv-events is written tcp://HOST:PORT"),
+    ("a/b/c", "'a/b/c' is not a folder with a model; give a folder, or a hub name"),
+    ("", "", "MODEL is empty"),
     ("--peer host:99999", "'host:99999' is not a peer"),
     ("--kernels triton --device cpu", "engine.kernels is triton, which needs --device cuda"),
     ("--otlp-endpoint http://", "--otlp-endpoint takes a URL"),
@@ -207,8 +222,11 @@ ROUTE = [
     ("--replica", "http://127.0.0.1:1 events=nonsense", "events is written tcp://HOST:PORT"),
     ("--replica", "http://127.0.0.1:1 events=tcp://h:99999", "events is written tcp://HOST:PORT"),
     ("--replica", "http://127.0.0.1:1 replay=tcp://h:1", "replay needs events"),
+    (f"{REPLICA} --tenant-weight a=1 --tenant-weight a=2", "once each, not 'a=2'"),
+    (f"{REPLICA} --tenant-weight =1", "TENANT=WEIGHT"),
+    (f"{REPLICA} --picker ", "--picker is empty"),
     ("--prefill http://127.0.0.1:1", "name one that answers, with --replica"),
-    (f"{REPLICA} --tenant-weight a=0", "TENANT=WEIGHT, such as team-a=2, not 'a=0'"),
+    (f"{REPLICA} --tenant-weight a=0", "TENANT=WEIGHT, such as team-a=2, once each, not 'a=0'"),
     (f"{REPLICA} --tenant-weight a=nan", "TENANT=WEIGHT"),
     (f"{REPLICA} --tenant-priority a=inf", "TENANT=NUMBER"),
     (f"{REPLICA} --tokenizer {{folder}}/empty", "the folder has no tokenizer.json"),
@@ -226,6 +244,14 @@ OTHERS = [
     ("simulate", "{folder}/trace.jsonl --change", "10s fail r99", "there is no such replica"),
     ("calibrate", "--out {folder}/none/costs.json", "there is no folder {folder}/none"),
     ("calibrate", "--out {folder}/costs.json --store dsk:///x", "unknown store type 'dsk'"),
+    ("simulate", "{folder}/trace.jsonl --out {folder}/none/page.html", "there is no folder {folder}/none"),
+    ("explain", "http://127.0.0.1:1 --within nan", "--within is a number of seconds, not nan"),
+    ("conform", "--engine --store memory://", "leave out the other options"),
+    ("conform", "--json {folder}/none/x.json", "there is no folder {folder}/none"),
+    ("conform", "--folder {folder}/file", "cannot be created: Not a directory"),
+    ("forget", "--server http://127.0.0.1:1 disk://{folder}/empty", "leave out the URLs of stores, or --server"),
+    ("forget", "--tenant a --tenant-secret short disk://{folder}/empty", "at least 16 characters"),
+    ("keys", "rotate --keep nan", "--keep is from 0 to"),
     ("inspect", "redis+cluster://", "a cluster URL names hosts"),
     ("explain", "nonsense", "a server's URL is written http://host:8000"),
     ("explain", "http://", "a server's URL is written http://host:8000"),
@@ -277,7 +303,7 @@ def ask(runner: subprocess.Popen[str], arguments: list[str]) -> dict[str, Any]:
 def test_a_mistake_is_told_at_once(runner: subprocess.Popen[str], folder: Path, case: tuple[str, ...]) -> None:
     """Status 2 and one line that says what is wrong, before torch is imported; nothing is left behind."""
     command, options, *whole, expected = case
-    arguments = [command, *options.split(" "), *whole] if options else [command]
+    arguments = [command, *(options.split(" ") if options else ()), *whole]
     before = sorted(folder.rglob("*"))
     found = ask(runner, [one.replace("{folder}", str(folder)) for one in arguments])
     assert found["ended"] == [2, []], found

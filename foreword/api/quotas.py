@@ -164,7 +164,7 @@ def _check(bucket: Bucket | None, needed: float, limit: float | None, what: str,
 def _parse(entry: str) -> tuple[str, Quota]:
     tenant, *limits = entry.split()
     values: dict[str, float] = {}
-    for limit in limits:
+    for limit in limits or [""]:
         name, _, number = limit.partition("=")
         if name not in ("requests", "tokens", "concurrent") or not _is_positive(number):
             raise ConfigError(

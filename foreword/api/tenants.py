@@ -151,8 +151,9 @@ def _read(path: str | None) -> list[str]:
         raise ConfigError(f"cannot read server.api_key_file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"server.api_key_file {path} is not text in UTF-8") from error
-    bare = (line.partition("#")[0].strip() for line in lines)
-    return [line for line in bare if line]
+    if not (found := [bare for line in lines if (bare := line.partition("#")[0].strip())]):
+        raise ConfigError(f"server.api_key_file {path} has no key, and without any every caller would be let in")
+    return found
 
 
 def _parse(entry: str) -> tuple[str, bytes]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.cli.help import described
+from foreword.config import check_file, check_folder
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,8 +86,14 @@ def conform(
         raise ConfigError("--matrix names interpreters with vLLM; leave out --python, --folder, --engine and --store")
     if page is not None and not matrix:
         raise ConfigError("--page is for the table of --matrix")
+    check_file("--json", as_json)
     if store is not None:
+        if engine or transfer or folder or python or only or models or long or as_json or resume:
+            raise ConfigError("--store checks a backend by itself: leave out the other options")
         raise typer.Exit(_check_store(store))
+    for needed in (failures, folder if engine or transfer is None else None):
+        if needed is not None:
+            check_folder(str(needed))
     from foreword.referee.check_claims import STANDARD_MODELS, Plan, conform, table
     from foreword.referee.models import KINDS
     from foreword.referee.session import Target

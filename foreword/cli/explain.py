@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import typer
 from foreword.cli.help import described
 from foreword.cli.server_client import check_url
 from foreword.config import read_secret
+from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
     from foreword.cli.chain import CheckedLink
@@ -53,6 +55,8 @@ def explain(
     from foreword.cli.probe import ProbedServer
 
     check_url(url)
+    if not 0 < within < math.inf:
+        raise ConfigError(f"--within is a number of seconds, not {within}")
     api_key = api_key and read_secret(api_key, "--api-key")
     admin_key = admin_key and read_secret(admin_key, "--admin-key")
     target = ProbedServer(url, api_key, admin_key, time.monotonic() + within)

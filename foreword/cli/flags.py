@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from foreword.config import Config, load_config
+from foreword.errors import ConfigError
 
 SECTIONS = {
     "engine": "Engine",
@@ -157,8 +158,12 @@ def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callab
         chosen: dict[str, dict[str, Any]] = {}
         for flag in flags:
             value = given.pop(flag.variable)
+            if "" in (value, *(value if isinstance(value, list) else ())):
+                raise ConfigError(f"--{flag.name} is empty: give it a value, or leave it out")
             if value not in (None, []):
                 chosen.setdefault(flag.section, {})[flag.key] = value
+        if model == "":
+            raise ConfigError("MODEL is empty: name one, or leave it out for the embedded model")
         if model is not None:
             chosen.setdefault("engine", {})["model"] = model
         command(load_config(config, flags=chosen), **given)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foreword.cli.help import described
-from foreword.config import read_secret
+from foreword.config import check_file, read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ def simulate(
     from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, multiplied, parse_tenant, read_trace, sampled, with_tenants
 
+    check_file("--out", out)
     trace = sampled(multiplied(read_trace(traces, speed=speed), copies)[:limit], sample)
     trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))
     profile = read_profile(costs) if costs is not None else Profile(_default_costs())
@@ -429,8 +430,7 @@ def calibrate(
 
     if out.exists():
         raise ConfigError(f"{out} exists already; name a new file with --out")
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    check_file("--out", out)
     check_stores(store or ())
 
     def report(text: str) -> None:

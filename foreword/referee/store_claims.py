@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,14 +19,20 @@ from foreword.store.types import Reach, StoreUrl
 from foreword.store.urls import check_stores, parse
 
 _VARIABLE: Final = "FOREWORD_CONFORM_STORE"
+_REACHED_SECONDS: Final = 5.0
 _numbers = itertools.count()
 
 
 def check_store(url: str) -> int:
-    """Run the tests; returns the exit status. Raises StoreError for a wrong URL, ConfigError for a store of another process."""
+    """Run the tests; returns the exit status. Raises StoreError for a wrong URL, and for a store that cannot be reached,
+    ConfigError for a store of another process."""
     [parsed] = check_stores([url])
     if parsed.reach is Reach.INSTANCE:
         raise ConfigError("a peer is a view of another instance's memory, not a store that can be written to")
+    part = parsed.type.empty_part(parsed, f"conform-{os.getpid()}")
+    with closing(part.type.open(part, None)) as store:
+        store.records("", deadline=time.monotonic() + _REACHED_SECONDS)  # one that cannot be reached fails here, once
+    part.type.remove_part(part)
     os.environ[_VARIABLE] = url
     TestStore.pins = parsed.type.pins
     options = ["-p", "no:cacheprovider", "-q", "-rs", "--rootdir", str(Path(__file__).parent), "-c", os.devnull]

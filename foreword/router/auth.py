@@ -129,7 +129,7 @@ def _numbers(entries: tuple[str, ...], what: str, form: str, accepts: Callable[[
             value = float(number)
         except ValueError:
             value = math.nan
-        if not accepts(value):
-            raise ConfigError(f"a tenant's {what} is written {form}, such as team-a=2, not {entry!r}")
+        if not name or name in found or not accepts(value):
+            raise ConfigError(f"a tenant's {what} is written {form}, such as team-a=2, once each, not {entry!r}")
         found[name] = value
     return found

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import os
+import re
 import socket
 import sys
 import threading
@@ -80,6 +81,8 @@ def check_events(config: ServerConfig) -> None:
     for key, endpoint in (("kv-events", config.kv_events), ("kv-events-replay", config.kv_events_replay)):
         host = (endpoint or "").removeprefix("tcp://").rpartition(":")[0].strip("[]")
         plain = config.router_key is None and not config.kv_events_open
+        if endpoint is not None and re.fullmatch(r"tcp://.+:\d+|ipc://.+", endpoint) is None:
+            raise ConfigError(f"--{key} is written tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")
         if endpoint is not None and endpoint.startswith("tcp://") and not is_loopback(host) and plain:
             raise ConfigError(
                 f"other hosts can read the token ids of all prompts at {endpoint} (--{key}): set --router-key, which encrypts "

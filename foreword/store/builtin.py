@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any, ClassVar, Final
 from urllib.parse import urlencode
 
@@ -32,13 +33,18 @@ _STORE_ENTRIES: Final = ("index.sqlite", "lock", "records")
 _LAYOUT: Final = re.compile(r"[0-9a-f]{32}")
 
 
+def parse_number(text: str) -> float:
+    """A finite number. Raises ValueError, ArithmeticError."""
+    return float(Fraction(text))
+
+
 def parse_quota(text: str) -> float:
     """A number of bytes, or the share that "25%" says."""
-    return float(text[:-1]) / 100 if text.endswith("%") else parse_bytes(text)
+    return parse_number(text[:-1]) / 100 if text.endswith("%") else parse_bytes(text)
 
 
 # Names of options are those of the constructors' arguments.
-_BUDGET_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": float, "tenant_quota": parse_quota}
+_BUDGET_OPTIONS: Final[Options] = {"size": parse_bytes, "pin_share": parse_number, "tenant_quota": parse_quota}
 
 
 class MemoryType(StoreType):
@@ -129,7 +135,7 @@ class RedisType(StoreType):
     """`redis://host`, and the other forms of `store/redis/addresses.py`. Other options are those of redis-py."""
 
     label = "redis"
-    options: ClassVar[Options] = {"prefix": str, "ttl": lambda text: float(text) or None}
+    options: ClassVar[Options] = {"prefix": str, "ttl": lambda text: parse_number(text) or None}
 
     def __init__(self, reach: Reach = Reach.NETWORK) -> None:
         self.reach = reach
@@ -155,7 +161,7 @@ class ObjectsType(StoreType):
     """`s3://bucket/path`, `gs://`, `az://`, `file:///folder`. Other options are those of obstore."""
 
     label = "objects"
-    options: ClassVar[Options] = {"prefix": str, "chunk": int, "parallel": int, "touch": float}
+    options: ClassVar[Options] = {"prefix": str, "chunk": int, "parallel": int, "touch": parse_number}
 
     def check(self, url: StoreUrl) -> None:
         try:

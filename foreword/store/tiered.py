@@ -39,6 +39,7 @@ def raise_failure(tier: StoreTier, error: StoreError) -> None:
 
 
 _WARM_UP_SECONDS: Final = 5.0
+HOLD_NEEDS: Final = "hold needs a faster tier, which has the blocks until they are written"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +136,7 @@ class TieredStore(Store):
         for index, tier in enumerate(self.tiers):
             tier.faster = self.tiers[:index]
             if tier.held is not None and not index:
-                raise StoreConfigError(
-                    f"{tier.label}: hold needs a faster tier, which has the blocks until they are written"
-                )
+                raise StoreConfigError(f"{tier.label}: {HOLD_NEEDS}")
         for tier, location in zip(self.tiers, locations or (), strict=locations is not None):
             tier.location = location
         self.holds = any(tier.held is not None for tier in self.tiers)

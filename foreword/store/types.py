@@ -140,7 +140,7 @@ def read_options(url: StoreUrl, known: Options, *, others: bool = False) -> dict
             elif not others:
                 suggestion = did_you_mean(key, [*COMMON_OPTIONS, *known])
                 raise StoreConfigError(f"{url.shown}: unknown option {key!r}{suggestion}")
-        except (ConfigError, ValueError, KeyError):
+        except (ConfigError, ValueError, KeyError, ArithmeticError):
             raise StoreConfigError(f"{url.shown}: {text!r} is not a value for {key!r}") from None
     return options
 

@@ -25,7 +25,7 @@ from foreword.store.codecs.codec import codec_named
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.tier_admission import AdmissionRule
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import HOLD_NEEDS, TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.store.wrappers import StoreKeys
 
@@ -37,6 +37,8 @@ TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BUILTIN, Stor
 def parse(url: str) -> StoreUrl:
     """Parse a store URL. Raises StoreConfigError."""
     parts = split_url(url)
+    if "\0" in unquote(url):
+        raise StoreConfigError(f"{redacted(url)!r} has a character that no path or name has")
     if not parts.scheme:
         raise StoreConfigError(
             f"{redacted(url)!r} is not the URL of a store; write for example disk:///var/cache/foreword?size=20GiB "
@@ -79,8 +81,11 @@ def check_stores(urls: Sequence[str]) -> list[StoreUrl]:
     for url in parsed:
         url.type.check(url)
         codec_named(url.codec)
-    if twice := next((one for one in parsed if one.persistent and sum(one.url == url.url for url in parsed) > 1), None):
-        raise StoreConfigError(f"{twice.shown} is given twice")
+    places = [os.path.realpath(url.path) if url.scheme in ("disk", "file") else url.url for url in parsed]
+    if twice := [url for url, place in zip(parsed, places, strict=True) if url.persistent and places.count(place) > 1]:
+        raise StoreConfigError(f"{twice[0].shown} is given twice")
+    if parsed and parsed[0].rule is not None and parsed[0].rule.hold:
+        raise StoreConfigError(f"{parsed[0].shown}: {HOLD_NEEDS}")
     return parsed
 
 

@@ -79,8 +79,8 @@ class RedisStore(Store):
     def __init__(self, url: str, *, label: str = "redis", prefix: str = "foreword", ttl: float | None = None) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise StoreConfigError(f"a key prefix has letters, digits and ._:- only, unlike {prefix!r}")
-        if ttl is not None and ttl < 0.001:
-            raise StoreConfigError(f"ttl is at least a millisecond, not {ttl} s")
+        if ttl is not None and not 0.001 <= ttl <= 1e12:
+            raise StoreConfigError(f"ttl is at least a millisecond and at most 1e12 s, not {ttl} s")
         self.label = label
         self._nodes = open_nodes(url)
         self._blocks = f"{prefix}:b:".encode()
