@@ -177,6 +177,10 @@ class StoreReadOnly(StoreError, code="store_read_only", retry=False):
     """The store takes no changes: it is a replica, a file system became read-only, permission is missing."""
 
 
+class StoreWithoutKeys(StoreReadOnly, code="store_without_keys"):
+    """Blocks cannot be encrypted, because the key store does not answer."""
+
+
 class StoreOpenedReadOnly(StoreReadOnly, code="store_opened_read_only", retry=False):
     """This process has opened the store to read only, which stays so."""
 

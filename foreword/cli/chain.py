@@ -30,6 +30,8 @@ _NAMES: Final = {
         "dropped": "foreword:store_dropped_blocks_total",
         "lookups": "foreword:store_lookups_total",
         "declined": "foreword:store_declined_loads_total",
+        "cut": "foreword:store_cut_loads_total",
+        "stopped": "foreword:store_stopped_loads_total",
     },
     "vllm": {
         "written": "vllm:foreword_saved_blocks_total",
@@ -38,13 +40,16 @@ _NAMES: Final = {
         "dropped": "vllm:foreword_dropped_blocks_total",
         "lookups": "vllm:foreword_request_lookups_total",
         "declined": "vllm:foreword_loads_declined_total",
+        "cut": "vllm:foreword_loads_cut_total",
+        "stopped": "vllm:foreword_loads_stopped_total",
     },
 }
 _STATES: Final = {
     "off": ("is off: calls fail, see the log of the server", "the store's URL, or the server or disk behind it"),
-    "full": ("finds no room for blocks", "`size=` in the store's URL, or the room on its disk"),
+    "full": ("finds no room for blocks", "`size=` in the store's URL, the room on its disk, or Redis's `maxmemory`"),
     "suspended": ("is suspended: an audit found a wrong block that came from it", "docs/operations/audit.md"),
 }
+_REFUSED: Final = {413: "`--max-body`", 429: "`--quota`, `--max-queue`"}
 _RULES: Final = {
     "short": "`min_tokens=` in the store's URL",
     "first_use": "`admit=second` in the store's URL",
@@ -150,10 +155,8 @@ class Chain:
         """Send the prompt. Raises Broken if it is refused."""
         answer = self.target.ask(self.prompt, salt or self.salt, report=report)
         if answer.error:
-            setting = "`--quota`, `--max-queue`" if answer.status == 429 else "see the server's log"
-            raise Broken(
-                CheckedLink("answer", f"a prompt was refused ({answer.status}): {answer.error}", False, setting)
-            )
+            text, setting = f"a prompt was refused ({answer.status}): {answer.error}", "see the server's log"
+            raise Broken(CheckedLink("answer", text, False, _REFUSED.get(answer.status, setting)))
         return answer
 
     def kept_apart(self) -> Iterator[CheckedLink]:
@@ -285,19 +288,27 @@ class ServerChain(Chain):
                     kinds = "" if self.vllm else ", ".join(self._grown("kind", metrics, tier))
                     yield CheckedLink("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", False, setting)
                     return
+        if keyless := [tier for tier in states if "store_without_keys" in self._grown("kind", metrics, tier)]:
+            text = f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer"
+            yield CheckedLink("written", text, False, "`--encryption-key-store`, or the server or disk behind it")
+            return
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
         if read_only and len(read_only) == len(states):
             text = (
                 f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only"
             )
-            setting = "`read_only=` in the store's URL, the rights of its folder, or a store beside `peer://`"
+            setting = (
+                "`read_only=` in the store's URL, the rights of its folder, its key store, or a store beside `peer://`"
+            )
             yield CheckedLink("written", text, None, setting)
             return
         for tier in missing:
             yield self._unwritten(tier, metrics)
             return
-        places = ", ".join(tier for tier in states if tier not in read_only)
+        holding = [tier for tier, seen in states.items() if "holding" in seen]
+        places = ", ".join(tier for tier in states if tier not in (*read_only, *holding))
         restricted = f"; {', '.join(read_only)} is read only" if read_only else ""
+        restricted += f"; {', '.join(holding)} gets blocks later (`hold=`)" if holding else ""
         yield CheckedLink("written", f"to {places} within {time.monotonic() - began:.1f} s{restricted}")
 
     @property
@@ -313,7 +324,7 @@ class ServerChain(Chain):
             if self.vllm:
                 self._nudge()
             metrics = self.target.metrics()
-            writable = [tier for tier, seen in metrics.tier_states().items() if "read_only" not in seen]
+            writable = [tier for tier, seen in metrics.tier_states().items() if not seen & {"read_only", "holding"}]
             counts = {tier: self.count("written", metrics, tier=tier) for tier in writable}
             waiting = [tier for tier, count in counts.items() if count < wanted]
             said = all(self._reasons(tier, metrics) for tier in waiting)
@@ -357,11 +368,13 @@ class ServerChain(Chain):
         if self.count("dropped", metrics):
             text = f"{tier}: blocks are dropped, because the queue of writes is full"
             return CheckedLink("written", text, False, "a faster tier, or a larger `--store-staging`")
-        text = f"nothing was written to {tier} within {_WRITE_SECONDS:.0f} s"
+        count = f"{self.count('written', metrics, tier=tier):.0f} of {len(self.prompt) // self.block} blocks were"
+        text = f"{'nothing was' if self.vllm else count} written to {tier} within {_WRITE_SECONDS:.0f} s"
         if self.vllm:
             rules = "`admit=`, `min_tokens=` or `write_rate=` in the store's URL"
             return CheckedLink("written", text, False, f"{rules}; the store itself, see the log of vLLM's workers")
-        return CheckedLink("written", text, False, "a faster store; see the server's log")
+        setting = "a faster store, or a larger `tenant_quota=` in its URL; see the server's log"
+        return CheckedLink("written", text, False, setting)
 
     def loaded(self) -> Iterator[CheckedLink]:
         """Once it is gone from the device, it is loaded from a tier."""
@@ -381,6 +394,20 @@ class ServerChain(Chain):
         name = self._names["lookups"]
         known = before.by("outcome", name)
         outcome = next((one for one, n in after.by("outcome", name).items() if n > known.get(one, 0.0)), "")
+        grown = {one: after.total(self._names[one]) > before.total(self._names[one]) for one in ("cut", "stopped")}
+        if grown["cut"] and not grown["stopped"]:
+            if len(self.prompt) < self.most:  # so few tokens may be computed in less time than a store answers
+                self.before = after
+                self.new_prompt(self.most)
+                self.ask()
+                self._written_within(_WRITE_SECONDS)
+                yield from self.loaded()
+                return
+            text = "gone from the device, found, and not loaded in time"
+            yield CheckedLink(
+                "loaded", text, False, "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first"
+            )
+            return
         if after.total(self._names["declined"]) > before.total(self._names["declined"]) or outcome == "found":
             yield CheckedLink("loaded", "found, and computed: that is faster here than loading so few tokens", None)
             return
@@ -388,7 +415,10 @@ class ServerChain(Chain):
             "timed_out": ("the tiers did not answer in time", "`--store-lookup-timeout`, or a faster tier first"),
             "tier_off": ("a tier is off", _STATES["off"][1]),
             "not_allowed": ("the stores may not be read", "docs/operations/audit.md; what the model allows"),
-        }.get(outcome, ("it is in no tier any more", "a larger `size=` in the store's URL"))
+        }.get(
+            outcome,
+            ("it is in no tier any more", "a larger `size=` or `ttl=` in the store's URL, or Redis's `maxmemory`"),
+        )
         yield CheckedLink("loaded", f"gone from the device, nothing was loaded: {text}", False, setting)
 
     def _empty_device(self) -> str:

@@ -111,16 +111,16 @@ class KeyStoreCalls:
     def __init__(self, store: Store, seconds: float) -> None:
         self._tier = StoreTier(store)
         self._seconds = seconds
-        self._down = False
+        self.down = False
 
     def _call(self, call: Callable[..., Result]) -> Result:
-        if self._down:
+        if self.down:
             raise StoreUnavailable("the key store does not answer")
         try:
             return self._try(call)
         except (StoreTimeout, StoreUnavailable) as error:
-            if not self._down:
-                self._down = True
+            if not self.down:
+                self.down = True
                 log.warning("the key store does not answer: %s", error.message)
                 threading.Thread(target=self._probe, name="foreword-keys", daemon=True).start()
             raise
@@ -130,11 +130,11 @@ class KeyStoreCalls:
         return self._tier.call(partial(call, deadline=deadline), deadline)
 
     def _probe(self) -> None:
-        while self._down:
+        while self.down:
             time.sleep(self._seconds)
             with contextlib.suppress(StoreError):
                 self._try(partial(self._tier.store.get_record, _DESTROYED))
-                self._down = False
+                self.down = False
         log.info("the key store answers again")
 
     def get(self, key: str) -> bytes | None:
@@ -150,7 +150,7 @@ class KeyStoreCalls:
         return self._call(partial(self._tier.store.records, prefix))
 
     def close(self) -> None:
-        self._down = False
+        self.down = False
         self._tier.close()
 
 
@@ -187,6 +187,11 @@ class DataKeys:
         self._closed = threading.Event()
         self._looking: threading.Thread | None = None
         self.on_end: list[Callable[[bytes], object]] = []
+
+    @property
+    def answers(self) -> bool:
+        """Whether the key store has answered when it was asked last."""
+        return not self._store.down
 
     # Keys
 

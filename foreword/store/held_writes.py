@@ -27,6 +27,9 @@ class HeldWrites:
         self._sizes: dict[Name, int] = {}
         self._bytes = 0
 
+    def __len__(self) -> int:
+        return len(self._sizes)
+
     def add(self, frames: Sequence[Frame]) -> None:
         """These blocks wait, behind those that wait already."""
         for frame in frames:

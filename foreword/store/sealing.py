@@ -28,7 +28,7 @@ from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
-from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly
+from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
 from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus, record_tenant
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.frame import (
@@ -162,6 +162,8 @@ class SealedStore(FormChanger):
         found = [(frame, data.sealing(tenant_of(frame.name))) for frame in frames]
         sealed = [_encrypted(frame, key) for frame, key in found if key is not None]
         self._count("without_key", len(found) - len(sealed))
+        if not (sealed or data.answers):
+            raise StoreWithoutKeys("the key store does not answer")
         return self.put_changed(sealed, deadline=deadline) if sealed else 0
 
     def _signed(self, frame: Frame) -> Frame:

@@ -136,7 +136,9 @@ class StoreTier:
             return TierState.SUSPENDED
         if isinstance(self._refusal, StoreReadOnly) or not self.writable:
             return TierState.READ_ONLY
-        return TierState.OK if self._refusal is None else TierState.FULL
+        if self._refusal is not None:
+            return TierState.FULL
+        return TierState.HOLDING if self.held is not None and len(self.held) else TierState.OK
 
     # Calls
 

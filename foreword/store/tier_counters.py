@@ -42,6 +42,7 @@ class TierState(StrEnum):
         SUSPENDED: it is not read: an audit has found a wrong block that came from it.
         READ_ONLY: it takes no blocks: as configured, or because the system forbids writes.
         FULL: it finds no room for blocks, or evicts although its budget is not used up.
+        HOLDING: blocks wait in faster tiers before they are written to it (`hold=`).
     """
 
     OK = "ok"
@@ -49,6 +50,7 @@ class TierState(StrEnum):
     SUSPENDED = "suspended"
     READ_ONLY = "read_only"
     FULL = "full"
+    HOLDING = "holding"
 
 
 @dataclass(slots=True)

@@ -143,6 +143,8 @@ def open_store(
     persistent = [index for index, url in enumerate(parsed) if url.persistent]
     writable = [index for index, url in enumerate(parsed) if url.writable]
     rules = [url.rule for url in parsed]
+    if layout is None and rules[0] is not None:  # tools name some of an engine's stores
+        rules[0] = replace(rules[0], hold=0)
     return TieredStore(opened, persistent, writable=writable, rules=rules, locations=locations)
 
 

@@ -86,6 +86,9 @@ def test_a_tier_that_takes_blocks_at_their_second_use(model: Path, tmp_path: Pat
     assert [one["cached"] for one in first["rounds"][0]] == [0, 96] and first["status"]["saved"] == 3
     second = vllm(model, [disk(tmp_path)], [asked[1:]])
     assert answers(second["rounds"][0]) == answers(first["rounds"][0][1:]) and second["rounds"][0][0]["cached"] == 96
+    # So are those of a prompt that is asked again and fills no further block.
+    again = vllm(model, [f"{disk(tmp_path / 'again')}&admit=second"], [[one, one]], max_tokens=1)
+    assert [one["cached"] for one in again["rounds"][0]] == [0, 96] and again["status"]["saved"] == 3
 
 
 def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:

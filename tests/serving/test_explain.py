@@ -69,6 +69,9 @@ BROKEN_SERVERS = [
          (), "written", "the store's URL"),
     slow(("--max-model-len", "256", "--block-size", "256"), (), "computed", "`--block-size`"),
     slow(("--quota", "* requests=1"), (), "answer", "`--quota`"),
+    slow(("--max-body", "300"), (), "answer", "`--max-body`"),
+    slow(("--store", "disk://{folder}/kv?tenant_quota=50KiB"), (), "written", "`tenant_quota=`"),
+    slow(("--store", "disk://{folder}/kv", "--store-load-timeout", "1e-6"), (), "loaded", "`--store-load-timeout`"),
     slow(KEYED, (), "server", "wants an API key"),
     slow(KEYED, ("--api-key", "another key"), "server", "refuses the API key"),
     slow((), ("--model", "another-model"), "server", "it serves stdlib-nano"),
@@ -96,6 +99,7 @@ HEALTHY_SERVERS = [
     slow("--store", "disk://{folder}/kv?size=64MiB&admit=prompts"),
     slow("--store", "disk://{folder}/kv?size=64MiB&write_rate=1GiB"),
     slow("--store", "disk://{folder}/kv?size=64MiB&tenant_quota=50%"),
+    slow("--store", "memory://?size=64MiB", "--store", "disk://{folder}/kv?hold=16MiB"),
     slow("--store", "memory://?size=64MiB", "--store", "disk://{folder}/empty?read_only=1"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "4"),
     slow("--store", "disk://{folder}/kv?size=64MiB", "--block-size", "64"),
@@ -324,6 +328,15 @@ def test_a_server_that_only_reads(tmp_path: Path) -> None:
             sound(said)
             [written] = [link for link in said.links if link["name"] == "written"]
             assert written["ok"] is None and "`read_only=`" in written["setting"]
+
+
+@pytest.mark.slow
+def test_a_key_store_that_does_not_answer(tmp_path: Path) -> None:
+    """Blocks that cannot be encrypted are not written, and the key store is named."""
+    (tmp_path / "masters").write_text(f"1:{'11' * 32}\n")
+    keys = ("--encryption-key-store", f"redis://{NOWHERE}", "--encryption-master-key-file", f"{tmp_path}/masters")
+    with serving("--store", f"disk://{tmp_path}/kv?size=64MiB", *keys) as url:
+        broken(explain(url), "written", "`--encryption-key-store`")
 
 
 @pytest.mark.extended

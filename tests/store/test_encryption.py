@@ -27,6 +27,7 @@ from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
+from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 from foreword.transfer.checks import check_stores_and_peers
@@ -460,6 +461,9 @@ def test_a_key_store_that_is_down(tmp_path: Path, stack: ExitStack) -> None:
         time.sleep(0.02)  # until known keys are due for a look
         assert read(store, FRAMES) == (whole(FRAMES) if outage else [None] * 12)
         assert keys.sealing(SHARED) is None and keys.current(b"tenant") == salt and not store.tiers[0].counters.bad
+        if not outage:  # blocks are read, and not written: as with a tier that is read only
+            assert store.put(FRAMES, deadline=soon()) == 0 and store.tiers[0].state is TierState.READ_ONLY
+            assert store.tiers[0].counters.errors["store_without_keys"] and store.tiers[0].breaker.closed
         receipt = forget_tenant(store, Salt(), keys=keys)
         assert not receipt.complete and receipt.places[0].tier == KEY_STORE
         assert receipt.places[0].outcome is PlaceOutcome.UNREACHABLE and receipt.keys == []

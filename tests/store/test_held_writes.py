@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, soon
 from foreword.errors import StoreConfigError, StoreTimeout
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_admission import AdmissionRule
+from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
-from foreword.store.urls import open_store
+from foreword.store.urls import check_stores, open_store
 
 SIZE = HEADER_BYTES + SMALL_PAYLOAD
 
@@ -42,8 +44,9 @@ def test_the_oldest_are_written_when_more_wait() -> None:
     store, chain = opened(4), make_frames(1, 10, SMALL_PAYLOAD)
     for frame in chain:
         assert store.put([frame], deadline=soon()) == 1
-    assert late(store, chain) == [True] * 6 + [False] * 4
+    assert late(store, chain) == [True] * 6 + [False] * 4 and store.tiers[1].state is TierState.HOLDING
     store.write_held(1.0)
+    assert store.tiers[1].state is TierState.OK
     assert late(store, chain) == [True] * 10
     assert refused(store) == {}
 
@@ -143,10 +146,15 @@ def test_any_order_of_calls(seed: int) -> None:
 
 
 def test_configuration(tmp_path: Path) -> None:
-    """`hold=` is bytes, and needs a tier before it."""
-    with pytest.raises(StoreConfigError, match="faster tier"):
-        open_store([f"disk://{tmp_path}?hold=1MiB&size=16MiB"])
+    """`hold=` is bytes, and needs a tier before it, but for tools, which write no blocks."""
+    layout = Layout(b"model", 16, (LayerLayout(1, 8, 8),), "bfloat16")
+    alone = [f"disk://{tmp_path}?hold=1MiB&size=16MiB"]
+    for refused_by in (check_stores, lambda urls: open_store(urls, layout)):
+        with pytest.raises(StoreConfigError, match="faster tier"):
+            refused_by(alone)
+    with closing(open_store(alone)) as tool:
+        assert not tool.holds
     with pytest.raises(StoreConfigError, match="hold"):
         open_store(["memory://?size=1MiB", f"disk://{tmp_path}?hold=much&size=16MiB"])
-    with closing(open_store(["memory://?size=1MiB", f"disk://{tmp_path}?hold=64KiB&size=16MiB"])) as store:
+    with closing(open_store(["memory://?size=1MiB", f"disk://{tmp_path}?hold=64KiB&size=16MiB"], layout)) as store:
         assert store.holds and store.selective

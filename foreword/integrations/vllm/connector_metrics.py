@@ -41,6 +41,7 @@ _REQUESTS: Final = {
     "request_lookups": "Lookups of requests in all tiers.",
     "request_lookup_tokens": "Tokens that were looked up: those found, and the rest by the reason.",
 }
+_GOOD: Final = (TierState.OK, TierState.HOLDING)
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -83,7 +84,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, int | float | str]:
-        """For the log line: lookups by outcome, traffic of each tier, failures, and the states that are not "ok"."""
+        """For the log line: lookups by outcome, traffic of each tier, failures, and the states that are not good."""
         found: dict[str, int | float | str] = {}
         for outcome, amount in self.data["requests"].get("request_lookups", {}).items():
             found[f"lookups {outcome}"] = amount
@@ -95,7 +96,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
                 if amounts.get(name):
                     found[f"{label} {name}"] = amounts[name]
         for process, states in self.data["states"].items():
-            found.update({f"{label} in {process}": state for label, state in states.items() if state != TierState.OK})
+            found.update({f"{label} in {process}": state for label, state in states.items() if state not in _GOOD})
         found.update({name: amount for name, amount in self.data["counts"].items() if amount})
         seconds = self.data["load_seconds"]
         if seconds:

@@ -346,7 +346,7 @@ class ForewordConnectorScheduler:
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
         """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
         request = state.request
-        started = self._info.whole or state.plan is not None
+        started = (self._info.whole and (state.offered or not self._info.selective)) or state.plan is not None
         known = min(request.num_computed_tokens + scheduled, request.num_tokens)
         return not started or known >= state.next_full(self._info) or bool(request.kv_transfer_params)
 
