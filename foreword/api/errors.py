@@ -15,8 +15,14 @@ from foreword.errors import BadRequest, ForewordError, NotFound
 
 MAX_BODY_BYTES: Final = 64 << 20
 _MAIN_PATHS: Final = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/prefixes"),
-    *("/ui", "/metrics", "/health", "/ready"),
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/models",
+    "/v1/prefixes",
+    "/ui",
+    "/metrics",
+    "/health",
+    "/ready",
 )
 # nginx's status for a client that closed the connection. No client sees it; the log and the metrics do.
 CLIENT_GONE: Final = 499

@@ -117,8 +117,23 @@ class Call:
     """
 
     __slots__ = (
-        *("_front", "_query", "_streams", "admitted", "arrived", "body", "exchange", "failure", "held", "id"),
-        *("ignored", "names", "raw", "route", "span", "tenant", "usage"),
+        "_front",
+        "_query",
+        "_streams",
+        "admitted",
+        "arrived",
+        "body",
+        "exchange",
+        "failure",
+        "held",
+        "id",
+        "ignored",
+        "names",
+        "raw",
+        "route",
+        "span",
+        "tenant",
+        "usage",
     )
 
     def __init__(self, front: Front, exchange: Exchange) -> None:

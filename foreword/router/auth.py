@@ -18,17 +18,36 @@ from foreword.errors import ConfigError
 
 # Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(
-    ("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade")
-) | frozenset(("proxy-authenticate", "proxy-authorization", "proxy-connection"))
+    (
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    )
+)
 # All that a replica sees of a client's headers. Any other might be one that the replica trusts.
 _SENT_TO_REPLICAS: Final = frozenset(
     ("accept", "accept-language", "traceparent", "tracestate", "user-agent", "x-session-id")
 )
-# What is encoded has been decoded.
-_NOT_RETURNED: Final = HOP_BY_HOP | {
-    *("content-encoding", "content-length", "date", "server", "x-request-id", "set-cookie", "location", "alt-svc"),
-    "www-authenticate",
-}
+# aiohttp decodes what is encoded.
+_NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
+    (
+        "content-encoding",
+        "content-length",
+        "date",
+        "server",
+        "x-request-id",
+        "set-cookie",
+        "location",
+        "www-authenticate",
+        "alt-svc",
+    )
+)
 
 
 class RouterAuth:
