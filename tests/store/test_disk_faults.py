@@ -36,7 +36,7 @@ from foreword.conformance import (
     soon,
     whole,
 )
-from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable
+from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
 from foreword.store.base import BAD
 from foreword.store.disk import folder_scan, opener, recovery, writer
 from foreword.store.disk.disk_store import DiskStore
@@ -1020,3 +1020,26 @@ def test_a_folder_that_cannot_be_made_yet() -> None:
             assert store.lookup(names_of(chain), deadline=soon()) == 0
             assert read(store, chain) == [None] * 3
             assert store.put(chain, deadline=soon()) == 0
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_linked_folders_are_erased(tmp_path: Path, level: int) -> None:
+    """A folder of blocks or records that lies elsewhere, behind a link, is listed and erased as it is read. While the link
+    leads nowhere, and where a file stands in its place, the erasure says so."""
+    frames = make_frames(1, 1, 100)
+    with closing(DiskStore(tmp_path / "kv", 1 << 20)) as store:
+        store.put(frames, deadline=soon())
+        store.put_record("kind/model/name", b"a record", deadline=soon())
+        block = next(path for path in (tmp_path / "kv").rglob(frames[0].header.key.hex()))
+        record = tmp_path / "kv/records/kind=/model=/name~"
+        for number, place in enumerate((block.parents[3 - level], record.parents[3 - level])):
+            away = tmp_path / f"away{number}"
+            place.rename(away)
+            for lost in (lambda place: place.symlink_to(tmp_path / "nowhere"), Path.touch):
+                lost(place)
+                with pytest.raises(StoreUnreadable):
+                    store.erase(deadline=soon()) if not number else store.records("", deadline=soon())
+                place.unlink()
+            place.symlink_to(away)
+        assert read(store, frames) == whole(frames) and store.records("", deadline=soon()) == ["kind/model/name"]
+        assert store.erase(deadline=soon()) == 1 and read(store, frames) == [None]

@@ -159,15 +159,16 @@ class BlockFiles:
         for outer in _digit_folders(self.folder, layout, on_error):
             for inner in _digit_folders(outer, root, on_error):
                 prefix = bytes.fromhex(outer[-_HEX:] + inner[-_HEX:])
-                for part in _folders(inner, on_error):
-                    yield from _block_files(part.path, prefix, on_error)
+                for part in _entries(inner, on_error):
+                    if _FIRST_DIGITS.fullmatch(part.name):
+                        yield from _block_files(part.path, prefix, on_error)
 
     def remove_format_1(self) -> bool:
         """Remove the blocks of format 1, whose folders lie directly in those of their layouts. False if there are none."""
         found = False
         for layout in _digit_folders(self.folder, b"", skip):
-            for part in _folders(layout, skip):
-                if _FIRST_DIGITS.fullmatch(part.name):
+            for part in _entries(layout, skip):
+                if _FIRST_DIGITS.fullmatch(part.name) and part.is_dir(follow_symlinks=False):
                     found = True
                     shutil.rmtree(part.path, ignore_errors=True)
         return found
@@ -301,14 +302,14 @@ def _read_all(handle: int, buffer: memoryview, size: int) -> int:
 
 
 def _entries(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
-    """The entries of a folder, none if it does not exist."""
+    """The entries of a folder, also of one that is linked, none if it does not exist. A link that leads nowhere may lead there
+    again: it cannot be read, as what stands in the place of a folder."""
     try:
         with os.scandir(path) as entries:
             yield from entries
-    except FileNotFoundError:
-        return
     except OSError as error:
-        on_error(StoreUnreadable(f"a folder cannot be read: {error}"))
+        if not isinstance(error, FileNotFoundError) or os.path.islink(path):
+            on_error(StoreUnreadable(f"a folder cannot be read: {error}"))
 
 
 def _digit_folders(path: str, wanted: bytes, on_error: OnError) -> Iterator[str]:
@@ -317,12 +318,8 @@ def _digit_folders(path: str, wanted: bytes, on_error: OnError) -> Iterator[str]
     if len(start) == _HEX:
         yield f"{path}/{start}"
         return
-    found = (entry for entry in _folders(path, on_error) if _DIGITS.fullmatch(entry.name))
+    found = (entry for entry in _entries(path, on_error) if _DIGITS.fullmatch(entry.name))
     yield from (entry.path for entry in found if entry.name.startswith(start))
-
-
-def _folders(path: str, on_error: OnError) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(path, on_error) if entry.is_dir(follow_symlinks=False))
 
 
 def _block_files(path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockFile]:
@@ -389,12 +386,14 @@ class RecordFiles:
         """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""
         found, problems = list[str](), list[OSError]()
         start = "/".join([self._folder, *(part + "=" for part in prefix.split("/")[:-1])])
-        for path, _, files in os.walk(start, onerror=problems.append):
+        for path, _, files in os.walk(start, onerror=problems.append, followlinks=True):
+            problems += [NotADirectoryError(f"{path}/{name} is no folder") for name in files if name.endswith("=")]
             folder = os.path.relpath(path, self._folder)
             parts = [] if folder == "." else [part.removesuffix("=") for part in folder.split("/")]
             found += ["/".join([*parts, name.removesuffix("~")]) for name in files if name.endswith("~")]
         keys = sorted(key for key in found if key.startswith(prefix))
-        problem = next((one for one in problems if not isinstance(one, FileNotFoundError)), None)
+        lost = (one for one in problems if not isinstance(one, FileNotFoundError) or os.path.islink(one.filename))
+        problem = next(lost, None)
         if problem is not None:
             raise PartialListing(f"a folder of records cannot be read: {problem}", keys)
         return keys
