@@ -149,7 +149,7 @@ class BlockFiles:
         """Remove the empty folders of these layouts and roots, which evictions have left."""
         for outer in _digit_folders(self.folder, layout, skip):
             for inner in _digit_folders(outer, root, skip):
-                for part in _folders(inner, skip):
+                for part in _entries(inner, skip):
                     _remove_empty(part.path, outer)
                 _remove_empty(inner, outer)
 
