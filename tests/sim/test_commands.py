@@ -184,7 +184,7 @@ def test_a_limit_may_be_inclusive() -> None:
         (["--limit", "0"], "--limit"),
         (["--max-batch-tokens", "0"], "--max-batch-tokens"),
         (["--costs", "none.json"], "cannot read the costs"),
-        (["--out", "/nowhere/page.html"], "cannot write"),
+        (["--out", "/nowhere/page.html"], "there is no folder /nowhere"),
     ],
 )
 def test_mistakes_are_named(
