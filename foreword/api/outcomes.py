@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _VALID_ID: Final = re.compile(r"[!-~]{1,128}")
 # Polled every few seconds: logged at level DEBUG only.
-_POLLED: Final = frozenset(("/health", "/ready", "/metrics"))
+_POLLED: Final = frozenset(("/health", "/ping", "/ready", "/metrics"))
 
 
 def request_id_from(header: str | None) -> str:

@@ -58,6 +58,8 @@ def _check_ready(router: Router, route: Route[Handler]) -> None:
 
 
 def _add_probes(routes: Routes[Handler], router: Router) -> None:
+    @routes.add("GET", "/ping", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    @routes.add("POST", "/ping", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     @routes.add("GET", "/health", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def health(call: Call) -> Answer:
         """Liveness. `quarantined`, if there are any, is the number of tenants whose cached KV an audit found to be wrong."""

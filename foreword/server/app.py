@@ -160,6 +160,8 @@ def _admit_prefix(context: ServerContext, body: AnyPrefixBody) -> Iterator[None]
 
 
 def _add_probes(routes: Routes[Handler], admission: Admission, events: EventSource | None) -> None:
+    @routes.add("GET", "/ping", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
+    @routes.add("POST", "/ping", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     @routes.add("GET", "/health", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def health(call: Call) -> Answer:
         """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart. `quarantined`,

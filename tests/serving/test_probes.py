@@ -74,6 +74,7 @@ def test_bad_tokenize(client: httpx.Client, path: str, body: dict[str, object]) 
 def test_probes(client: httpx.Client, server: SharedServer) -> None:
     """A loaded server is alive and ready, and says its version."""
     assert client.get("/health").json() == {"status": "alive"}
+    assert client.get("/ping").json() == client.post("/ping").json() == {"status": "alive"}
     assert client.get("/ready").json() == {"status": "ready", "model": server.model}
     assert client.get("/version").json()["version"]
 
