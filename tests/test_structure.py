@@ -107,7 +107,7 @@ def closure(product: str) -> int:
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 32_204),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_661),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_663),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
