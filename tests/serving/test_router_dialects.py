@@ -179,7 +179,7 @@ def test_failover_of_translated_streams(shared: SharedServers, loop: Loop) -> No
         count = claude.messages.count_tokens(model=shared.open.model, messages=messages)
         with pytest.raises(anthropic.NotFoundError, match="No prefix named 'no-such'"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "no-such"})
-        text = {"name": "text", "content": words("a prefix of text", 40)}
+        text = {"name": "text", "content": words("a prefix of text", 12)}
         assert http_client.post(f"{router.url}/v1/prefixes", json=text).status_code < 300
         with pytest.raises(anthropic.BadRequestError, match="'text' is text"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "text"})
