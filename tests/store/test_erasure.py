@@ -143,6 +143,25 @@ def test_what_killed_writers_left_is_erased(tmp_path: Path) -> None:
     store.close()
 
 
+def test_an_erasure_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    """While another folder stands in the place of a store's, or none, as where its disk is not mounted, an erasure says that it
+    could not reach it; what it has is erased when it is back."""
+    store, mine, theirs = filled(tmp_path / "kv")
+    for stand_in in (False, True):
+        (tmp_path / "kv").rename(tmp_path / "away")
+        if stand_in:
+            (tmp_path / "kv").mkdir()
+        receipt = forget_tenant(store, ANN)
+        assert not receipt.complete and "disk" in receipt.unreachable
+        if stand_in:
+            (tmp_path / "kv").rmdir()
+        (tmp_path / "away").rename(tmp_path / "kv")
+    receipt = forget_tenant(store, ANN)
+    assert receipt.complete and receipt.removed == {"memory": 0, "disk": len(mine)}
+    assert all(all(present(tier.store, theirs)) for tier in store.tiers)
+    store.close()
+
+
 def test_an_erasure_needs_no_index(tmp_path: Path) -> None:
     """Blocks whose rows the index of a folder has lost are erased."""
     store, mine, theirs = filled(tmp_path / "one")
