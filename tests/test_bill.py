@@ -172,7 +172,7 @@ def test_a_damaged_ledger(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_ends_within_a_line(tmp_path: Path) -> None:
-    """A process that goes on with the ledger of another, which ended within a line, loses no line of its own."""
+    """A process that continues the ledger of another, which ended within a line, loses no line of its own."""
     path = tmp_path / "usage.jsonl"
     for before in ("", line()[:70], line() + "\n"):
         path.write_text(before)

@@ -333,8 +333,9 @@ class DiskStore(Store):
             names = (one.name for one in whole if chosen is None or one.name in chosen)
             while batch := list(itertools.islice(names, _SCAN_ROWS)):
                 yield Erased(self.delete(batch, deadline=step_deadline(deadline)))
-            self._files.prune(layout, root)
-            self._records.remove_incomplete(self._is_dead)
+            if chosen is None:
+                self._files.prune(layout, root)
+                self._records.remove_incomplete(self._is_dead)
         except StoreError as error:
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)

@@ -400,7 +400,7 @@ class RecordFiles:
 
     def remove_incomplete(self, is_dead: Callable[[str], bool]) -> None:
         """Remove the incomplete files of dead writers, and folders that are empty then."""
-        for path, _, files in os.walk(self._folder):
+        for path, _, files in os.walk(self._folder, followlinks=True):
             for name in files:
                 token = name.partition("~")[2].rpartition(".")[0]
                 if token and is_dead(token):
