@@ -1,4 +1,4 @@
-"""Puts compiled kernels into the wheel: one library for each instruction set of `SHIPPED` in foreword/engine/kernels/build.py.
+"""Puts compiled kernels into the wheel: one library for each instruction set of `SHIPPED` in foreword/compiled_code.py.
 
 With them an installed Foreword needs no compiler. The libraries do not depend on Python's or torch's ABI, so one wheel serves
 all versions of Python; its tag says which glibc it needs. Without a compiler, or on another system, the wheel is pure Python,
@@ -20,7 +20,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-KERNELS = Path("foreword") / "engine" / "kernels"
+PACKAGE = Path("foreword")
 
 
 class CompiledKernels(BuildHookInterface[Any]):
@@ -35,17 +35,17 @@ class CompiledKernels(BuildHookInterface[Any]):
         if version == "editable" or compiler is None or platform.system() != "Linux":
             return
         target = subprocess.check_output([compiler, "-dumpmachine"], text=True).partition("-")[0]
-        build = _load(Path(self.root) / KERNELS / "build.py")
+        build = _load(Path(self.root) / PACKAGE / "compiled_code.py")
         self._folder = tempfile.TemporaryDirectory()
         made: list[Path] = []
         for variant in (one for one in build.SHIPPED if one.machine == target):
-            for names in (build.SOURCES, build.UNIT_SOURCES):
+            for names in build.LIBRARIES:
                 path = Path(self._folder.name) / build.shipped_name(variant, names)
-                source = Path(self.root) / KERNELS / names[0]
+                source = Path(self.root) / PACKAGE / names[0]
                 subprocess.run(
                     [compiler, *build.COMMON_FLAGS, *variant.flags, "-o", str(path), str(source)], check=True
                 )
-                build_data["force_include"][str(path)] = str(KERNELS / build.SHIPPED_FOLDER / path.name)
+                build_data["force_include"][str(path)] = str(PACKAGE / build.SHIPPED_FOLDER / path.name)
                 made.append(path)
         if made:
             build_data["pure_python"] = False
@@ -59,7 +59,7 @@ class CompiledKernels(BuildHookInterface[Any]):
 
 def _load(path: Path) -> Any:
     """A module of the package without the package, whose dependencies are not in the environment of the build."""
-    spec = importlib.util.spec_from_file_location("kernels_build", path)
+    spec = importlib.util.spec_from_file_location("compiled_code", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look for their module there.

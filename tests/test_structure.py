@@ -103,10 +103,10 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_663),
+        ("statements", statements, 49_696),
         ("public classes in two modules", class_names, 3),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 32_214),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 32_272),
         ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_663),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",

@@ -667,5 +667,5 @@ STEPS = {
     "saving": PlanStep(step_saving, 80),
     "hits": PlanStep(step_hits, 80),
     "transformers": PlanStep(step_transformers, 120),
-    "vllm": PlanStep(step_vllm, 240),
+    "vllm": PlanStep(step_vllm, 330),
 }

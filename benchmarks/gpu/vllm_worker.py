@@ -1,8 +1,9 @@
 """The vLLM of the step `vllm` (gpu/vllm_steps.py): the referee's worker, which also compares the stored bytes with vLLM's.
 
-Started by `foreword.referee.process.Worker`. `{"stored": true}` is answered with the number of saved blocks that still lie in
-vLLM's KV cache, and how many of them the stores have with other bytes. What is compared was read from the device by torch, not
-by the kernel that saves.
+Started by `foreword.referee.process.Worker`. `{"stored": true}` is answered with the number of saved and loaded blocks that
+still lie in vLLM's KV cache, and how many of them the stores have with other bytes. What is compared was read from the device
+by torch, not by the kernel that saves. vLLM computes some tokens a second time, in another batch, and may round otherwise:
+these are not compared. They are the last token of a prompt that was loaded whole, and what follows a hit.
 """
 
 import os
@@ -21,6 +22,8 @@ class ComparedEngine(VllmEngine):
         super().__init__(job)
         self._names: dict[int, bytes] = {}
         self._saved: set[bytes] = set()
+        self._ends: set[bytes] = set()  # the last blocks of loads
+        self._only_loaded = job["only_loaded"]  # the stores had blocks before this process
         self._cache = self._foreword()
         if self._cache is not None:
             self._cache.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
@@ -32,8 +35,8 @@ class ComparedEngine(VllmEngine):
     ) -> int:
         done = int(self._save(root, keys, parent, depth, blocks, group, **more))
         for block, name in zip(blocks[:done], self._cache.units[group].names(root, keys)[:done], strict=True):
-            # vLLM computes the end of a prompt again at each hit, and may round otherwise. The first such block is saved.
-            if name in self._saved:
+            # Of a block that is computed twice, the first is saved.
+            if name in self._saved or self._only_loaded:
                 self._names.pop(block, None)
             else:
                 self._saved.add(name)
@@ -43,6 +46,7 @@ class ComparedEngine(VllmEngine):
     def _note_load(self, load: Any, skip: int, blocks: Any) -> None:
         self._names.update(zip(blocks, load.names[skip:], strict=False))
         self._saved.update(load.names[skip:])
+        self._ends.add(load.names[-1])
         self._load(load, skip, blocks)
 
     def stored(self) -> dict[str, Any]:
@@ -60,10 +64,25 @@ class ComparedEngine(VllmEngine):
             if found is None:
                 counts["absent"] += 1
                 continue
-            parts = [tensor[block].reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for tensor in tensors]
             counts["compared"] += 1
-            counts["different"] += b"".join(parts) != bytes(found.frame.payload)
+            counts["different"] += not self._equal(
+                [tensor[block] for tensor in tensors], found.frame.payload, name in self._ends
+            )
         return counts
+
+    def _equal(self, tensors: list[torch.Tensor], payload: memoryview, without_last: bool) -> bool:
+        """Whether the bytes of a block's tensors, one for each layer, are these; `without_last`: but for the last token."""
+        tokens = self._llm.llm_engine.vllm_config.cache_config.block_size
+        start = 0
+        for tensor in tensors:
+            mine = tensor.cpu().contiguous()
+            stored = torch.frombuffer(payload, dtype=mine.dtype, offset=start, count=mine.numel()).view(mine.shape)
+            start += mine.numel() * mine.element_size()
+            axis = mine.shape.index(tokens)
+            pair = [one.narrow(axis, 0, tokens - without_last).contiguous().view(torch.uint8) for one in (mine, stored)]
+            if not torch.equal(*pair):
+                return False
+        return start == len(payload)
 
     def metrics(self, start: str) -> dict[str, Any]:
         """The counts of the connector, in place of vLLM's metrics."""

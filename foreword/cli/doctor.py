@@ -144,8 +144,8 @@ def _kernels(config: EngineConfig) -> Finding:
     if config.kernels == "torch":
         return Finding("kernels", "PyTorch's operators (engine.kernels=torch)")
     try:
+        from foreword.compiled_code import CannotBuild
         from foreword.engine.kernels import native
-        from foreword.engine.kernels.build import CannotBuild
     except ModuleNotFoundError as error:
         return Finding("kernels", f"PyTorch's operators are needed, but {error.name} is not installed", ok=False)
     try:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from foreword import compiled_code
 from foreword.blocks.layout import LayerLayout
 from foreword.engine import linear
 from foreword.engine.attention.backend import AttentionBackend, LayerRecorder
@@ -24,7 +25,6 @@ from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.attention.torch_backend import TorchAttention
-from foreword.engine.kernels import build
 from foreword.engine.kernels.kernel_choice import (
     ATTENTION_SHAPES,
     COMPILED,
@@ -125,7 +125,14 @@ def _conditions(kernels: Kernels | None) -> list[str]:
     """What times depend on, beside the shapes."""
     limits = [f"{name}={os.environ.get(name, '')}" for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")]
     compiled = "" if kernels is None else kernels.name
-    return ["1", build.processor(), torch.__version__, torch.backends.cpu.get_cpu_capability(), compiled, *limits]
+    return [
+        "1",
+        compiled_code.processor(),
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        compiled,
+        *limits,
+    ]
 
 
 @contextmanager

@@ -21,12 +21,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from foreword.compiled_code import CannotBuild, is_compiled
 from foreword.config import EngineConfig, parse_bytes
 from foreword.engine import batch_invariance, decoder, linear
 from foreword.engine.attention import backend as attention
 from foreword.engine.attention.backend import LayerRecorder
 from foreword.engine.kernels import native
-from foreword.engine.kernels.build import CannotBuild, is_compiled
 from foreword.engine.kernels.kernel_choice import COMPILED, AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers, group_layers

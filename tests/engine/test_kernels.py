@@ -21,13 +21,14 @@ from test_attention import Case, chunk
 from torch import Tensor
 from torch.nn import functional
 
+from foreword import compiled_code
 from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention import cpu_backend
 from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
-from foreword.engine.kernels import build, native
+from foreword.engine.kernels import native
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import SamplingParams
@@ -44,10 +45,10 @@ HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10)
 LONGEST, SIZE = 300, 16
 # Builds for this machine's own instruction set, and for others that it has: those of wheels, and one without vectors. Each is
 # compiled, which takes longer than the tests; AVX2 is not what this machine has where it has AVX512.
-HAS = build.processor_flags()
+HAS = compiled_code.processor_flags()
 WHEELS = [
     pytest.param(one.flags, id=one.name, marks=[] if one.name == "avx2" and "avx512f" in HAS else pytest.mark.slow)
-    for one in build.SHIPPED
+    for one in compiled_code.SHIPPED
     if one.machine == platform.machine() and one.needs <= HAS
 ]
 PLAIN = (
@@ -64,7 +65,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.getbasetemp() / "kernels"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        return native.open_library(build.library((*build.COMMON_FLAGS, *request.param)))
+        return native.open_library(compiled_code.library((*compiled_code.COMMON_FLAGS, *request.param)))
 
 
 def repeated(**options: Any) -> Any:
@@ -369,8 +370,7 @@ def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
 
 
 def test_sources_are_shipped() -> None:
-    """Every source file of the kernels is in the package."""
-    folder = Path(build.__file__).parent
-    sources = {*build.SOURCES, *build.UNIT_SOURCES}
-    assert all((folder / name).is_file() for name in sources)
-    assert {path.name for path in folder.iterdir() if path.suffix in (".h", ".cpp")} == sources
+    """Every C++ source of the package belongs to a library."""
+    folder = Path(compiled_code.__file__).parent
+    sources = {name for names in compiled_code.LIBRARIES for name in names}
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".h", ".cpp")} == sources

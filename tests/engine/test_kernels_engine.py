@@ -22,11 +22,12 @@ import transformers
 from example_counts import represented
 from safetensors.torch import load_file, save_file
 
+from foreword import compiled_code
 from foreword.cli.doctor import Finding, examine
+from foreword.compiled_code import CannotBuild
 from foreword.config import Config, EngineConfig
 from foreword.engine.decoder import DecoderForward, NormForward
-from foreword.engine.kernels import build, native
-from foreword.engine.kernels.build import CannotBuild
+from foreword.engine.kernels import native
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
 from foreword.entrypoints.llm import LLM
@@ -223,15 +224,17 @@ def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of an installed wheel with kernels: here those that were compiled on this machine."""
     monkeypatch.delenv("CXX", raising=False)
     fitting = [
-        one for one in build.SHIPPED if one.machine == platform.machine() and one.needs <= build.processor_flags()
+        one
+        for one in compiled_code.SHIPPED
+        if one.machine == platform.machine() and one.needs <= compiled_code.processor_flags()
     ]
     if not fitting or shutil.which("c++") is None:
         pytest.skip("wheels have no kernels for this processor, or there is no compiler to make some")
-    compiled = native.open_library(build.library()) and build.library()
+    compiled = native.open_library(compiled_code.library()) and compiled_code.library()
     folder = tmp_path / "compiled"
     folder.mkdir()
-    shutil.copy(compiled, folder / build.shipped_name(fitting[0], build.SOURCES))
-    monkeypatch.setattr(build, "SHIPPED_FOLDER", str(folder))
+    shutil.copy(compiled, folder / compiled_code.shipped_name(fitting[0], compiled_code.SOURCES))
+    monkeypatch.setattr(compiled_code, "SHIPPED_FOLDER", str(folder))
     return folder
 
 
@@ -249,15 +252,15 @@ def test_kernels_of_the_wheel(
 def test_kernels_of_another_wheel(wheel: Path, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of a wheel are not used for other sources, for a processor without their instructions, or where `CXX` asks for
     a build."""
-    assert build.shipped_library() is not None
+    assert compiled_code.shipped_library() is not None
     monkeypatch.setenv("CXX", str(wheel / "none"))
     with pytest.raises(CannotBuild, match="CXX names"):
-        build.library()
+        compiled_code.library()
     monkeypatch.delenv("CXX")
     with monkeypatch.context() as other:
-        other.setattr(build, "processor_flags", frozenset)
-        assert build.shipped_library() is None or platform.machine() == "aarch64"
-    assert build.shipped_library((*build.SOURCES, "units.cpp")) is None
+        other.setattr(compiled_code, "processor_flags", frozenset)
+        assert compiled_code.shipped_library() is None or platform.machine() == "aarch64"
+    assert compiled_code.shipped_library((*compiled_code.SOURCES, *compiled_code.UNIT_SOURCES)) is None
 
 
 def kernels_of(kernels: str) -> Finding:
@@ -299,11 +302,11 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(CannotBuild, match="fatal error: no such thing"):
-        build.library()
+        compiled_code.library()
     assert list((tmp_path / "cache" / "foreword").iterdir()) == []
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(CannotBuild, match="CXX names"):
-        build.library()
+        compiled_code.library()
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -311,7 +314,7 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (tmp_path / "file").write_text("", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(CannotBuild, match="set XDG_CACHE_HOME"):
-        build.library()
+        compiled_code.library()
 
 
 def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -325,13 +328,13 @@ def test_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     calls = tmp_path / "calls"
     with ThreadPoolExecutor(4) as threads:
-        paths = set(threads.map(lambda _: build.library(), range(4)))
+        paths = set(threads.map(lambda _: compiled_code.library(), range(4)))
     (path,) = paths
     assert path.read_text(encoding="utf-8") == "made\n"
     before = calls.read_text(encoding="utf-8")
-    assert build.library() == path
+    assert compiled_code.library() == path
     assert calls.read_text(encoding="utf-8") == before
-    assert build.library((*build.FLAGS, "-DOTHER")) != path
+    assert compiled_code.library((*compiled_code.FLAGS, "-DOTHER")) != path
     assert sorted(entry.suffix for entry in path.parent.iterdir()) == [".so", ".so"]
 
 

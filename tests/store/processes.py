@@ -1,9 +1,16 @@
 """Forked child processes for tests. They can be killed at any moment, and never run the teardown of a test."""
 
+import ctypes
+import itertools
 import os
 import signal
 import traceback
+import zlib
 from collections.abc import Callable
+from pathlib import Path
+
+from foreword import compiled_code
+from foreword.store.disk import files
 
 
 def start(work: Callable[[], object]) -> int:
@@ -47,3 +54,38 @@ def pause(child: int) -> bool:
 
 def resume(child: int) -> None:
     os.kill(child, signal.SIGCONT)
+
+
+def write_in_python() -> None:
+    """From now on this process writes the files of disk stores without compiled code."""
+    files.compiled_write = lambda: None
+
+
+def die_in_python(call: str, number: int, after: bool) -> None:
+    """Make this process kill itself before or after its `number`th call of os.`call`. Compiled code writes no files."""
+    write_in_python()
+    real = getattr(os, call)
+    numbers = itertools.count()
+
+    def dying(*arguments: object, **named: object) -> object:
+        last = next(numbers) == number
+        if last and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            return real(*arguments, **named)
+        finally:
+            if last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, call, dying)
+
+
+def die_in_c(call: str, number: int, after: bool) -> None:
+    """Make this process kill itself before or after the `number`th call of this function of the system by files.cpp, which
+    needs a compiler."""
+    header = Path(__file__).with_name("dying.h")
+    flags = (*compiled_code.FLAGS, "-include", str(header), f"-DVERSION={zlib.crc32(header.read_bytes())}")
+    function = ctypes.CDLL(str(compiled_code.library(flags, compiled_code.FILE_SOURCES))).fw_write_files
+    function.restype, function.argtypes = ctypes.c_int64, files.WRITE_ARGUMENTS
+    os.environ["DIES"] = f"{call} {number} {'after' if after else 'before'}"
+    files.compiled_write = lambda: function

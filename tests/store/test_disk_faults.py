@@ -23,7 +23,7 @@ from typing import Literal
 
 import pytest
 from example_counts import represented
-from processes import in_child, kill, pause, resume, start, wait
+from processes import die_in_c, die_in_python, in_child, kill, pause, resume, start, wait, write_in_python
 
 from foreword.conformance import (
     SMALL_BYTES,
@@ -81,6 +81,11 @@ def die_at_call(number: int) -> None:
 
     threading.setprofile(count)
     sys.setprofile(count)
+
+
+_NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+_IN_C = ("open", "write", "close", "mkdir")
+_IN_PYTHON = ("rename", "open", "write", "unlink", "stat")
 
 
 def write_forever(
@@ -186,11 +191,16 @@ def test_killed_beside_another_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["rename", *(pytest.param(call, marks=pytest.mark.slow) for call in ("open", "write", "unlink", "stat"))]
+    ("call", "die_at"),
+    [
+        pytest.param("rename", die_in_c, marks=_NEEDS_COMPILER, id="rename-in-c"),
+        *(pytest.param(call, die_in_c, marks=[pytest.mark.slow, _NEEDS_COMPILER], id=f"{call}-in-c") for call in _IN_C),
+        *(pytest.param(call, die_in_python, marks=pytest.mark.slow, id=call) for call in _IN_PYTHON),
+    ],
 )
-def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
-    """A put that evicts is killed before and after each system call in turn. Each time it is either rolled back or
-    complete."""
+def test_killed_before_and_after_each_step(tmp_path: Path, call: str, die_at: Callable[[str, int, bool], None]) -> None:
+    """A put that evicts is killed before and after each system call in turn, of compiled code or of Python. Each time it is
+    either rolled back or complete."""
     old, new = make_frames(1, 10, PAYLOAD), make_frames(2, 4, PAYLOAD)
     steps = 0
     for number, after in itertools.product(range(40), (False, True)):
@@ -200,7 +210,7 @@ def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
 
         def child(folder: Path = folder, number: int = number, after: bool = after) -> None:
             store = DiskStore(folder, BUDGET)
-            _die_at(call, number, after)
+            die_at(call, number, after)
             assert store.put(new, deadline=soon()) == 4
 
         code = in_child(child)
@@ -216,24 +226,6 @@ def test_killed_before_and_after_each_step(tmp_path: Path, call: str) -> None:
         assert code == -signal.SIGKILL
         steps += 1
     assert code == 0 and steps >= 4, "every step of the put was tested"
-
-
-def _die_at(call: str, number: int, after: bool) -> None:
-    """Make this process kill itself at its `number`th call of os.`call`."""
-    real = getattr(os, call)
-    numbers = itertools.count()
-
-    def dying(*arguments: object, **named: object) -> object:
-        last = next(numbers) == number
-        if last and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            return real(*arguments, **named)
-        finally:
-            if last:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(os, call, dying)
 
 
 @pytest.mark.slow
@@ -282,6 +274,7 @@ def test_a_block_that_a_dead_process_was_writing(tmp_path: Path) -> None:
 
     def child() -> None:
         store = DiskStore(tmp_path, BUDGET)
+        write_in_python()
         os.rename = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
         store.put([one], deadline=soon())
 
@@ -685,7 +678,7 @@ def test_killed_during_a_rebuild(tmp_path: Path, number: int) -> None:
     (tmp_path / "index.sqlite").unlink()
 
     def child() -> None:
-        _die_at("preadv", number, after=True)
+        die_in_python("preadv", number, after=True)
         DiskStore(tmp_path, 1 << 20)
 
     assert in_child(child) == -signal.SIGKILL

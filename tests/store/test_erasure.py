@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import in_child
+from processes import die_in_python, in_child
 
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
@@ -126,7 +126,7 @@ def test_what_killed_writers_left_is_erased(tmp_path: Path) -> None:
             disk = DiskStore(tmp_path, 1 << 20)
             patch.setattr(os, "rename", lambda *_: None)
             disk.put_record(PREFIXES.key("0" * 32, ANN.digest.hex(), "p"), b"private", deadline=soon())
-            patch.setattr(os, "rename", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            die_in_python("rename", 0, after=False)
             disk.put(chain(ANN, 5), deadline=soon())
 
     assert in_child(killed) == -signal.SIGKILL

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from foreword.engine.kernels.build import CannotBuild, cache_folder
+from foreword.compiled_code import CannotBuild, cache_folder
 
 # Rows of x at which a product is measured. Other numbers of rows take the nearest of these, by ratio.
 ROWS = (1, 4, 16, 64, 256)

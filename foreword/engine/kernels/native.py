@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foreword.engine.kernels import build
-from foreword.engine.kernels.build import CannotBuild
+from foreword import compiled_code
+from foreword.compiled_code import CannotBuild
 from foreword.offload import huge_pages
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -222,7 +222,7 @@ def quantized(weight: Tensor, scale: Tensor) -> Tensor:
 @cache
 def load() -> Kernels:
     """The kernels, compiled at the first use on this machine. Raises CannotBuild."""
-    return open_library(build.library())
+    return open_library(compiled_code.library())
 
 
 def open_library(path: Path) -> Kernels:
@@ -232,7 +232,7 @@ def open_library(path: Path) -> Kernels:
         lib.fw_lanes.restype = c_int
         lib.fw_use_openmp.argtypes = (c_void_p,)
         lib.fw_use_openmp(_parallel_region())
-        return Kernels(lib, f"{path.name} {hashlib.sha256(build.processor().encode()).hexdigest()[:12]}")
+        return Kernels(lib, f"{path.name} {hashlib.sha256(compiled_code.processor().encode()).hexdigest()[:12]}")
     except (OSError, AttributeError) as error:
         raise CannotBuild(f"{path} cannot be used: {error}") from error
 

@@ -13,18 +13,16 @@ with V, and each plane is arranged for the instruction set (`_get_attn_isa`). Wi
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import Structure, c_int, c_int64, c_void_p
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from foreword import compiled_code
 from foreword.blocks.layout import BlockUnits
-from foreword.engine.kernels import build
-from foreword.engine.kernels.build import CannotBuild
+from foreword.compiled_code import CannotBuild
 from foreword.errors import ModelUnsupported
 from foreword.offload.portable_copies import UnitBox, UnitCopy, UnitGroup, UnitPlane, copy_with_views
 
@@ -34,6 +32,9 @@ if TYPE_CHECKING:
 _AXES = 6
 # Backends that keep K and V of a token side by side, unpacked.
 _PLAIN = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
+
+
+_COPY_ARGUMENTS = (c_void_p, c_int64, c_void_p, *(c_void_p,) * 3, c_int)
 
 
 class _Plane(Structure):
@@ -57,7 +58,7 @@ def copy_compiled(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Te
     if any(plane.memory.device.type != "cpu" for plane in planes):
         return copy_with_views(planes, units, arena)
     try:
-        function = _load()
+        function = compiled_code.function(compiled_code.UNIT_SOURCES, "fw_copy_units", c_int, _COPY_ARGUMENTS)
     except CannotBuild:
         return copy_with_views(planes, units, arena)
     stride = arena.stride(0)
@@ -80,19 +81,6 @@ def _plane(plane: UnitPlane) -> _Plane:
     arrays = [(c_int64 * _AXES)(*numbers) for numbers in lists]
     word = plane.memory.element_size()
     return _Plane(start, plane.offset, word, (c_int64 * 3)(*plane.unit_strides), len(plane.sizes), *arrays)
-
-
-@cache
-def _load() -> ctypes._NamedFuncPointer:
-    """The compiled function. Raises CannotBuild."""
-    path = build.library(names=build.UNIT_SOURCES)
-    try:
-        function = ctypes.CDLL(str(path)).fw_copy_units
-    except (OSError, AttributeError) as error:
-        raise CannotBuild(f"{path} cannot be used: {error}") from error
-    function.restype = c_int
-    function.argtypes = (c_void_p, c_int64, c_void_p, *(c_void_p,) * 3, c_int)
-    return function
 
 
 def unit_group(kv_caches: Mapping[str, Any], config: Any, group: ConnectorGroup, units: BlockUnits) -> UnitGroup:

@@ -18,6 +18,7 @@ nearly so. The ids, which are random, have a separate index.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,6 +60,7 @@ RECOUNT: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(s
 _LARGEST: Final = 1 << 62
 _SAMPLES: Final = 16
 _SAMPLE_ROWS: Final = 128
+_ROWS_AT_ONCE: Final = 64  # SQLite before 3.32 takes 999 values in a statement
 _WRONG: Final = f"""typeof(id) != 'integer' OR typeof(children) != 'integer' OR children < 0 OR pinned NOT IN (0, 1)
     OR typeof(used) != 'integer' OR typeof(size) != 'integer' OR size < 0 OR typeof(above) != 'integer'
     OR typeof(depth) != 'integer' OR typeof(hits) != 'integer' OR typeof(stored_at) != 'real'
@@ -76,10 +78,10 @@ _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM t
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
 _ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of BlockRow
 _PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
-# Values in the order of PendingRow's fields, without the writer: numbered placeholders are an error from Python 3.14 on.
-_INSERT: Final = """
-    INSERT INTO blocks (id, used, size, above, depth, stored_at, name, parent, used_at, children, tenant, pinned, hits)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0)"""
+# PendingRow's fields without the writer, and what else a complete block has.
+_INSERTED: Final = (
+    "blocks (id, used, size, above, depth, stored_at, name, parent, used_at, children, tenant, pinned, hits)"
+)
 
 
 class BrokenIndex(StoreUnavailable):
@@ -186,7 +188,7 @@ class IndexTransaction:
     def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
         """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
         rows = [pending_row(id_, one.header, len(one.data), used, clock, writer) for id_, one in frames.items()]
-        self._execute_many(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", rows)
+        self._insert_rows(f"writing ({_PENDING})", rows)
         for row in rows:
             self._add_bytes(row.name, row.size)
             self.note_tenant(tenant_id(row.name), clock)
@@ -237,13 +239,23 @@ class IndexTransaction:
                 children[row.parent_id] = children.get(row.parent_id, 0) + 1
             elif row.parent_id:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
-        self._execute_many(
-            _INSERT,
-            [(row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenant_id(row.name)) for row in rows.values()],
+        self._insert_rows(
+            _INSERTED,
+            [
+                (row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenant_id(row.name), 0, 0)
+                for row in rows.values()
+            ],
         )
         for parent, (count, used) in elsewhere.items():
             self._count_children(parent, count, used)
         self.blocks += len(rows)
+
+    def _insert_rows(self, table: str, rows: Sequence[Sequence[object]]) -> None:
+        """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
+        for low in range(0, len(rows), _ROWS_AT_ONCE):
+            some = rows[low : low + _ROWS_AT_ONCE]
+            values = ",".join(f"({','.join('?' * len(row))})" for row in some)
+            self._execute(f"INSERT INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
 
     def drop(self, given_up: Iterable[PendingRow]) -> None:
         """Forget blocks that will not be written. No file of them is left."""

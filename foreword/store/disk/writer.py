@@ -443,11 +443,16 @@ class BlockWriter:
         written: list[PendingRow] = []
 
         def write(part: slice) -> None:
-            for row, one in pairs[part]:
-                time_left(deadline)
-                if not self._write_file(row.name, one, token, now, deadline):
-                    return
-                written.append(row)
+            left = pairs[part]
+            while left:
+                done = self._files.write_many([(row.name, one.data) for row, one in left], token, deadline)
+                written.extend(row for row, _ in left[:done])
+                for row, one in left[done : done + 1]:
+                    time_left(deadline)
+                    if not self._write_file(row.name, one, token, now, deadline):
+                        return
+                    written.append(row)
+                left = left[done + 1 :]
 
         try:
             at_once([partial(write, part) for part in divide([row.size for row in admitted.rows], _WRITERS)])

@@ -1,21 +1,28 @@
-"""The compiled kernels: from the wheel, which brings them for some instruction sets (hatch_build.py), or compiled with the
-system's C++ compiler, once per user, source, compiler and processor."""
+"""C++ sources of the package as compiled libraries: from the wheel, which brings them for some instruction sets
+(hatch_build.py), or compiled with the system's C++ compiler, once per user, source, compiler and processor."""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, cast
 
-SOURCES = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "sampling.h", "threads.h", "vectors.h")
-UNIT_SOURCES = ("units.cpp",)
+# Paths in the package. The first file of each library is compiled, the others are included.
+_KERNELS = ("kernels.cpp", "decoder.h", "attention.h", "product.h", "sampling.h", "threads.h", "vectors.h")
+SOURCES = tuple(f"engine/kernels/{name}" for name in _KERNELS)
+UNIT_SOURCES = ("engine/kernels/units.cpp",)
+FILE_SOURCES = ("store/disk/files.cpp",)
+LIBRARIES = (SOURCES, UNIT_SOURCES, FILE_SOURCES)
 COMMON_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-w")
 FLAGS = (*COMMON_FLAGS, "-march=native")
 COMPILERS = ("c++", "g++", "clang++")
@@ -41,11 +48,11 @@ SHIPPED = (
     Variant("avx2", "x86_64", ("-march=x86-64-v3",), _AVX2),
     Variant("neon", "aarch64", ("-march=armv8-a",), frozenset()),
 )
-SHIPPED_FOLDER = "compiled"
+SHIPPED_FOLDER = "compiled_libraries"
 
 
 class CannotBuild(Exception):
-    """The kernels cannot be compiled or loaded. The message says why, and what would help."""
+    """A library cannot be compiled or loaded. The message says why, and what would help."""
 
 
 def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Path:
@@ -62,9 +69,9 @@ def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Pat
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
             for name, source in sources.items():
-                (Path(folder) / name).write_bytes(source)
+                (Path(folder) / Path(name).name).write_bytes(source)
             made = Path(folder) / "kernels.so"
-            _run([*compiler, *flags, "-o", str(made), str(Path(folder) / names[0])])
+            _run([*compiler, *flags, "-o", str(made), str(Path(folder) / Path(names[0]).name)])
             # Another process that compiles at the same time makes the same file; the last rename wins.
             made.replace(path)
     except OSError as error:
@@ -72,6 +79,19 @@ def library(flags: Sequence[str] = FLAGS, names: Sequence[str] = SOURCES) -> Pat
             f"cannot write to {path.parent} ({error.strerror}); set XDG_CACHE_HOME to a writable folder"
         ) from error
     return path
+
+
+@cache
+def function(names: Sequence[str], symbol: str, result: Any, arguments: Sequence[Any]) -> Callable[..., Any]:
+    """A function of a library, compiled at its first use on a machine; `result` and `arguments` are types of ctypes. A call
+    releases the interpreter lock. Raises CannotBuild."""
+    path = library(names=names)
+    try:
+        found = getattr(ctypes.CDLL(str(path)), symbol)
+    except (OSError, AttributeError) as error:
+        raise CannotBuild(f"{path} cannot be used: {error}") from error
+    found.restype, found.argtypes = result, arguments
+    return cast("Callable[..., Any]", found)
 
 
 def shipped_library(names: Sequence[str] = SOURCES) -> Path | None:
@@ -102,7 +122,7 @@ def is_compiled() -> bool:
 
 
 def _sources(names: Sequence[str]) -> dict[str, bytes]:
-    return {name: (files("foreword.engine.kernels") / name).read_bytes() for name in names}
+    return {name: (files("foreword") / name).read_bytes() for name in names}
 
 
 def _path(compiler: list[str], flags: Sequence[str], sources: dict[str, bytes]) -> Path:
