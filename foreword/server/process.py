@@ -20,7 +20,8 @@ from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import Config, ServerConfig, TransferConfig, is_loopback
 from foreword.engine import preflight
-from foreword.errors import ConfigError, ForewordError
+from foreword.engine.without_compiler import without_compiler
+from foreword.errors import ConfigError, ForewordError, ModelUnsupported
 from foreword.events import Observer
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
@@ -207,11 +208,23 @@ def load_engine(
     config: Config, observers: Sequence[Observer], events: KvEvents | None, progress: Callable[[str], None]
 ) -> AsyncEngine:
     """Load the engine, which imports torch. Raises ForewordError."""
+    try:
+        with without_compiler():
+            engine = _load_engine(config, observers, progress)
+    except (ModelUnsupported, ImportError) as error:
+        logger.info("loading again with torch's compiler: %s", error)
+        engine = _load_engine(config, observers, progress)
+    if events is not None and engine.offload is not None:
+        events.watch(engine.offload.store, config.store.urls)
+    return engine
+
+
+def _load_engine(config: Config, observers: Sequence[Observer], progress: Callable[[str], None]) -> AsyncEngine:
     with preflight.without_collections():
         from foreword.entrypoints.async_engine import AsyncEngine
 
     role, transfer = config.role, config.transfer.with_secret()
-    engine = AsyncEngine.from_config(
+    return AsyncEngine.from_config(
         config.engine,
         prefixes=config.prefixes,
         store=config.store,
@@ -221,9 +234,6 @@ def load_engine(
         observers=observers,
         progress=progress,
     )
-    if events is not None and engine.offload is not None:
-        events.watch(engine.offload.store, config.store.urls)
-    return engine
 
 
 def _describe(engine: AsyncEngine) -> str:
