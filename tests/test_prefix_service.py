@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.blocks.retention import Reservation, RetentionBook
+from foreword.blocks.retention import Reservation
+from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix

@@ -28,7 +28,8 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 from benchmarks.engine.random_model import SIZES, make
 from benchmarks.harness import machine, set_up, table
 from foreword import LLM, SamplingParams
-from foreword.engine.request import Request, StructuredOutput
+from foreword.engine.request import Request
+from foreword.engine.structured.structured_output import StructuredOutput
 
 END = "<|endoftext|>"
 STEPS, WARM, ROUNDS = 40, 8, 5

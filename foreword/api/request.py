@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from foreword.decoders import decode_json
-from foreword.engine.request import StructuredOutput as OutputFormat
+from foreword.engine.structured.structured_output import StructuredOutput as OutputFormat
 from foreword.errors import BadRequest
 
 DialectName = Literal["chat", "completions", "responses", "messages", "embeddings"]

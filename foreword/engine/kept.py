@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.engine.request import Request
 from foreword.errors import PrefixBudgetExceeded

@@ -7,13 +7,13 @@ request. The last `Delta` has a `finish_reason`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
+from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
 
 # `moved`: it continues at another instance (`Delta.moved`).
@@ -23,27 +23,6 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
-# Of a JSON schema, regular expression or grammar: characters, and levels of objects and arrays below the outermost.
-MAX_FORMAT_CHARACTERS = 128 * 1024
-MAX_FORMAT_DEPTH = 48
-MAX_CHOICES = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """What the generated text must match.
-
-    Attributes:
-        kind: `json_object` is any JSON object; `grammar` is in the Lark syntax of llguidance.
-        value: the JSON schema (a mapping), regular expression or grammar (texts), or the choices (a tuple of texts).
-        strict: refuse a JSON schema with keywords that the mask cannot enforce; False ignores those keywords.
-        complete: near `max_tokens`, choose tokens that end the text in time. False: the text may be cut anywhere.
-    """
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    value: Mapping[str, Any] | bool | str | tuple[str, ...] | None = None
-    strict: bool = True
-    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)

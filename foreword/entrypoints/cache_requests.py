@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.prefix_cache import BlockTable
-from foreword.blocks.retention import PREFETCH_PRIORITY, Retained, Retention, RetentionAnswer
+from foreword.blocks.retention import PREFETCH_PRIORITY, Retention, RetentionAnswer
+from foreword.blocks.retention_book import Retained
 from foreword.blocks.salt import NO_SALT, Salt, tenant_digest
 from foreword.engine.kept import NamedKV
 from foreword.engine.request import Request, SamplingParams

@@ -21,7 +21,8 @@ import msgspec
 from foreword.blocks.keys import KEY_BYTES, Scope
 from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
 from foreword.blocks.resume import KVGroup
-from foreword.blocks.retention import MAX_PRIORITY, Retained
+from foreword.blocks.retention import MAX_PRIORITY
+from foreword.blocks.retention_book import Retained
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup

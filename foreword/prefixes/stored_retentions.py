@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Final
 
-from foreword.blocks.retention import Retained, RetentionBook
+from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.prefixes.stored import RETENTIONS, PrefixPins, RetainedRecord
 from foreword.store.background import Follower

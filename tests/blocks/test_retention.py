@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from example_counts import represented
 
-from foreword.blocks.retention import Reservation, Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
+from foreword.blocks.retention_book import RetentionBook
 
 SIZE = 4
 

@@ -19,7 +19,8 @@ from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.disaggregation.kv_send import KVRange, KVSend
 from foreword.disaggregation.live_migration import GROWTH
-from foreword.engine.request import Delta, SamplingParams, StructuredOutput
+from foreword.engine.request import Delta, SamplingParams
+from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, NotFound, TransferError
 from foreword.transfer.connection import Connection

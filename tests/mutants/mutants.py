@@ -345,14 +345,14 @@ MUTANTS = (
     ),
     Mutant(
         "kept prefixes: retentions ignore what names have",
-        "foreword/blocks/retention.py",
+        "foreword/blocks/retention_book.py",
         "min(self.retain_budget, self.free)",
         "self.retain_budget",
         ("tests/blocks/test_retention.py",),
     ),
     Mutant(
         "kept prefixes: a name that has ended keeps its blocks",
-        "foreword/blocks/retention.py",
+        "foreword/blocks/retention_book.py",
         "            if one not in self._named:\n",
         "            if False:\n",
         ("tests/blocks/test_retention.py",),

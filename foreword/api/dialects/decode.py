@@ -18,7 +18,7 @@ import msgspec
 
 from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
 from foreword.decoders import decode_json
-from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
+from foreword.engine.structured.structured_output import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
 
 # A field that is kept as JSON and was not given.

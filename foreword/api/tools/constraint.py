@@ -9,7 +9,7 @@ from foreword.api.request import Tool, ToolChoice
 from foreword.api.tools.formats import REASONING_TAGS
 from foreword.api.tools.grammar import Markers, TokenId, json_rule
 from foreword.api.tools.parser import AnswerFormats
-from foreword.engine.request import StructuredOutput
+from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest
 
 

@@ -12,10 +12,15 @@ from typing import Any, Final
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
-from foreword.engine.request import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH, StructuredOutput
 from foreword.engine.structured.closing import ClosingPath
 from foreword.engine.structured.examples import examples
 from foreword.engine.structured.sequence_constraint import Constraint
+from foreword.engine.structured.structured_output import (
+    MAX_CHOICES,
+    MAX_FORMAT_CHARACTERS,
+    MAX_FORMAT_DEPTH,
+    StructuredOutput,
+)
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
 

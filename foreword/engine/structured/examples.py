@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any, Final
 
-from foreword.engine.request import StructuredOutput
+from foreword.engine.structured.structured_output import StructuredOutput
 
 MAX_EXAMPLES: Final = 64
 _MAX_LENGTH: Final = 512

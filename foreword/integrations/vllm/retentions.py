@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer, RetentionBook
+from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
+from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored import PrefixPins
