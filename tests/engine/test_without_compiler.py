@@ -24,16 +24,17 @@ with without_compiler():
     from foreword.engine.request import SamplingParams
     from foreword.entrypoints.llm import LLM
 
-    for path in json.load(sys.stdin):
+    paths, prompt = json.load(sys.stdin)
+    for path in paths:
         llm = LLM(path, dtype="float32", kv_memory="2048 tokens", threads=1)
-        found[path] = list(llm.generate([%r], SamplingParams(max_tokens=12, temperature=0.0))[0].outputs[0].tokens)
+        found[path] = list(llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0.0))[0].outputs[0].tokens)
         llm.close()
 absent = [name for name in ("torch._dynamo", "torch._inductor", "torch.distributed.tensor") if name not in sys.modules]
 import torch
 
 again = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist()
 print(json.dumps([found, absent, again]))
-""" % (PROMPT,)
+"""
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_all_families_without_the_compiler(folder: Callable[[str], Path], engine
     The compiler can be used there afterwards."""
     families = {str(folder(name)): name for name in tiny.FAMILIES}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps(list(families)), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT], input=json.dumps([list(families), PROMPT]), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found, absent, again = json.loads(done.stdout.splitlines()[-1])
