@@ -74,11 +74,11 @@ class CheckedLink:
 
 
 class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
-    """A link is broken that any step may find."""
+    """A step has found that a link is broken, which ends the chain. `setting`: what to change."""
 
-    def __init__(self, link: CheckedLink) -> None:
-        super().__init__(link.text)
-        self.link = link
+    def __init__(self, name: str, text: str, setting: str) -> None:
+        super().__init__(text)
+        self.link = CheckedLink(name, text, False, setting)
 
 
 class Chain:
@@ -99,10 +99,7 @@ class Chain:
         answer = self.target.call("GET", "/ready")
         if answer.status_code == 503:
             reason = answer.json().get("reason", "")
-            yield CheckedLink(
-                "server", f"{self.target.url} is not ready: {reason}", False, self.unready_setting(reason)
-            )
-            return
+            raise Broken("server", f"{self.target.url} is not ready: {reason}", self.unready_setting(reason))
         models = self.target.call("GET", "/v1/models")
         if models.status_code in (401, 403):
             text = (
@@ -110,16 +107,14 @@ class Chain:
                 if self.target.has_key
                 else f"{self.target.url} wants an API key"
             )
-            yield CheckedLink("server", text, False, "`--api-key` of this command; `--api-keys` of the server")
-            return
+            raise Broken("server", text, "`--api-key` of this command; `--api-keys` of the server")
         cards = (models.json().get("data") or []) if models.is_success else []
         names = [card["id"] for card in cards]
         if self.target.model is None and names:
             self.target.model = names[0]
         if self.target.model not in names:
             text = f"{self.target.url} does not serve {self.target.model!r}; it serves {', '.join(names) or 'no model'}"
-            yield CheckedLink("server", text, False, "`--model` of this command")
-            return
+            raise Broken("server", text, "`--model` of this command")
         lengths = [
             card["max_model_len"] for card in cards if card["id"] == self.target.model and card.get("max_model_len")
         ]
@@ -136,18 +131,12 @@ class Chain:
         """A prompt that was never sent before is computed."""
         if self.longest < 2 * self.block:
             text = f"prompts of up to {self.longest} tokens do not fill two blocks of {self.block}"
-            yield CheckedLink(
-                "computed", text, False, "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`"
-            )
-            return
+            raise Broken("computed", text, "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`")
         self.new_prompt()
         first = self.ask()
         if first.cached is not None and first.cached >= self.block:
             text = f"{first.cached} tokens of a prompt that was never sent before count as cached"
-            yield CheckedLink(
-                "computed", text, False, "what stands between here and the server: it changes or replays requests"
-            )
-            return
+            raise Broken("computed", text, "what stands between here and the server: it changes or replays requests")
         self.first = first
         yield CheckedLink("computed", f"a new prompt of {first.tokens} tokens")
 
@@ -156,7 +145,7 @@ class Chain:
         answer = self.target.ask(self.prompt, salt or self.salt, report=report)
         if answer.error:
             text, setting = f"a prompt was refused ({answer.status}): {answer.error}", "see the server's log"
-            raise Broken(CheckedLink("answer", text, False, _REFUSED.get(answer.status, setting)))
+            raise Broken("answer", text, _REFUSED.get(answer.status, setting))
         return answer
 
     def kept_apart(self) -> Iterator[CheckedLink]:
@@ -164,8 +153,7 @@ class Chain:
         other = self.ask(self.other_salt)
         if (other.cached or 0) >= self.block:
             text = f"a request with another cache_salt found {other.cached} tokens of it"
-            yield CheckedLink("salt", text, False, "what stands between here and the server: it drops `cache_salt`")
-            return
+            raise Broken("salt", text, "what stands between here and the server: it drops `cache_salt`")
         yield CheckedLink("salt", "a request with another cache_salt found nothing of it")
 
     def template(self) -> Iterator[CheckedLink]:
@@ -178,24 +166,20 @@ class Chain:
                 time.sleep(1.1)  # a template that shows the time shows another one
             answer = self.target.call("POST", path, body)
             if not answer.is_success:
-                yield from self.untokenized(answer.status_code)
+                self.untokenized(answer.status_code)
                 return
             texts.append(answer.json()["tokens"])
         one, two = texts
         same = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
         if one != two:
             text = f"the same chat has other tokens a second later, from token {same} of {len(one)} on"
-            yield CheckedLink(
-                "template", text, False, "the model's chat template: move what changes to the end, or remove it"
-            )
-        else:
-            yield CheckedLink("template", "a chat has the same tokens each time")
+            raise Broken("template", text, "the model's chat template: move what changes to the end, or remove it")
+        yield CheckedLink("template", "a chat has the same tokens each time")
 
     vllm_paths = False
 
-    def untokenized(self, status: int) -> Iterator[CheckedLink]:
+    def untokenized(self, status: int) -> None:
         """Nothing to say: the model has no chat template."""
-        return iter(())
 
     def remove_probes(self) -> None:
         """Remove the probes' blocks, if this caller may. Otherwise they are evicted in time."""
@@ -240,24 +224,19 @@ class ServerChain(Chain):
         config = metrics.labels("vllm:cache_config_info")
         report = again.report or {}
         if config.get("enable_prefix_caching") == "False" or report.get("reason") == "disabled":
-            yield CheckedLink("device", "prefix caching is switched off", False, "`--enable-prefix-caching`")
-            return
+            raise Broken("device", "prefix caching is switched off", "`--enable-prefix-caching`")
         blocks = config.get("num_gpu_blocks", "")
         if blocks.isdigit() and int(blocks) * self.block < 2 * len(self.prompt):
             text = f"the KV memory of {int(blocks) * self.block} tokens does not keep a prompt of {len(self.prompt)}"
-            yield CheckedLink(
-                "device", text, False, "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)"
-            )
-            return
+            raise Broken("device", text, "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)")
         reason = report.get("detail") or "the same prompt again found nothing"
-        yield CheckedLink("device", reason, False, "a larger `--kv-memory`, or what stands in front of the server")
+        raise Broken("device", reason, "a larger `--kv-memory`, or what stands in front of the server")
 
     def tiers(self) -> Iterator[CheckedLink]:
         """What is written reaches every tier, and is loaded from there."""
         if self.vllm and "vllm:foreword_" not in self.before.text:
             text = "vLLM runs without Foreword's connector, or it has not started"
-            yield CheckedLink("stores", text, False, "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md")
-            return
+            raise Broken("stores", text, "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md")
         if not self.vllm and not self.before.tier_states():
             yield CheckedLink("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
             return
@@ -280,18 +259,15 @@ class ServerChain(Chain):
         states = metrics.tier_states()
         if self.vllm and not states:
             text = "nothing was written, and vLLM publishes no state of a tier"
-            yield CheckedLink("written", text, False, '`"store"` in kv_connector_extra_config; the log of the workers')
-            return
+            raise Broken("written", text, '`"store"` in kv_connector_extra_config; the log of the workers')
         for tier, seen in states.items():
             for state, (text, setting) in _STATES.items():
                 if state in seen:
                     kinds = "" if self.vllm else ", ".join(self._grown("kind", metrics, tier))
-                    yield CheckedLink("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", False, setting)
-                    return
+                    raise Broken("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", setting)
         if keyless := [tier for tier in states if "store_without_keys" in self._grown("kind", metrics, tier)]:
             text = f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer"
-            yield CheckedLink("written", text, False, "`--encryption-key-store`, or the server or disk behind it")
-            return
+            raise Broken("written", text, "`--encryption-key-store`, or the server or disk behind it")
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
         if read_only and len(read_only) == len(states):
             text = (
@@ -302,9 +278,8 @@ class ServerChain(Chain):
             )
             yield CheckedLink("written", text, None, setting)
             return
-        for tier in missing:
-            yield self._unwritten(tier, metrics)
-            return
+        if missing:
+            raise self._unwritten(missing[0], metrics)
         holding = [tier for tier, seen in states.items() if "holding" in seen]
         places = ", ".join(tier for tier in states if tier not in (*read_only, *holding))
         restricted = f"; {', '.join(read_only)} is read only" if read_only else ""
@@ -353,28 +328,26 @@ class ServerChain(Chain):
         before = self.before.by(label, name, tier=tier)
         return [kind for kind, count in metrics.by(label, name, tier=tier).items() if count > before.get(kind, 0.0)]
 
-    def _unwritten(self, tier: str, metrics: Metrics) -> CheckedLink:
+    def _unwritten(self, tier: str, metrics: Metrics) -> Broken:
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown('kind', metrics, tier))})"
-            return CheckedLink("written", f"{tier}: calls fail{kinds}", False, _STATES["off"][1])
+            return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
         refused = [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]
         if refused:
-            return CheckedLink(
-                "written", f"{tier} refuses the prompt's blocks ({refused[0]})", False, _RULES[refused[0]]
-            )
+            return Broken("written", f"{tier} refuses the prompt's blocks ({refused[0]})", _RULES[refused[0]])
         if self._is_small(tier, metrics):
             text = f"{tier} has no room for a prompt of {len(self.prompt)} tokens"
-            return CheckedLink("written", text, False, "a larger `size=` in the store's URL")
+            return Broken("written", text, "a larger `size=` in the store's URL")
         if self.count("dropped", metrics):
             text = f"{tier}: blocks are dropped, because the queue of writes is full"
-            return CheckedLink("written", text, False, "a faster tier, or a larger `--store-staging`")
+            return Broken("written", text, "a faster tier, or a larger `--store-staging`")
         count = f"{self.count('written', metrics, tier=tier):.0f} of {len(self.prompt) // self.block} blocks were"
         text = f"{'nothing was' if self.vllm else count} written to {tier} within {_WRITE_SECONDS:.0f} s"
         if self.vllm:
             rules = "`admit=`, `min_tokens=` or `write_rate=` in the store's URL"
-            return CheckedLink("written", text, False, f"{rules}; the store itself, see the log of vLLM's workers")
+            return Broken("written", text, f"{rules}; the store itself, see the log of vLLM's workers")
         setting = "a faster store, or a larger `tenant_quota=` in its URL; see the server's log"
-        return CheckedLink("written", text, False, setting)
+        return Broken("written", text, setting)
 
     def loaded(self) -> Iterator[CheckedLink]:
         """Once it is gone from the device, it is loaded from a tier."""
@@ -404,10 +377,7 @@ class ServerChain(Chain):
                 yield from self.loaded()
                 return
             text = "gone from the device, found, and not loaded in time"
-            yield CheckedLink(
-                "loaded", text, False, "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first"
-            )
-            return
+            raise Broken("loaded", text, "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first")
         if after.total(self._names["declined"]) > before.total(self._names["declined"]) or outcome == "found":
             yield CheckedLink("loaded", "found, and computed: that is faster here than loading so few tokens", None)
             return
@@ -419,7 +389,7 @@ class ServerChain(Chain):
             outcome,
             ("it is in no tier any more", "a larger `size=` or `ttl=` in the store's URL, or Redis's `maxmemory`"),
         )
-        yield CheckedLink("loaded", f"gone from the device, nothing was loaded: {text}", False, setting)
+        raise Broken("loaded", f"gone from the device, nothing was loaded: {text}", setting)
 
     def _empty_device(self) -> str:
         """Take the probe from the device. Returns why that is not possible."""
@@ -476,10 +446,7 @@ class RouterChain(Chain):
         """All replicas take requests and have the same weights."""
         for one in self.replicas:
             if not one.get("takes_requests", True):
-                yield CheckedLink(
-                    "replicas", f"{one['replica']} takes no requests: {one.get('reason')}", False, _for_replica(one)
-                )
-                return
+                raise Broken("replicas", f"{one['replica']} takes no requests: {one.get('reason')}", _for_replica(one))
         if not self.replicas:
             yield CheckedLink(
                 "replicas", "not looked at: the router shows them to its operator only (`--admin-key`)", None
@@ -488,8 +455,7 @@ class RouterChain(Chain):
         weights = {one["weights"] for one in self.replicas if one.get("weights") not in (None, "unknown")}
         if len(weights) > 1:
             text = f"the replicas of {self.target.model} have {len(weights)} different weights, and share nothing"
-            yield CheckedLink("replicas", text, False, "the weights that the replicas serve: docs/guides/router.md")
-            return
+            raise Broken("replicas", text, "the weights that the replicas serve: docs/guides/router.md")
         yield CheckedLink("replicas", f"{len(self.replicas)} take requests")
 
     def found_again(self) -> Iterator[CheckedLink]:
@@ -499,36 +465,36 @@ class RouterChain(Chain):
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:
             text = f"the policy {named} places prompts without a look at what replicas hold"
-            yield CheckedLink("placed", text, False, "`--policy cost`")
-        elif best.cached is None:
+            raise Broken("placed", text, "`--policy cost`")
+        if best.cached is None:
             text = f"{best.replica} does not say what was cached, so the router cannot learn it"
-            yield CheckedLink("placed", text, False, "vLLM's `--enable-prompt-tokens-details`")
-        elif best.cached >= self.block:
-            text = f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
-            yield CheckedLink("placed", text)
-        else:
+            raise Broken("placed", text, "vLLM's `--enable-prompt-tokens-details`")
+        if best.cached < self.block:
             yield from self.behind(best.replica)
             text = f"{best.replica} has it, and nothing was found through the router"
-            yield CheckedLink("placed", text, False, "see `foreword explain` for that replica")
+            raise Broken("placed", text, "see `foreword explain` for that replica")
+        text = f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
+        yield CheckedLink("placed", text)
 
     def tokens(self) -> Iterator[CheckedLink]:
         """The router sees the replica's tokens."""
         yield from self.template()
 
-    def untokenized(self, status: int) -> Iterator[CheckedLink]:
+    def untokenized(self, status: int) -> None:
         if status == 503:
             text = "no replica tokenizes, so the router compares prompts as text"
-            yield CheckedLink("tokens", text, False, "`--tokenizer` of the router")
+            raise Broken("tokens", text, "`--tokenizer` of the router")
 
     def events(self) -> Iterator[CheckedLink]:
-        """Events arrive from the replicas that publish them."""
+        """Events arrive from the replicas that publish them. Nothing to say if they do."""
+        yield from ()
         metrics = self.target.metrics()
         for one in self.replicas:
             got = metrics.total("foreword:router_kv_events_total", replica=one["replica"], kind="messages")
             if one.get("kv_events") and not got and one["replica"] == self.first.replica:
                 text = f"no KV events arrive from {one['replica']}: {', '.join(one['kv_events'])}"
-                yield CheckedLink(
-                    "events", text, False, "`--kv-events` of the replica, `events=` of `--replica`; ports between them"
+                raise Broken(
+                    "events", text, "`--kv-events` of the replica, `events=` of `--replica`; ports between them"
                 )
 
     def behind(self, only: str = "") -> Iterator[CheckedLink]:
