@@ -29,8 +29,7 @@ def cold(session: Session, draw: RandomPrompts) -> Evidence:
     """New prompts: attaching the connector changes nothing."""
     evidence, asked = Evidence(), draw.prompts()
     found = session.connected().ask_all(asked)
-    evidence.must_miss(found, "though they are new")
-    evidence.same(found, session.reference(asked))
+    evidence.must_compute(found, "though they are new", session.reference(asked))
     return evidence
 
 
@@ -41,8 +40,7 @@ def own(session: Session, draw: RandomPrompts) -> Evidence:
     worker.ask_all(asked)
     found = worker.ask_all(asked)
     reference = session.reference(asked)
-    evidence.must_hit(found, "the second time", reference)
-    evidence.same(found, reference)
+    evidence.must_reuse(found, "the second time", reference)
     return evidence
 
 
@@ -53,8 +51,7 @@ def reset(session: Session, draw: RandomPrompts) -> Evidence:
     session.store(worker, asked)
     found = worker.ask_all(asked)
     reference = session.reference(asked)
-    evidence.must_hit(found, "after the reset", reference)
-    evidence.same(found, reference)
+    evidence.must_reuse(found, "after the reset", reference)
     return evidence
 
 
@@ -64,8 +61,7 @@ def restart(session: Session, draw: RandomPrompts) -> Evidence:
     session.store(session.connected(), asked)
     found = session.restarted().ask_all(asked)
     reference = session.reference(asked)
-    evidence.must_hit(found, "after the restart", reference)
-    evidence.same(found, reference)
+    evidence.must_reuse(found, "after the restart", reference)
     return evidence
 
 
@@ -143,8 +139,7 @@ def long(session: Session, draw: RandomPrompts) -> Evidence:
     evidence.same(session.store(worker, asked), reference)
     for how in ("turn", "together"):
         found = session.store(worker, asked, how=how)
-        evidence.must_hit(found, f"asked {_HOW[how]}", reference)
-        evidence.same(found, reference)
+        evidence.must_reuse(found, f"asked {_HOW[how]}", reference)
     return evidence
 
 

@@ -142,6 +142,16 @@ class Evidence:
         if hits:
             self.problems.append(f"{len(hits)} of {len(found)} hit {when}")
 
+    def must_reuse(self, found: Sequence[Answer], when: str, reference: Sequence[Answer]) -> None:
+        """Hits with the right answers, those of `Session.reference`."""
+        self.must_hit(found, when, reference)
+        self.same(found, reference)
+
+    def must_compute(self, found: Sequence[Answer], when: str, right: Sequence[Answer]) -> None:
+        """No hits, and the right answers."""
+        self.must_miss(found, when)
+        self.same(found, right)
+
     def at_most(self, found: Sequence[Answer], limits: Sequence[int]) -> None:
         """No hit is longer than what the prompt shares with earlier ones."""
         long = [i for i, (one, most) in enumerate(zip(found, limits, strict=True)) if one["cached"] > most]
