@@ -285,6 +285,11 @@ class ReplicaPool:
         """Number of requests that wait for a replica."""
         return len(self.queue) + len(self._broken)
 
+    @property
+    def queued_seconds(self) -> float:
+        """Prompt work that is not done yet, in seconds of one replica."""
+        return self.fleet.queued_seconds(clock(), self.queue.cost)
+
     async def _wait_to_continue(self, request: PlacementRequest) -> Attempt:
         """Its number is bounded by that of the requests in flight: unlike a new request, it is never refused for it."""
         began = clock()
