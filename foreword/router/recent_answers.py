@@ -4,7 +4,6 @@ prompts shared.
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Collection, Mapping
 from itertools import islice
@@ -20,49 +19,30 @@ _FLEET_TIMES: Final = 8192
 _PROMPTS: Final = 1024
 
 
-class RecentTimes:
-    """The last 128 times of one replica, in seconds."""
-
-    def __init__(self) -> None:
-        self._times = array("d")
-        self._at = 0
-
-    def add(self, seconds: float) -> None:
-        if len(self._times) < _TIMES:
-            self._times.append(seconds)
-        else:
-            self._times[self._at] = seconds
-        self._at = (self._at + 1) % _TIMES
-
-    def some(self, count: int) -> list[float]:
-        """At most `count` of them."""
-        return list(islice(self._times, count))
-
-
 class RecentAnswers:
-    """Of one replica: its last TTFTs and mean ITLs, and how its last requests ended.
+    """Of one replica: its last 128 TTFTs and mean ITLs in seconds, and how its last requests ended.
 
     Attributes:
         problems: why requests failed, "" for those that did not; the newest last.
     """
 
     def __init__(self) -> None:
-        self.ttft = RecentTimes()
-        self.itl = RecentTimes()
+        self.ttft: deque[float] = deque(maxlen=_TIMES)
+        self.itl: deque[float] = deque(maxlen=_TIMES)
         self.problems: deque[str] = deque(maxlen=_OUTCOMES)
 
     def plain(self) -> dict[str, Any]:
         failed = [one for one in self.problems if one]
         return {
-            "ttft": quantiles(self.ttft.some(_TIMES)),
-            "itl": quantiles(self.itl.some(_TIMES)),
+            "ttft": quantiles(self.ttft),
+            "itl": quantiles(self.itl),
             "ended": len(self.problems),
             "failures": len(failed),
             "problem": failed[-1] if failed else "",
         }
 
 
-def quantiles(times: list[float]) -> list[float] | None:
+def quantiles(times: Collection[float]) -> list[float] | None:
     """Median, 99th percentile, number; None without times."""
     found, count = sorted(times), len(times)
     return [round(found[count // 2], 5), round(found[count * 99 // 100], 5), count] if found else None
@@ -72,8 +52,8 @@ def of_fleet(recent: Collection[RecentAnswers]) -> dict[str, Any]:
     """The quantiles of all replicas together, at most equally many times of each."""
     each = max(_FLEET_TIMES // max(len(recent), 1), 1)
     return {
-        "ttft": quantiles([time for one in recent for time in one.ttft.some(each)]),
-        "itl": quantiles([time for one in recent for time in one.itl.some(each)]),
+        "ttft": quantiles([time for one in recent for time in islice(one.ttft, each)]),
+        "itl": quantiles([time for one in recent for time in islice(one.itl, each)]),
     }
 
 

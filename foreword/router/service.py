@@ -283,14 +283,14 @@ class Router:
     def first_token(self, upstream: Upstream, seconds: float) -> None:
         """A stream of the replica began this long after the request came."""
         self.metrics.first_token(upstream.url, seconds)
-        upstream.recent.ttft.add(seconds)
+        upstream.recent.ttft.append(seconds)
 
     def ended(self, attempt: Attempt, counts: UsageCounts) -> None:
         """A response of a replica is complete."""
         if counts.output is not None and counts.output > 1 and attempt.first_token_at is not None:
             seconds = (clock() - attempt.first_token_at) / (counts.output - 1)
             self.metrics.token_time(seconds)
-            attempt.upstream.recent.itl.add(seconds)
+            attempt.upstream.recent.itl.append(seconds)
         # Where another replica computed the prompt, what came from there counts as cached.
         if counts.prompt and counts.cached is not None and attempt.prefill is None:
             self.metrics.usage(attempt.upstream.url, counts.prompt, counts.cached)
