@@ -160,14 +160,15 @@ def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.Mo
     a report on another seed is refused."""
     drawn: list[RandomPrompts] = []
 
-    def fails(session: Session, draw: RandomPrompts) -> Evidence:
+    def fails(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         """It fails."""
         drawn.append(draw)
-        return Evidence(answers=4, wrong=1, failing=[2] if len(draw.lengths) > 1 else [0])
+        evidence.answers, evidence.wrong = 4, 1
+        evidence.failing = [2] if len(draw.lengths) > 1 else [0]
 
-    def passes(session: Session, draw: RandomPrompts) -> Evidence:
+    def passes(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         """It passes."""
-        return Evidence(answers=1)
+        evidence.answers = 1
 
     monkeypatch.setattr(check_claims, "_CLAIMS", {"one.fails": fails, "two.passes": passes})
     report, said = tmp_path / "report.json", list[str]()
@@ -202,10 +203,11 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     files. The page gets a column for each, between its marks and nowhere else."""
     ran: list[tuple[str, Path | None]] = []
 
-    def works(session: Session, draw: RandomPrompts) -> Evidence:
+    def works(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         """It works."""
         ran.append((session.target.python, session.target.files))
-        return Evidence(answers=4, wrong=1 if session.target.python.endswith("new") else 0)
+        evidence.answers = 4
+        evidence.wrong = 1 if session.target.python.endswith("new") else 0
 
     monkeypatch.setattr(check_claims, "_CLAIMS", {"one.works": works})
     old = interpreter(tmp_path, "old", "vllm 0.50.0+cpu, torch 3.0")

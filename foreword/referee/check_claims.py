@@ -16,10 +16,8 @@ from foreword.errors import ConfigError, did_you_mean
 from foreword.referee import faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
 from foreword.referee.process import Failed, Refused
-from foreword.referee.session import Evidence, RandomPrompts, Session, Target, environment_note
+from foreword.referee.session import Check, Evidence, RandomPrompts, Session, Target, environment_note
 from foreword.referee.settings import PAIRS, pair_claim
-
-Check = Callable[[Session, RandomPrompts], Evidence]
 
 STANDARD_MODELS: Final = ("Gemma 3", "gpt-oss", "Granite 4")
 _CLAIMS: Final[dict[str, Check]] = {
@@ -191,8 +189,9 @@ def attempt(session: Session, check: Check, draw: RandomPrompts) -> tuple[Eviden
     """Check a claim; returns the evidence and what was said to the processes with the connector. A process that fails is a
     failure of the claim; the next claim gets a new process. Settings that the target refuses show nothing."""
     session.begin()
+    evidence = Evidence()
     try:
-        evidence = check(session, draw)
+        check(session, draw, evidence)
     except Refused as error:
         evidence = Evidence(missing=[error.message])
     except Failed as error:

@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from foreword.referee.damage import swap_layers, swap_layers_in_place
 from foreword.referee.models import IMAGES, Kind
-from foreword.referee.session import Evidence, RandomPrompts, Session, arguments
+from foreword.referee.session import Check, Evidence, RandomPrompts, Session, arguments
 
 _LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
-def salt(session: Session, draw: RandomPrompts) -> Evidence:
+def salt(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """`cache_salt`: a prompt stored under one salt is not found under another, nor without one."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     worker, reference = session.connected(), session.reference(asked)
     session.store(worker, asked, salt="ann")
     for other in ("bob", None):
@@ -27,14 +27,13 @@ def salt(session: Session, draw: RandomPrompts) -> Evidence:
         worker.forget()
     found = worker.ask_all(asked, salt="ann")
     evidence.must_reuse(found, "under its own salt", reference)
-    return evidence
 
 
-def adapter_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
+def adapter_claim(kind: Kind) -> Check:
     """The claim that a prompt stored under one adapter of a kind of model is not found under another, nor without one."""
 
-    def check(session: Session, draw: RandomPrompts) -> Evidence:
-        evidence, asked, given = Evidence(), draw.prompts(), arguments(kind, **_LORA)
+    def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
+        asked, given = draw.prompts(), arguments(kind, **_LORA)
         model = session.model(kind.name)
         one, other = (["one", 1, str(session.adapter(1, model))], ["other", 2, str(session.adapter(2, model))])
         alone = session.alone(model, **given)
@@ -47,16 +46,15 @@ def adapter_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
         found = worker.ask_all(asked, adapter=one)
         evidence.must_hit(found, "under its own adapter")
         evidence.same(found, right[str(one)])
-        return evidence
 
     which = "" if kind.name == "Llama" else f" of {kind.name}"
     check.__doc__ = f"LoRA adapters{which}: a prompt stored under one is not found under another, nor without one."
     return check
 
 
-def adapter_version(session: Session, draw: RandomPrompts) -> Evidence:
+def adapter_version(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """A LoRA adapter whose files are replaced under the same name and path, after a restart."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     used = session.folder / "adapter-used"
     right = session.alone(**_LORA).ask_all(asked, adapter=["new", 3, str(session.adapter(2))])
     shutil.copytree(session.adapter(1), used, dirs_exist_ok=True)
@@ -68,12 +66,11 @@ def adapter_version(session: Session, draw: RandomPrompts) -> Evidence:
     shutil.copytree(session.adapter(2), used, dirs_exist_ok=True)
     found = session.connected(**_LORA).ask_all(asked, adapter=name)
     evidence.must_compute(found, "after the change", right)
-    return evidence
 
 
-def mixed(session: Session, draw: RandomPrompts) -> Evidence:
+def mixed(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Requests without an adapter and with two in one step: what is loaded of it later is right."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     adapters: tuple[list[Any] | None, ...] = (
         None,
         ["one", 1, str(session.adapter(1))],
@@ -96,27 +93,28 @@ def mixed(session: Session, draw: RandomPrompts) -> Evidence:
         evidence.same(found, truth)
         if each is not None:
             evidence.must_hit(found, f"of the adapter {each[0]}")
-    return evidence
 
 
-def weights(session: Session, draw: RandomPrompts) -> Evidence:
+def weights(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Other weights under the same model path, after a restart."""
     home = session.folder / "replaced"
     shutil.rmtree(home, ignore_errors=True)
     shutil.copytree(session.model(), home)
-    return _replaced(session, draw, home, swap_layers)
+    _replaced(session, draw, evidence, home, swap_layers)
 
 
-def weights_in_place(session: Session, draw: RandomPrompts) -> Evidence:
+def weights_in_place(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Other weights written into the model's file, whose size, inode and time of modification stay."""
     home = session.folder / "replaced"
     if not home.exists():
         shutil.copytree(session.model(), home)
-    return _replaced(session, draw, home, swap_layers_in_place)
+    _replaced(session, draw, evidence, home, swap_layers_in_place)
 
 
-def _replaced(session: Session, draw: RandomPrompts, home: Path, change: Callable[[Path], None]) -> Evidence:
-    evidence, asked = Evidence(), draw.prompts()
+def _replaced(
+    session: Session, draw: RandomPrompts, evidence: Evidence, home: Path, change: Callable[[Path], None]
+) -> None:
+    asked = draw.prompts()
     worker = session.connected(home)
     before = session.store(worker, asked)
     evidence.must_hit(session.store(worker, asked), "before the change")
@@ -128,12 +126,11 @@ def _replaced(session: Session, draw: RandomPrompts, home: Path, change: Callabl
     evidence.must_compute(found, "after the change", right)
     if not Evidence.differ(before, right):
         evidence.missing.append("the change changes no answer")
-    return evidence
 
 
-def updated(session: Session, draw: RandomPrompts) -> Evidence:
+def updated(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Weights that are changed in memory, then a reset of vLLM's cache and the connector's: nothing from before is found."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     worker = session.connected()
     before = session.store(worker, asked)
     evidence.must_hit(session.store(worker, asked), "before the change")
@@ -143,28 +140,26 @@ def updated(session: Session, draw: RandomPrompts) -> Evidence:
     session.end(connected=True)
     if not done:
         evidence.missing.append("vLLM or the connector would not reset")
-        return evidence
+        return
     evidence.must_compute(found, "after the change", right)
     if not Evidence.differ(before, right):
         evidence.missing.append("the change changes no answer")
-    return evidence
 
 
-def dtype(session: Session, draw: RandomPrompts) -> Evidence:
+def dtype(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts stored by a server that computes in float32, asked by one in bfloat16, then by one in float16."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     session.store(session.connected(), asked)
     for kind in ("bfloat16", "float16"):
         worker = session.connected(dtype=kind)
         found = session.store(worker, asked)
         evidence.must_compute(found, f"of another dtype than {kind}", session.computed(worker, asked, dtype=kind))
         evidence.must_hit(session.store(worker, asked), f"of {kind}")
-    return evidence
 
 
-def images(session: Session, draw: RandomPrompts) -> Evidence:
+def images(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Images: prompts that differ in pixels, or in the place of an image, miss, also if a client names both alike."""
-    evidence, model, given = Evidence(), session.model(IMAGES.name), arguments(IMAGES)
+    model, given = session.model(IMAGES.name), arguments(IMAGES)
     one, two, three, four, five, six = random.Random(draw.seed).sample(range(1 << 30), 6)
     asked = [_pictured(one, None, two, None), _pictured(two, None, one, None), _pictured(None, one, None, None)]
     others = [_pictured(three, None, two, None), _pictured(None, two, one, None), _pictured(None, four, None, None)]
@@ -183,7 +178,6 @@ def images(session: Session, draw: RandomPrompts) -> Evidence:
     evidence.must_reuse(found, "of the same images", right[:3])
     found = worker.ask_all([misnamed])
     evidence.must_compute(found, "of another image under the same identifier", right[7:])
-    return evidence
 
 
 def _pictured(*parts: int | None, uuid: str = "") -> dict[str, Any]:
@@ -194,13 +188,12 @@ def _pictured(*parts: int | None, uuid: str = "") -> dict[str, Any]:
     return {"text": f"t1 t2 {text} {words}", "images": images, "uuids": [uuid] * len(images) if uuid else None}
 
 
-def block_size(session: Session, draw: RandomPrompts) -> Evidence:
+def block_size(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts stored with blocks of 32 tokens, asked by a server with blocks of 64."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     reference = session.reference(asked)
     session.store(session.connected(), asked)
     worker = session.connected(block_size=64)
     evidence.same(session.store(worker, asked), reference)
     found = worker.ask_all(asked)
     evidence.must_reuse(found, "with blocks of its own size", reference)
-    return evidence

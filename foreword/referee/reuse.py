@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from foreword.referee.models import EMBEDDINGS, LARGE_BLOCKS, Kind, mixed_prompts
-from foreword.referee.session import BLOCK, Evidence, RandomPrompts, Session, arguments
+from foreword.referee.session import BLOCK, Check, Evidence, RandomPrompts, Session, arguments
 
 _ANSWER: Final = 40
 _LONG: Final = (1_900, 1_230, 700, 1_600)
@@ -25,49 +25,45 @@ def _shared(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def cold(session: Session, draw: RandomPrompts) -> Evidence:
+def cold(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """New prompts: attaching the connector changes nothing."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     found = session.connected().ask_all(asked)
     evidence.must_compute(found, "though they are new", session.reference(asked))
-    return evidence
 
 
-def own(session: Session, draw: RandomPrompts) -> Evidence:
+def own(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts asked twice: vLLM's own cache still works."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     worker = session.connected()
     worker.ask_all(asked)
     found = worker.ask_all(asked)
     reference = session.reference(asked)
     evidence.must_reuse(found, "the second time", reference)
-    return evidence
 
 
-def reset(session: Session, draw: RandomPrompts) -> Evidence:
+def reset(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts asked again after vLLM reset its own cache."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     worker = session.connected()
     session.store(worker, asked)
     found = worker.ask_all(asked)
     reference = session.reference(asked)
     evidence.must_reuse(found, "after the reset", reference)
-    return evidence
 
 
-def restart(session: Session, draw: RandomPrompts) -> Evidence:
+def restart(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts asked again by a new process."""
-    evidence, asked = Evidence(), draw.prompts()
+    asked = draw.prompts()
     session.store(session.connected(), asked)
     found = session.restarted().ask_all(asked)
     reference = session.reference(asked)
     evidence.must_reuse(found, "after the restart", reference)
-    return evidence
 
 
-def boundaries(session: Session, draw: RandomPrompts) -> Evidence:
+def boundaries(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts that diverge around block boundaries: a hit is never longer than the common prefix."""
-    evidence, worker = Evidence(), session.connected()
+    worker = session.connected()
     document = draw.tokens("document", 6 * BLOCK + 5)
     session.store(worker, [document])
     cuts = [BLOCK * i + d for i in (1, 2, 3, 5) for d in (-1, 0, 1)]
@@ -81,12 +77,11 @@ def boundaries(session: Session, draw: RandomPrompts) -> Evidence:
     evidence.must_hit(found, "of a prefix")
     evidence.at_most(found, limits)
     evidence.same(found, session.reference(asked))
-    return evidence
 
 
-def position(session: Session, draw: RandomPrompts) -> Evidence:
+def position(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Stored blocks at other positions, and after another prefix: no hit."""
-    evidence, worker = Evidence(), session.connected()
+    worker = session.connected()
     document = draw.tokens("document", 6 * BLOCK + 5)
     session.store(worker, [document])
     evidence.must_hit(session.store(worker, [document]), "at the same position")
@@ -99,12 +94,11 @@ def position(session: Session, draw: RandomPrompts) -> Evidence:
     found = worker.ask_all(asked)
     evidence.at_most(found, [common(prompt, [document, *asked[:i]]) for i, prompt in enumerate(asked)])
     evidence.same(found, session.reference(asked))
-    return evidence
 
 
-def turns(session: Session, draw: RandomPrompts) -> Evidence:
+def turns(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Conversations: the next turn contains the answer, whose tokens were computed one by one."""
-    evidence, worker = Evidence(), session.connected()
+    worker = session.connected()
     asked = draw.prompts()
     answers = [one["tokens"] for one in session.reference(asked, _ANSWER)]
     following = [
@@ -122,15 +116,14 @@ def turns(session: Session, draw: RandomPrompts) -> Evidence:
     evidence.same(found, reference)
     if not any(one["cached"] > len(prompt) for one, prompt in zip(found, asked, strict=True)):
         evidence.missing.append("no hit of an answer")
-    return evidence
 
 
-def long(session: Session, draw: RandomPrompts) -> Evidence:
+def long(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Prompts of up to 1,900 tokens with blocks of 512 KiB, in a KV cache for hardly more than one.
 
     A load has several batches, and memory soon belongs to another request.
     """
-    evidence, model = Evidence(), session.model(LARGE_BLOCKS.name)
+    model = session.model(LARGE_BLOCKS.name)
     lengths = _LONG[: len(draw.lengths)]
     asked = [draw.tokens(f"long/{i}", length) for i, length in enumerate(lengths)]
     asked += [prompt[: len(prompt) * 3 // 5] + draw.tokens(f"end/{i}", 90) for i, prompt in enumerate(asked[:2])]
@@ -140,14 +133,13 @@ def long(session: Session, draw: RandomPrompts) -> Evidence:
     for how in ("turn", "together"):
         found = session.store(worker, asked, how=how)
         evidence.must_reuse(found, f"asked {_HOW[how]}", reference)
-    return evidence
 
 
-def pooling_claim(kind: str) -> Callable[[Session, RandomPrompts], Evidence]:
+def pooling_claim(kind: str) -> Check:
     """The claim that a server of embeddings lives, and that its vectors are those of vLLM alone."""
 
-    def check(session: Session, draw: RandomPrompts) -> Evidence:
-        evidence, asked = Evidence(), draw.prompts()
+    def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
+        asked = draw.prompts()
         model = session.model(EMBEDDINGS.name)
         given = arguments(EMBEDDINGS, pooler_config={"seq_pooling_type": kind})
         alone = session.alone(model, **given)
@@ -160,17 +152,16 @@ def pooling_claim(kind: str) -> Callable[[Session, RandomPrompts], Evidence]:
         else:
             evidence.must_miss(found, "though vLLM alone continues no prompt of this model")
         evidence.same(found, reference)
-        return evidence
 
     check.__doc__ = f"Embeddings with {kind} pooling, asked again after a reset."
     return check
 
 
-def kind_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
+def kind_claim(kind: Kind) -> Check:
     """The claim that a kind of model gives right answers cold, from vLLM's own cache, after a reset and after a restart."""
 
-    def check(session: Session, draw: RandomPrompts) -> Evidence:
-        evidence, model = Evidence(), session.model(kind.name)
+    def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
+        model = session.model(kind.name)
         asked = mixed_prompts(draw.seed, 8)
         given = arguments(kind)
         alone = session.alone(model, **given)
@@ -196,7 +187,6 @@ def kind_claim(kind: Kind) -> Callable[[Session, RandomPrompts], Evidence]:
             evidence.same(found, computed if kind.exact else local, kind.exact)
         counts = [sum(one["cached"] for one in found) for found in (local, forgotten, fresh, own)]
         evidence.notes.append("cached: vLLM alone {:,}; reset {:,}, restart {:,}, own {:,}".format(*counts))
-        return evidence
 
     check.__doc__ = (
         f"{kind.name} ({kind.layers}): in a small KV cache, after its reset, under a salt, after a restart, twice."

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 from foreword.referee.models import fresh_prompts
-from foreword.referee.session import Evidence, RandomPrompts, Session
+from foreword.referee.session import Check, Evidence, RandomPrompts, Session
 
 _NEW = 24
 _LONG = 80
@@ -30,16 +29,13 @@ _DRAFTS: Final[dict[str, Any]] = {
 }
 
 
-def scheduled(
-    how: str, text: str, *, chunks: bool = True, copies: int = 1, counted: str = ""
-) -> Callable[[Session, RandomPrompts], Evidence]:
+def scheduled(how: str, text: str, *, chunks: bool = True, copies: int = 1, counted: str = "") -> Check:
     """The claim that prompts asked like this get the right answers, and that what they stored gives right answers too.
 
     `counted`: what must have happened at least once: "preempted" or "drafted".
     """
 
-    def check(session: Session, draw: RandomPrompts) -> Evidence:
-        evidence = Evidence()
+    def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         asked = fresh_prompts(draw.seed, len(draw.lengths), 400) * copies
         reference = session.reference(asked, _NEW)
         worker = session.connected(**(_CHUNKS if chunks else _DRAFTS))
@@ -59,7 +55,6 @@ def scheduled(
         found = worker.ask_all(turns)
         evidence.at_most(found, [len(prompt) + _NEW for prompt in prompts])
         evidence.same(found, session.reference(turns))
-        return evidence
 
     check.__doc__ = text
     return check
@@ -72,9 +67,8 @@ preempted = scheduled("preempt", "All requests preempted and resumed.", counted=
 drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")
 
 
-def pressed(session: Session, draw: RandomPrompts) -> Evidence:
+def pressed(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """Answers that outgrow memory: vLLM preempts requests and gives their blocks to others; then the next turns."""
-    evidence = Evidence()
     asked = [draw.tokens(f"pressed/{number}", 40 + 2 * number) for number in range(6 * len(draw.lengths))]
     reference = session.reference(asked, _LONG)
     worker = session.connected(**_PRESSED)
@@ -89,12 +83,10 @@ def pressed(session: Session, draw: RandomPrompts) -> Evidence:
     expected = session.reference(turns)
     found = worker.ask_all(turns)
     evidence.must_reuse(found, "of answers", expected)
-    return evidence
 
 
-def many(session: Session, draw: RandomPrompts) -> Evidence:
+def many(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     """A hundred different prompts at the same time, in a KV cache for a fifth of them; then asked again twice."""
-    evidence = Evidence()
     asked = [draw.tokens(f"many/{number}", 33 + 2 * number) for number in range(25 * len(draw.lengths))]
     reference = session.reference(asked, _FEW)
     worker = session.connected(**_CHUNKS)
@@ -102,4 +94,3 @@ def many(session: Session, draw: RandomPrompts) -> Evidence:
     for _ in range(2):
         found = session.store(worker, asked, new_tokens=_FEW, how="together")
         evidence.must_reuse(found, "at the same time", reference)
-    return evidence

@@ -431,3 +431,7 @@ def environment_note(python: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot run {python}: {error.strerror}") from None
     return done.stdout.strip() or "no versions found"
+
+
+# A claim: notes in the evidence what processes of the session say to prompts that are drawn.
+Check = Callable[[Session, RandomPrompts, Evidence], None]

@@ -6,13 +6,13 @@ so their second servers must differ from each other too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from foreword.referee.models import KINDS
-from foreword.referee.session import Evidence, RandomPrompts, Session, arguments
+from foreword.referee.session import Check, Evidence, RandomPrompts, Session, arguments
 
 # Of the tokens that an equal server finds.
 _SHARE: Final = 0.95
@@ -165,11 +165,11 @@ PAIRS: Final = (
 )
 
 
-def pair_claim(pair: Pair) -> Callable[[Session, RandomPrompts], Evidence]:
+def pair_claim(pair: Pair) -> Check:
     """The claim that the second server of a pair finds nothing of the first, or as much as an equal one."""
 
-    def check(session: Session, draw: RandomPrompts) -> Evidence:
-        evidence, name = Evidence(), f"{pair.kind} {pair.a} {pair.config}"
+    def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
+        name = f"{pair.kind} {pair.a} {pair.config}"
         asked = RandomPrompts(draw.seed.replace(pair.name, name), draw.lengths).prompts()
         model, first = _settings(session, pair, pair.a)
         other_model, second = _settings(session, pair, pair.b)
@@ -185,7 +185,6 @@ def pair_claim(pair: Pair) -> Callable[[Session, RandomPrompts], Evidence]:
         else:
             evidence.must_find(found, [one["cached"] for one in equal], "of the other server", _SHARE)
             evidence.same(found, before)
-        return evidence
 
     want = "must miss" if pair.changes else "must hit"
     check.__doc__ = f"{pair.text}: {want}."
