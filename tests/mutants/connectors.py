@@ -45,7 +45,7 @@ class Mutant(ForewordConnector):
             self._planted.add(type(self))
             self.plant()
         super().__init__(*args, **more)
-        self._loads: dict[str, BlockLoad] = {}
+        self._under_way: dict[str, BlockLoad] = {}
 
     @classmethod
     def plant(cls) -> None:
@@ -67,14 +67,14 @@ class Mutant(ForewordConnector):
 
     def start_load_kv(self, forward_context: Any, **more: Any) -> None:
         for load in self._metadata().loads:
-            self._loads[load.request_id] = load
+            self._under_way[load.request_id] = load
             self.loading(load)
         super().start_load_kv(forward_context, **more)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         results = super().get_transfer_results(finished_req_ids)
         for request_id in sorted(results.finished_recving or ()):
-            load = self._loads.pop(request_id, None)
+            load = self._under_way.pop(request_id, None)
             if load is not None:
                 self.loaded(load)
         return results
