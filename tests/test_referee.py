@@ -155,6 +155,19 @@ def test_every_broken_connector_has_a_claim() -> None:
     assert len(named) >= 32 and set(named.values()) <= set(claims)
 
 
+def set_attributes(path: Path) -> set[str]:
+    """The names of the attributes that the classes of a module set on themselves."""
+    stored = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)]
+    return {one.attr for one in stored if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"}
+
+
+def test_broken_connectors_break_nothing_else() -> None:
+    """What the connectors of `mutants/connectors.py` keep has other names than what Foreword's keeps."""
+    broken = set_attributes(CHECKOUT / "tests" / "mutants" / "connectors.py")
+    whole = set_attributes(CHECKOUT / "foreword" / "integrations" / "vllm" / "connector.py")
+    assert broken and whole and not broken & whole
+
+
 def test_reports_reproducers_and_resuming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure is tried again with its one prompt and leaves a script; an interrupted run continues with the next claim;
     a report on another seed is refused."""

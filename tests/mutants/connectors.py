@@ -323,7 +323,7 @@ class LateSaves(Mutant):
 
     def wait_for_save(self) -> None:
         metadata = self._metadata()
-        held = self._held = getattr(self, "_held", [])
+        held = self._delayed = getattr(self, "_delayed", [])
         if metadata.saves:
             held.append(metadata.saves)
             metadata.saves = held.pop(0) if len(held) > 2 else []
