@@ -31,16 +31,16 @@ def encode(data: Any, name: str = "") -> bytes:
 class EventParser:
     """Splits a stream of bytes into events, wherever the chunks of the stream end. Each byte is looked at once or twice."""
 
-    __slots__ = ("_held_back", "_rest")
+    __slots__ = ("_after_return", "_rest")
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        # A carriage return at the end of a piece: the next piece may begin with its line feed.
-        self._held_back = False
+        # The last piece ended with a carriage return, which ends a line: a line feed after it is a part of that end.
+        self._after_return = False
 
     def feed(self, piece: bytes) -> list[ServerSentEvent]:
         """The events that this piece completes. Raises ReplicaFailed for an event that is too long."""
-        if self._held_back or b"\r" in piece:
+        if self._after_return or b"\r" in piece:
             piece = self._with_line_feeds(piece)
         rest = self._rest
         if rest:
@@ -62,10 +62,10 @@ class EventParser:
         ]
 
     def _with_line_feeds(self, piece: bytes) -> bytes:
-        if self._held_back:
-            piece = b"\r" + piece
-        self._held_back = piece.endswith(b"\r")
-        return (piece[:-1] if self._held_back else piece).replace(b"\r\n", b"\n")
+        if self._after_return:
+            piece = piece.removeprefix(b"\n")
+        self._after_return = piece.endswith(b"\r")
+        return piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
 def _parse(raw: bytes) -> ServerSentEvent:

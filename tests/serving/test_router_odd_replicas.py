@@ -111,6 +111,8 @@ STREAMS = {
     "events with names": http(stream(b"event: message\n"), EVENTS),
     "compressed": http(gzip.compress(stream()), EVENTS, head=b"content-encoding: gzip\r\n"),
     "deflated": http(zlib.compress(stream()), EVENTS, head=b"content-encoding: deflate\r\n"),
+    "lines that end with carriage returns": http(stream(b"event: x\n").replace(b"\n", b"\r"), EVENTS),
+    "lines that end with both": http(stream(b"event: x\n").replace(b"\n", b"\r\n"), EVENTS),
     "a control character": http(stream(), EVENTS, head=b"x-odd: a\x01b\r\nx-even: \xc3\xa9\r\n"),
 }
 
