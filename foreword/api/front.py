@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 
-from foreword.api.dialects.decode import Limits
+from foreword.api.dialects.decode import Limits, as_utf8
 from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_response, no_route_response, openai_error
 from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas
@@ -366,11 +366,12 @@ class Front:
         if raw is None:
             await self.bodies.fill(call.held, exchange.pieces(), declared_length(call.headers), limits.body_bytes)
             raw = bytes(call.held.data)
-        call.raw = raw
-        if len(raw) <= self.work.inline:
-            call.body, unknown = body.read(raw, limits)
-        else:
-            call.body, unknown = await self.work.run(len(raw), body.read, raw, limits)
+
+        def read() -> tuple[Any, list[str]]:
+            call.raw = as_utf8(raw)
+            return body.read(call.raw, limits)
+
+        call.body, unknown = read() if len(raw) <= self.work.inline else await self.work.run(len(raw), read)
         tools = getattr(call.body, "left_out", ())
         if tools and self.unknown == "refuse":
             raise BadRequest(f"{tools[0]}.type: this server has only tools of the client", param=tools[0])

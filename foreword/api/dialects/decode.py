@@ -170,6 +170,15 @@ def _pieces(raw: bytes) -> Iterator[bytes]:
         start += len(piece)
 
 
+def as_utf8(raw: bytes) -> bytes:
+    """A body in UTF-8, from JSON in UTF-8, UTF-16 or UTF-32, with or without a byte order mark. Raises BadRequest."""
+    encoding = json.detect_encoding(raw)
+    try:
+        return raw if encoding == "utf-8" else raw.decode(encoding).encode()
+    except UnicodeError:
+        raise BadRequest(f"The body is not valid JSON: it is not {encoding.upper()}") from None
+
+
 def _check_utf8(raw: bytes) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     for start in range(0, len(raw), _PIECE_BYTES):

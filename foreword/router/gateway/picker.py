@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from foreword.api.dialects.decode import as_utf8
 from foreword.api.errors import BodyTooLarge, UnsupportedMediaType
 from foreword.api.front import Handler
 from foreword.api.outcomes import request_id_from
@@ -227,8 +228,12 @@ class Picker:
     async def _parsed(self, head: RequestHead, raw: bytes) -> GenerateRequest:
         """Raises BadRequest."""
         assert head.route is not None and isinstance(head.route.body, JsonBody)
-        parse, work = functools.partial(head.route.body.parse, raw, self.router.limits()), self.router.work
-        request = parse() if len(raw) <= work.inline else await work.run(len(raw), parse)
+        parse, limits, work = head.route.body.parse, self.router.limits(), self.router.work
+
+        def read() -> Any:
+            return parse(as_utf8(raw), limits)
+
+        request = read() if len(raw) <= work.inline else await work.run(len(raw), read)
         assert isinstance(request, GenerateRequest)
         return request
 
