@@ -384,6 +384,9 @@ class Front:
                 raise BadRequest(f"{shown}: there is no such field{did_you_mean(shown, known)}", param=shown)
 
     def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
+        if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
+            query = call.exchange.query and f"?{call.exchange.query}"
+            return Answer(307, headers={"location": call.path[:-1] + query})
         known = [route.shown_path for route in self.routes.shown]
         return Answer.of(no_route_response(call.method, unquote(call.path), methods, known))
 
