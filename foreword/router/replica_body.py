@@ -127,6 +127,8 @@ class Translation:
         self, dialect: Dialect, request: GenerateRequest, model: str, request_id: str, store: Store | None = None
     ) -> None:
         self.dialect = dialect
+    if not request.include_usage:  # without it there is none in the other chunks either
+        options.pop("continuous_usage_stats", None)
         self.request = request
         self._request_id = request_id
         self._store = store

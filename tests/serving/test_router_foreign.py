@@ -91,7 +91,11 @@ class Native(Speaker):
 
 class Streamer(ScriptedReplica):
     """Streams as vLLM does: ids that were not asked for are null, and the last chunk has the fingerprint of its settings. It
-    fails at a prompt `bad`, as vLLM does: with an answer, after which it closes the connection."""
+    fails at a prompt `bad`, as vLLM does: with an answer, after which it closes the connection. `seen` has the bodies."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.seen: list[dict[str, Any]] = []
+        super().__init__(loop)
 
     def routes(self) -> list[web.RouteDef]:
         return [web.post(path, self._answer) for path in ("/v1/chat/completions", "/v1/completions")]
@@ -126,6 +130,7 @@ class Streamer(ScriptedReplica):
             choice = {"index": number // 3, "delta": {"content": f"é{number}"}, "logprobs": {"x": 1e-05}}
             ends = number % 3 == 2
             choice |= {"finish_reason": "length" if ends else None, "token_ids": [number, 9] if shows else None}
+        self.seen.append(body)
             yield {**head, "choices": [choice], **(stamp if ends and not usage else empty)}
         if usage:
             yield {**head, "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 6}, **stamp}
@@ -336,6 +341,31 @@ def test_what_a_router_needs_is_checked(router: RouterThread, replica: Speaker) 
             answer = post(router, path, {**body, **wrong})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(wrong))
     assert len(replica.seen) == seen
+@pytest.mark.parametrize(
+    ("prompt", "count"), [([True, False], 1), ([5.0, 6], 1), ([[5.0], [6]], 2), (["a", [5.5]], 2), ([None], 1)]
+)
+def test_odd_prompts(prompt: Any, count: int) -> None:
+    """Another server may read numbers in other spellings as token ids. The router counts the prompts by the lists."""
+    read = DIALECTS["completions"].read(json.dumps({"prompt": prompt}).encode(), Limits())
+    assert read.refusal is not None and len(read.prompts) == count and read.single == (count == 1)
+    other = DIALECTS["completions"].read(json.dumps({"prompt": [*prompt, 7]}).encode(), Limits())
+    assert other.prompts != read.prompts
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_usage_in_every_chunk(loop: Loop, asked: bool) -> None:
+    """The router asks for the usage at the end; vLLM sends it in every chunk only to a client that asks for both."""
+    replica = Streamer(loop)
+    router = RouterThread("--replica", replica.url).wait_for(1)
+    options = {"include_usage": asked, "continuous_usage_stats": True}
+    try:
+        post(router, "/v1/completions", {"model": "m", "prompt": "x", "stream": True, "stream_options": options})
+    finally:
+        router.kill()
+    given = replica.seen[-1]["stream_options"]
+    assert given == {"include_usage": True} | ({"continuous_usage_stats": True} if asked else {})
+
+
 
 
 def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
@@ -352,7 +382,7 @@ def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_odd_bodies(dialect: DialectName) -> None:
-    """What is wrong in one field is left out. What no server can read is refused."""
+    """What is wrong in one field is left out, also numbers without bounds. What no server can read is refused."""
     said = {"role": "user", "content": [{"type": "text", "text": "x"}, SHOWN]}
     body: dict[str, Any] = {"max_tokens": 9, "prompt": "x", "input": [said], "messages": [said]}
     odd = {"tools": 5, "tool_choice": [], "temperature": "hot", "stop": {}, "stop_sequences": 1, "logit_bias": "x"}
@@ -368,3 +398,8 @@ def test_odd_bodies(dialect: DialectName) -> None:
     for wrong in (b"[]", b"{", b"{}", deep if dialect in ("chat", "messages") else b'{"prompt": 5, "input": 5}'):
         with pytest.raises(BadRequest):
             DIALECTS[dialect].read(wrong, Limits())
+    large = json.dumps({**body, "temperature": "LARGE", "tools": "LARGE", "stop": ["LARGE"]}).encode()
+    for number in (b"1e999", b"9" * 5000):
+        assert DIALECTS[dialect].read(large.replace(b'"LARGE"', number), Limits()).refusal is not None
+        with pytest.raises(BadRequest):
+            DIALECTS[dialect].read(b'{"stream": %b}' % number, Limits())

@@ -31,7 +31,7 @@ _KNOWN: Final = frozenset(
 _MOST: Final = 8
 _BOOLEANS: Final = {
     **dict.fromkeys(("1", "1.0", "on", "t", "true", "y", "yes"), True),
-    **dict.fromkeys(("0", "0.0", "off", "f", "false", "n", "no"), False),
+    **dict.fromkeys(("0", "0.0", "-0.0", "off", "f", "false", "n", "no"), False),
 }
 
 
@@ -63,13 +63,15 @@ def _read_laxly(fields: dict[str, Any], name: str | None) -> bool:
     """Read a boolean or a number as pydantic does, by which other servers read. Whether it can be one."""
     if name is None or name not in fields:
         return False
-    value = msgspec.json.decode(fields[name])
+    value = _decoded(fields[name])
     if name == "stream_options" and isinstance(value, dict):
         fields[name] = {key: _BOOLEANS.get(str(one).lower(), one) for key, one in value.items()} or None
         return True
     found: object = _BOOLEANS.get(str(value).lower()) if name in ("stream", "return_token_ids") else None
     if name == "n" and isinstance(value, str) and value.isdecimal():
         found = int(value[:9])
+    elif name == "n" and value is True:
+        found = 1
     if found is not None:
         fields[name] = found
     return found is not None
@@ -77,13 +79,14 @@ def _read_laxly(fields: dict[str, Any], name: str | None) -> bool:
 
 def _simplify(fields: dict[str, Any], name: str | None, *, again: bool) -> bool:
     """Make a field simpler, or leave it out. Whether there is one."""
-    if name == "prompt" and "prompt_embeds" in fields:
-        fields["prompt"] = _digest(fields.pop("prompt_embeds"))
-        return True
-    if name is None or name not in fields:
+    given = "prompt_embeds" if name == "prompt" and "prompt_embeds" in fields else name
+    if given is None or given not in fields:
         return False
-    value = fields.pop(name)
-    value = msgspec.json.decode(value) if isinstance(value, msgspec.Raw) else value
+    value = fields.pop(given)
+    value = _decoded(value) if isinstance(value, msgspec.Raw) else value
+    if name == "prompt" and not again and isinstance(value, list | str):
+        several = isinstance(value, list) and all(isinstance(one, list | str) for one in value)
+        fields["prompt"] = [*map(_digest, value)] if several else _digest(value)
     if name == "tools" and not again:
         fields[name] = [one for one in value if _is_function(one)] if isinstance(value, list) else []
     elif name in _CONVERSATIONS and not again:
@@ -91,6 +94,14 @@ def _simplify(fields: dict[str, Any], name: str | None, *, again: bool) -> bool:
     elif name in ("messages", "input") and isinstance(value, list):
         fields[name] = [{"role": "user", "content": msgspec.json.encode(one).decode()} for one in value]
     return True
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    """A field; None for numbers that are too large and for too many levels."""
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def _is_function(tool: Any) -> bool:
