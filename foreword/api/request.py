@@ -17,7 +17,7 @@ from foreword.decoders import decode_json
 from foreword.engine.structured.structured_output import StructuredOutput as OutputFormat
 from foreword.errors import BadRequest
 
-DialectName = Literal["chat", "completions", "responses", "messages", "embeddings"]
+DialectName = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 Role = Literal["system", "user", "assistant", "tool"]
 Prompt = str | tuple[int, ...]
 
@@ -158,7 +158,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
     """One request to generate text.
 
     Attributes:
-        dialect: the format of the response.
+        dialect: the format of the response. path: where replicas take it, if that is not the path of its dialect.
         model: None for the only model served.
         messages: of a conversation; empty for `completions`.
         prompts: of `completions`; empty for a conversation.
@@ -187,6 +187,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
     """
 
     dialect: DialectName
+    path: str = ""
     model: str | None = None
     messages: tuple[Message, ...] = ()
     prompts: tuple[Prompt, ...] = ()

@@ -23,8 +23,9 @@ from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.proxied_request import TOKEN_BYTES, ProxiedRequest
 from foreword.router.replica_body import (
+    PASSED,
     PATHS,
     ROUTER_FIELDS,
     TRANSLATED,
@@ -39,8 +40,6 @@ from foreword.router.router_prefixes import with_messages
 from foreword.router.service import Router
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
-# About, where a prompt is not tokenized.
-_TOKEN_BYTES: Final = 4
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
@@ -50,9 +49,9 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Place a request, queue it per tenant, and retry and continue it on other replicas."""
         return await _proxy(router, call, call.body)
 
-    for name in ("chat", "completions", "embeddings"):
-        body = JsonBody(partial(parse_request, name))
-        add = routes.add("POST", PATHS[name], right=right, meter=tokens, body=body, tag="generate", outcome=name)
+    for path, name in {PATHS["chat"]: "chat", PATHS["completions"]: "completions", **PASSED}.items():
+        body = JsonBody(partial(parse_request, name, path=path))
+        add = routes.add("POST", path, right=right, meter=tokens, body=body, tag="generate", outcome=name)
         add(generate)
     for dialect in map(DIALECTS.__getitem__, TRANSLATED):
         routes.add(
@@ -173,7 +172,7 @@ async def _proxy(
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
                 if proxied.was_sent and not proxied.usage.prompt:
-                    proxied.usage = replace(proxied.usage, prompt=len(prompt.tokens) or len(call.raw) // _TOKEN_BYTES)
+                    proxied.usage = replace(proxied.usage, prompt=len(prompt.tokens) or len(call.raw) // TOKEN_BYTES)
                 raise
             finally:
                 call.charge(proxied.named(proxied.usage))

@@ -15,7 +15,7 @@ from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, ROUTER_FIELDS, edited, replica_body
+from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of, replica_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 
 logger = logging.getLogger(__name__)
@@ -57,15 +57,17 @@ async def _transfer_params(proxied: ProxiedRequest, attempt: Attempt, prefill: U
 def _can_be_split(request: GenerateRequest) -> bool:
     """vLLM returns one `kv_transfer_params`, which is not enough for several prompts or choices. With some options it computes
     the whole prompt on the decode replica in any case."""
-    return request.single and not (request.refusal or request.echo or "prompt_logprobs" in request.sampling)
+    return request.single and not (
+        request.path or request.refusal or request.echo or "prompt_logprobs" in request.sampling
+    )
 
 
 async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, Any] | None:
     """vLLM's first step: compute the prompt and one token. None if it failed."""
     prefill.in_flight += 1
     try:
-        path = PATHS[proxied.request.dialect]
-        response, data = await proxied.send(prefill, _prefill_body(proxied), path, streams=False)
+        body = _prefill_body(proxied)
+        response, data = await proxied.send(prefill, body, path_of(proxied.request), streams=False)
     except (*CONNECTION_ERRORS, ReplicaFailed) as error:
         _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
         return None

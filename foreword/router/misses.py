@@ -153,7 +153,7 @@ def _resolve(explained: asyncio.Future[Miss], found: Future[Miss]) -> None:
 
 def _is_compared(served: ServedRequest) -> bool:
     known = served.cached_tokens is not None and (served.prompt_tokens or 0) >= _MIN_TOKENS
-    return known and served.request.dialect != "embeddings"
+    return known and not served.request.path
 
 
 def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:

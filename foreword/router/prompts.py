@@ -391,7 +391,7 @@ def _are_token_ids(prompt: tuple[int, ...]) -> bool:
 def _tokenize_body(request: GenerateRequest, prompt: str | None) -> dict[str, Any] | None:
     """The body of a tokenization request; None if the prompt cannot be tokenized separately."""
     # A named prefix is known to the replica only.
-    if request.prefix is not None or request.dialect in TRANSLATED:
+    if request.prefix is not None or request.path or request.dialect in TRANSLATED:
         return None
     body: dict[str, Any] = {"model": request.model} if request.model else {}
     if prompt is not None:

@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of, read_error
+from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of, read_error, read_usage
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call
 from foreword.api.misses.causes import Miss
@@ -48,6 +48,8 @@ _SILENT_SECONDS: Final = 1.0
 # For so long after an answer of 5xx a connection that breaks may be one that its server has closed.
 _CLOSING_SECONDS: Final = 1.0
 _MAX_SILENCES: Final = 2
+# About, of a prompt that is not tokenized.
+TOKEN_BYTES: Final = 4
 # Only the request can cause these. Others may be a replica's own: a key, a path or a model that it does not know.
 _ABOUT_REQUEST: Final = (400, 413, 415, 422)
 # Of these another replica is always asked: what is said of one client's key is not true of another's.
@@ -401,7 +403,7 @@ class ProxiedRequest(RoutedRequest):
         status = response.status
         headers = response_headers(response.headers)
         if status == 200:
-            counts = self.counts = check_whole(data)
+            counts = self.counts = self._passed(response, data) if self.request.path else check_whole(data)
             if self.translation is not None:
                 data = self.translation.whole(data)
             if self.keep is not None:
@@ -423,6 +425,16 @@ class ProxiedRequest(RoutedRequest):
                 headers["content-type"] = "application/json"
         headers["x-foreword-route"] = as_header(self.decision_text)
         return Answer(status, data, headers)
+
+    def _passed(self, response: aiohttp.ClientResponse, data: bytes) -> UsageCounts:
+        """The counts of an answer that is passed on: its own, those in vLLM's header where it is no JSON, or else an estimate.
+        Raises ReplicaFailed for JSON that is none."""
+        if not response.content_type.endswith("json"):
+            data = response.headers.get("metadata", "{}").encode("utf-8", "replace")
+        counts = read_usage(data)
+        return (
+            counts if counts.prompt is not None else counts._replace(prompt=len(self.request.body.raw) // TOKEN_BYTES)
+        )
 
 
 async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:

@@ -29,9 +29,21 @@ from foreword.errors import BadRequest, ForewordError
 
 # Keeps a response: its id, the conversation with the answer, and the response as JSON.
 Store = Callable[[str, tuple[Message, ...], bytes], None]
-PATHS: Final[Mapping[DialectName, str]] = {
-    **{name: dialect.path for name, dialect in DIALECTS.items()},
-    "embeddings": "/v1/embeddings",
+PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect in DIALECTS.items()}
+# Paths of replicas whose requests are placed and passed on without a dialect here. Their bodies have vLLM's `cache_salt`, so
+# that tenants share nothing, and their answers are whole.
+PASSED: Final[Mapping[str, DialectName]] = {
+    "/v1/embeddings": "embeddings",
+    "/v1/chat/completions/batch": "other",
+    "/v1/systemone": "other",
+    "/generative_scoring": "other",
+    "/pooling": "other",
+    "/classify": "other",
+    "/score": "other",
+    "/v1/score": "other",
+    "/rerank": "other",
+    "/v1/rerank": "other",
+    "/v2/rerank": "other",
 }
 # Dialects that replicas need not know.
 TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
@@ -39,10 +51,9 @@ TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
 ROUTER_FIELDS: Final = frozenset(("salt", "cache_salt", "priority", "request_id", "kv_transfer_params", "continuation"))
 
 
-class _EmbeddingsBody(msgspec.Struct):
-    input: msgspec.Raw
+class _PassedBody(msgspec.Struct):
     model: str | None = None
-    user: str | None = None
+    user: Any = None
     cache_salt: str | None = None
     priority: Whole | None = None
 
@@ -55,19 +66,29 @@ def read_body(raw: bytes, limits: Limits) -> ClientBody:
     return body
 
 
-def parse_request(dialect: DialectName, raw: bytes, limits: Limits) -> GenerateRequest:
-    """Parse a body of any dialect. Raises BadRequest and BodyTooLarge."""
+def parse_request(dialect: DialectName, raw: bytes, limits: Limits, path: str = "") -> GenerateRequest:
+    """Parse a body of any dialect, or of a path of `PASSED`. Raises BadRequest and BodyTooLarge."""
     if dialect in DIALECTS:
         request = DIALECTS[dialect].read(raw, limits)
     else:
-        given = decode(_EmbeddingsBody, raw, limits)
-        salt, session = given.cache_salt or "", given.user or None
+        given = decode(_PassedBody, raw, limits)
         request = GenerateRequest(
-            dialect, given.model, cache_salt=salt, session=session, priority=given.priority or 0, body=ClientBody(raw)
+            dialect,
+            path,
+            given.model or None,
+            cache_salt=given.cache_salt or "",
+            session=given.user if isinstance(given.user, str) and given.user else None,
+            priority=given.priority or 0,
+            body=ClientBody(raw),
         )
     for name in request.body.only("kv_transfer_params", "continuation"):
         raise BadRequest(f"{name}: only the router may set this", param=name)
     return request
+
+
+def path_of(request: GenerateRequest) -> str:
+    """Where replicas take it."""
+    return request.path or PATHS[request.dialect]
 
 
 def edited(body: ClientBody, drop: Iterable[str], changes: Mapping[str, Any]) -> bytes:
@@ -106,6 +127,8 @@ def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
     """What the router needs to see in a stream."""
     given = request.body.only("stream_options").get("stream_options")
     options = {**(decode_json(given, dict[str, Any]) if given is not None else {}), "include_usage": True}
+    if not request.include_usage:  # without it there is none in the other chunks either
+        options.pop("continuous_usage_stats", None)
     return {"stream_options": options, **({"return_token_ids": True} if ids else {})}
 
 
@@ -127,8 +150,6 @@ class Translation:
         self, dialect: Dialect, request: GenerateRequest, model: str, request_id: str, store: Store | None = None
     ) -> None:
         self.dialect = dialect
-    if not request.include_usage:  # without it there is none in the other chunks either
-        options.pop("continuous_usage_stats", None)
         self.request = request
         self._request_id = request_id
         self._store = store

@@ -36,7 +36,7 @@ from foreword.router.continuation import ContinuedResponse, StreamPosition, cont
 from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, Translation, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 
@@ -88,7 +88,7 @@ class _ResponseProxy:
         self.client = EventStream(proxied.call, self._headers, keep_alive)
         self._translated = False
         # Path, body and prompt of the next attempt; body and prompt are set for a continuation.
-        self._path = PATHS[proxied.request.dialect]
+        self._path = path_of(proxied.request)
         self._body: dict[str, Any] | None = None
         self._prompt: TokenizedPrompt | None = None
         # The replica to which the request migrated, if it did.

@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import httpx
 import pytest
 from router_parts import RouterProcess
 from shared_server import until
-from vllm_bodies import bodies
+from vllm_bodies import bodies, odd_requests
 from vllm_process import needs_vllm
 from vllm_server import VllmServer
 
@@ -74,12 +75,15 @@ def ask(client: httpx.Client, url: str, data: bytes) -> tuple[Any, str]:
     return (200, heads, sorted(lines) if '"index":1' in text else lines), text
 
 
-def test_equal_answers_or_equal_refusals(urls: tuple[str, str]) -> None:
+@pytest.mark.parametrize("requests", [partial(bodies, SEED, COUNT), odd_requests], ids=["seeded", "odd"])
+def test_equal_answers_or_equal_refusals(
+    urls: tuple[str, str], requests: Callable[[], Iterator[tuple[str, bytes]]]
+) -> None:
     """The router answers as the vLLM behind it would, in every dialect: the same bytes but for ids and times where vLLM
     succeeds, the same status where it refuses, and an error where it fails."""
     found, counts = [], Counter[str]()
     with httpx.Client(timeout=120, headers={"content-type": "application/json"}) as client:
-        for path, data in bodies(SEED, COUNT):
+        for path, data in requests():
             # How many tokens a chunk has depends on when they come.
             for _ in range(AGAIN):
                 (one, straight), (other, through) = (ask(client, f"{url}{path}", data) for url in urls)

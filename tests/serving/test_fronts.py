@@ -22,7 +22,7 @@ from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
-from foreword.router.replica_body import PATHS
+from foreword.router.replica_body import PASSED, PATHS
 from foreword.server.app import ServerApp
 
 TENANTS = 10
@@ -126,7 +126,7 @@ def router_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             router.router.routes,
             http(router.url),
             BODIES,
-            frozenset(("/v1/embeddings",)),
+            frozenset(PASSED),
             lambda: http_client.get(f"{router.url}/metrics").text,
             "tenant-key",
             ADMIN,
@@ -234,7 +234,7 @@ def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
             routes_of(router.router.routes),
             gateway.send,
             BODIES,
-            frozenset(("/v1/embeddings",)),
+            frozenset(PASSED),
             lambda: http_client.get(f"{router.url}/metrics").text,
             "tenant-key",
             "",

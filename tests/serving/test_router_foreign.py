@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import http_client
@@ -19,6 +20,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.request import DialectName
 from foreword.errors import BadRequest
+from foreword.router.replica_body import PASSED
 
 IMAGE = "data:image/png;base64," + "iVBORw0KGgo" * 200
 SHOWN = {"type": "image_url", "image_url": {"url": IMAGE}}
@@ -78,6 +80,28 @@ class Speaker(ScriptedReplica):
         return out
 
 
+_SCORES = {"id": "1", "results": [], "data": [{"score": 0.5}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}
+
+
+class Scorer(ScriptedReplica):
+    """Answers the paths that are passed on. `seen` has the bodies."""
+
+    def __init__(self, loop: Loop) -> None:
+        self.seen: list[dict[str, Any]] = []
+        super().__init__(loop)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post(path, self._answer) for path in PASSED]
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        self.seen.append(await request.json())
+        kind = self.seen[-1].get("encoding_format")
+        if kind is None:
+            return web.json_response(_SCORES)
+        heads = {"metadata": json.dumps(_SCORES)} if kind == "bytes" else {}
+        return web.Response(body=b"\xff\x00", content_type="application/octet-stream", headers=heads)
+
+
 class Native(Speaker):
     """One whose paths show that it speaks all dialects, as vLLM's do: another method is refused."""
 
@@ -102,6 +126,7 @@ class Streamer(ScriptedReplica):
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.seen.append(body)
         if body.get("prompt") == "bad" and body.get("stream"):
             error = b'data: {"error": {"message": "no", "code": 500}}\n\ndata: [DONE]\n\n'
             return web.Response(body=error, content_type="text/event-stream")
@@ -130,7 +155,6 @@ class Streamer(ScriptedReplica):
             choice = {"index": number // 3, "delta": {"content": f"é{number}"}, "logprobs": {"x": 1e-05}}
             ends = number % 3 == 2
             choice |= {"finish_reason": "length" if ends else None, "token_ids": [number, 9] if shows else None}
-        self.seen.append(body)
             yield {**head, "choices": [choice], **(stamp if ends and not usage else empty)}
         if usage:
             yield {**head, "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 6}, **stamp}
@@ -313,6 +337,31 @@ def test_no_more_than_a_little_is_held_back(loop: Loop) -> None:
         router.kill()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "count"), [([True, False], 1), ([5.0, 6], 1), ([[5.0], [6]], 2), (["a", [5.5]], 2), ([None], 1)]
+)
+def test_odd_prompts(prompt: Any, count: int) -> None:
+    """Another server may read numbers in other spellings as token ids. The router counts the prompts by the lists."""
+    read = DIALECTS["completions"].read(json.dumps({"prompt": prompt}).encode(), Limits())
+    assert read.refusal is not None and len(read.prompts) == count and read.single == (count == 1)
+    other = DIALECTS["completions"].read(json.dumps({"prompt": [*prompt, 7]}).encode(), Limits())
+    assert other.prompts != read.prompts
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_usage_in_every_chunk(loop: Loop, asked: bool) -> None:
+    """The router asks for the usage at the end; vLLM sends it in every chunk only to a client that asks for both."""
+    replica = Streamer(loop)
+    router = RouterThread("--replica", replica.url).wait_for(1)
+    options = {"include_usage": asked, "continuous_usage_stats": True}
+    try:
+        post(router, "/v1/completions", {"model": "m", "prompt": "x", "stream": True, "stream_options": options})
+    finally:
+        router.kill()
+    given = replica.seen[-1]["stream_options"]
+    assert given == {"include_usage": True} | ({"continuous_usage_stats": True} if asked else {})
+
+
 def test_images_in_a_chat(router: RouterThread, replica: Speaker) -> None:
     """A chat with images reaches the replica unchanged. Images count for placement by their digests."""
     said = {"role": "user", "content": [{"type": "text", "text": TEXT}, SHOWN]}
@@ -341,31 +390,6 @@ def test_what_a_router_needs_is_checked(router: RouterThread, replica: Speaker) 
             answer = post(router, path, {**body, **wrong})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(wrong))
     assert len(replica.seen) == seen
-@pytest.mark.parametrize(
-    ("prompt", "count"), [([True, False], 1), ([5.0, 6], 1), ([[5.0], [6]], 2), (["a", [5.5]], 2), ([None], 1)]
-)
-def test_odd_prompts(prompt: Any, count: int) -> None:
-    """Another server may read numbers in other spellings as token ids. The router counts the prompts by the lists."""
-    read = DIALECTS["completions"].read(json.dumps({"prompt": prompt}).encode(), Limits())
-    assert read.refusal is not None and len(read.prompts) == count and read.single == (count == 1)
-    other = DIALECTS["completions"].read(json.dumps({"prompt": [*prompt, 7]}).encode(), Limits())
-    assert other.prompts != read.prompts
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_usage_in_every_chunk(loop: Loop, asked: bool) -> None:
-    """The router asks for the usage at the end; vLLM sends it in every chunk only to a client that asks for both."""
-    replica = Streamer(loop)
-    router = RouterThread("--replica", replica.url).wait_for(1)
-    options = {"include_usage": asked, "continuous_usage_stats": True}
-    try:
-        post(router, "/v1/completions", {"model": "m", "prompt": "x", "stream": True, "stream_options": options})
-    finally:
-        router.kill()
-    given = replica.seen[-1]["stream_options"]
-    assert given == {"include_usage": True} | ({"continuous_usage_stats": True} if asked else {})
-
-
 
 
 def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
@@ -378,6 +402,34 @@ def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
         assert router.metric("foreword:router_breaker_opened_total") == 0
     finally:
         router.kill()
+
+
+@pytest.mark.parametrize("path", PASSED)
+def test_paths_that_are_passed_on(loop: Loop, tmp_path: Path, path: str) -> None:
+    """vLLM's other paths get the body as it came, whatever is in it, with the tenant's salt and without what only the router
+    may set; the client gets the answer as it came, also one of bytes, and its tenant is charged for its tokens, or for the
+    length of its body where they are not named."""
+    replica, ledger = Scorer(loop), tmp_path / "usage"
+    keys = [part for name in ("ann", "bob") for part in ("--api-keys", f"{name}={name}-key")]
+    secret = ("--tenant-secret", "a secret of this test", "--replica-key", "x" * 16)
+    router = RouterThread("--replica", replica.url, *keys, *secret, "--usage-ledger", str(ledger)).wait_for(1)
+    body = {"model": "m", "messages": [["a"]], "input": {"b": [1]}, "query": None, "x": "\xe9", "cache_salt": "mine"}
+    try:
+        with router.http("ann-key") as ann, router.http("bob-key") as bob:
+            assert [one.post(path, json=body).json() for one in (ann, bob)] == [_SCORES] * 2
+            first, second = replica.seen
+            salts = {one.pop("cache_salt") for one in (first, second)}
+            assert len(salts) == 2 and "mine" not in salts
+            assert first == second == {name: value for name, value in body.items() if name != "cache_salt"}
+            for kind in ("bytes", "bytes_only"):
+                answer = ann.post(path, json={"encoding_format": kind, "input": "x" * 400})
+                assert (answer.content, answer.headers["content-type"]) == (b"\xff\x00", "application/octet-stream")
+            refused = ann.post(path, json={"kv_transfer_params": {"x": 1}})
+            assert refused.status_code == 400 and len(replica.seen) == 4
+    finally:
+        router.kill()
+    prompts = [json.loads(line).get("usage", {}).get("prompt", 0) for line in ledger.read_text().splitlines()]
+    assert prompts[:3] == [7, 7, 7] and 100 <= prompts[3] < 120 and prompts[4:] == [0]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -394,12 +446,12 @@ def test_odd_bodies(dialect: DialectName) -> None:
     )
     other = json.dumps({**body, **odd, "user": "me"}).replace("iVBOR", "jWCPS").encode()
     assert (DIALECTS[dialect].read(other, Limits()).messages == read.messages) == (dialect == "completions")
-    deep = b'{"max_tokens": 9, "prompt": "x", "input": "x", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
-    for wrong in (b"[]", b"{", b"{}", deep if dialect in ("chat", "messages") else b'{"prompt": 5, "input": 5}'):
-        with pytest.raises(BadRequest):
-            DIALECTS[dialect].read(wrong, Limits())
     large = json.dumps({**body, "temperature": "LARGE", "tools": "LARGE", "stop": ["LARGE"]}).encode()
     for number in (b"1e999", b"9" * 5000):
         assert DIALECTS[dialect].read(large.replace(b'"LARGE"', number), Limits()).refusal is not None
         with pytest.raises(BadRequest):
             DIALECTS[dialect].read(b'{"stream": %b}' % number, Limits())
+    deep = b'{"max_tokens": 9, "prompt": "x", "input": "x", "messages": ' + b"[" * 900 + b"]" * 900 + b"}"
+    for wrong in (b"[]", b"{", b"{}", deep if dialect in ("chat", "messages") else b'{"prompt": 5, "input": 5}'):
+        with pytest.raises(BadRequest):
+            DIALECTS[dialect].read(wrong, Limits())

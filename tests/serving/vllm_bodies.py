@@ -259,3 +259,55 @@ def bodies(seed: int, count: int) -> Iterator[tuple[str, bytes]]:
             if draw.random() < 0.02:
                 del body["model"]
         yield path, json.dumps(body).encode()
+
+
+_SAID = [{"role": "user", "content": "import os"}]
+_GREEDY = {"temperature": 0, "top_k": 1}
+_ASKED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "import os", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": _SAID, "max_tokens": 4},
+    "/v1/responses": {"input": "import os", "max_output_tokens": 4},
+    "/v1/messages": {"messages": _SAID, "max_tokens": 4},
+    "/v1/chat/completions/batch": {"messages": [_SAID, _SAID], "max_tokens": 4},
+    "/generative_scoring": {"query": "import", "items": ["os", "sys"], "label_token_ids": [5, 6]},
+}
+_PROMPTS: tuple[Any, ...] = (
+    [True, False],
+    [5.0, 6],
+    [[5.0], [6]],
+    ["a", [5, 6]],
+    [],
+    [[]],
+    [None],
+    {},
+    5,
+    "",
+    ["a", 5],
+)
+_NUMBERS = ("1e999", "9" * 400, "9" * 5000, "-0.0", "true", "null")
+
+
+def odd_requests() -> Iterator[tuple[str, bytes]]:
+    """Requests that clients rarely send: other encodings of JSON, numbers without bounds, keys that stand twice, ids of tokens
+    in other spellings, and paths that only vLLM has."""
+    for path, more in _ASKED.items():
+        body = {"model": "tiny", **_GREEDY, **more}
+        text = json.dumps(body)
+        for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32"):
+            yield path, text.encode(encoding)
+        others = {**body, "model": "x"}, {**_GREEDY, **more, "x": 1}, {"model": "tiny"}, {**body, "user": 5, "top_p": 7}
+        yield from ((path, json.dumps(other).encode()) for other in others)
+        for tail in ("", "}x", ",}", ', "x": {"a": [1e999, "\\u0000"]}, "x": 1}', ', "x": NaN'):
+            yield path, f"{text[:-1]}{tail}".encode()
+    for path in GENERATED:
+        start = json.dumps({"model": "tiny", **_GREEDY, **_ASKED[path]})[:-1]
+        names = ("temperature", "stop", "tools", "seed", "n", "messages", "input", "stream", "stream_options")
+        yield from ((path, f'{start}, "{name}": {number}}}'.encode()) for name in names for number in _NUMBERS)
+    for prompt in _PROMPTS:
+        for stream in (False, True):
+            asked = {"model": "tiny", "temperature": 0, "max_tokens": 2, "prompt": prompt, "stream": stream}
+            yield "/v1/completions", json.dumps(asked).encode()
+    for options in ({"include_usage": False, "continuous_usage_stats": True}, {"continuous_usage_stats": True}, {}):
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            asked = {"model": "tiny", "temperature": 0, **_ASKED[path], "stream": True, "stream_options": options}
+            yield path, json.dumps(asked).encode()

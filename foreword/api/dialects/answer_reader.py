@@ -380,6 +380,12 @@ class AnswerReader:
         )
 
 
+def read_usage(data: bytes) -> UsageCounts:
+    """The counts of a JSON object with a usage; none without one. Raises ReplicaFailed for anything else."""
+    found = _decode(data, _Nested).usage
+    return UsageCounts() if found is None else found.counts()
+
+
 def check_whole(data: bytes) -> UsageCounts:
     """The counts of a whole answer of any dialect. Raises ReplicaFailed if it is not one."""
     reader = AnswerReader()
