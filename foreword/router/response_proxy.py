@@ -425,7 +425,9 @@ class _ResponseProxy:
         return self.client.write(data, response.headers if response is not None else None, last=last)
 
     def _translate(self, translation: Translation, data: bytes) -> bytes:
-        begin = b"" if self._translated else translation.begin(len(self.proxied.prompt.tokens))
+        begin = b""
+        if not self._translated:
+            begin = translation.begin(len(self.stream.prompt_ids) or len(self.proxied.prompt.tokens))
         self._translated = True
         try:
             return begin + translation.events(data)

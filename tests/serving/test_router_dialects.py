@@ -172,11 +172,13 @@ def test_failover_of_translated_streams(shared: SharedServers, loop: Loop) -> No
         for cut in (1, 5, 12):
             scissors.cut_after(cut)
             with claude.messages.stream(model=shared.open.model, max_tokens=24, messages=messages, **options) as stream:
+                begun = next(event.message for event in stream if event.type == "message_start").usage.input_tokens
                 final = stream.get_final_message()
             assert final.content[0].type == whole.content[0].type == "text"
             assert final.content[0].text == whole.content[0].text and final.stop_reason == whole.stop_reason
             assert final.usage.output_tokens == whole.usage.output_tokens
         count = claude.messages.count_tokens(model=shared.open.model, messages=messages)
+        assert begun == count.input_tokens  # also where the router has not tokenized it
         with pytest.raises(anthropic.NotFoundError, match="No prefix named 'no-such'"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "no-such"})
         text = {"name": "text", "content": words("a prefix of text", 12)}
