@@ -76,9 +76,10 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         check_model(engine, call.names["name"])
         return _describe(engine, created)
 
-    @routes.add(
-        "POST", "/v1/tokenize", right=Right.TENANT, meter=Meter.FREE, body=JsonBody.of(TokenizeBody), tag="models"
-    )
+    body = JsonBody.of(TokenizeBody)
+
+    @routes.add("POST", "/tokenize", right=Right.TENANT, meter=Meter.FREE, body=body, tag="models")
+    @routes.add("POST", "/v1/tokenize", right=Right.TENANT, meter=Meter.FREE, body=body, tag="models")
     async def tokenize(call: Call) -> dict[str, Any]:
         """A prompt, or messages as the chat template renders them, as token ids."""
         engine = context.admission.engine()
@@ -93,9 +94,10 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
             **(texts if body.return_token_strs else {}),
         }
 
-    @routes.add(
-        "POST", "/v1/detokenize", right=Right.TENANT, meter=Meter.FREE, body=JsonBody.of(DetokenizeBody), tag="models"
-    )
+    body = JsonBody.of(DetokenizeBody)
+
+    @routes.add("POST", "/detokenize", right=Right.TENANT, meter=Meter.FREE, body=body, tag="models")
+    @routes.add("POST", "/v1/detokenize", right=Right.TENANT, meter=Meter.FREE, body=body, tag="models")
     async def detokenize(call: Call) -> dict[str, Any]:
         """Token ids as text."""
         engine = context.admission.engine()

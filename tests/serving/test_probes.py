@@ -37,7 +37,7 @@ def test_models(ai: openai.OpenAI, server: SharedServer) -> None:
 
 
 def test_tokenize_and_back(client: httpx.Client, server: SharedServer) -> None:
-    """Text becomes the tokenizer's token ids, and these become the text again."""
+    """Text becomes the tokenizer's token ids, and these become the text again; also on vLLM's paths."""
     text = "def f(x): return 'é𝄞'"
     answer = client.post("/v1/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     assert answer["tokens"] == server.engine.tokenizer.encode(text)
@@ -45,6 +45,8 @@ def test_tokenize_and_back(client: httpx.Client, server: SharedServer) -> None:
     assert answer["max_model_len"] == server.engine.info.max_model_len
     bare = client.post("/v1/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     assert client.post("/v1/detokenize", json={"tokens": bare}).json()["prompt"] == text
+    assert client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json() == answer
+    assert client.post("/detokenize", json={"tokens": bare}).json()["prompt"] == text
 
 
 def test_tokenize_messages(client: httpx.Client, server: SharedServer) -> None:
