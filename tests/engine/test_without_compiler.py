@@ -43,7 +43,11 @@ def test_all_families_without_the_compiler(folder: Callable[[str], Path], engine
     The compiler can be used there afterwards."""
     families = {str(folder(name)): name for name in tiny.FAMILIES}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], input=json.dumps([list(families), PROMPT]), capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps([list(families), PROMPT]),
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found, absent, again = json.loads(done.stdout.splitlines()[-1])

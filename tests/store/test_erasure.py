@@ -22,9 +22,11 @@ from foreword.conformance import FlakyStore, present, soon
 from foreword.errors import NotFound
 from foreword.prefixes.erasure import forget_model, forget_prefix, forget_tenant, sign
 from foreword.prefixes.stored import PREFIXES, PrefixRecord
+from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.object.object_store import ObjectStore
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore
 
@@ -45,9 +47,10 @@ def chain(salt: Salt, seed: int, count: int = 10, shared: int = 0) -> list[Frame
     ]
 
 
-def filled(folder: Path) -> tuple[TieredStore, list[Frame], list[Frame]]:
-    """A folder behind memory, with two chains of ann, one of them with a salt, one of bob, and the record of the layout."""
-    store = TieredStore([MemoryStore(1 << 20), DiskStore(folder, 1 << 20)], [1])
+def filled(folder: Path, tier: Store | None = None) -> tuple[TieredStore, list[Frame], list[Frame]]:
+    """A folder, or this tier, behind memory, with two chains of ann, one of them with a salt, one of bob, and the record of the
+    layout."""
+    store = TieredStore([MemoryStore(1 << 20), tier or DiskStore(folder, 1 << 20)], [1])
     mine, theirs = [*chain(ANN, 1), *chain(SESSION, 2)], chain(BOB, 3)
     store.put(mine, deadline=soon())
     store.put(theirs, deadline=soon())
@@ -143,21 +146,23 @@ def test_what_killed_writers_left_is_erased(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_erasure_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_an_erasure_of_a_folder_that_is_not_there(tmp_path: Path, kind: str) -> None:
     """While another folder stands in the place of a store's, or none, as where its disk is not mounted, an erasure says that it
     could not reach it; what it has is erased when it is back."""
-    store, mine, theirs = filled(tmp_path / "kv")
+    folder = tmp_path / "kv"
+    store, mine, theirs = filled(folder, None if kind == "disk" else ObjectStore(f"file://{folder}"))
     for stand_in in (False, True):
         (tmp_path / "kv").rename(tmp_path / "away")
         if stand_in:
             (tmp_path / "kv").mkdir()
         receipt = forget_tenant(store, ANN)
-        assert not receipt.complete and "disk" in receipt.unreachable
+        assert not receipt.complete and kind in receipt.unreachable
         if stand_in:
-            (tmp_path / "kv").rmdir()
+            shutil.rmtree(tmp_path / "kv")
         (tmp_path / "away").rename(tmp_path / "kv")
     receipt = forget_tenant(store, ANN)
-    assert receipt.complete and receipt.removed == {"memory": 0, "disk": len(mine)}
+    assert receipt.complete and receipt.removed == {"memory": 0, kind: len(mine)}
     assert all(all(present(tier.store, theirs)) for tier in store.tiers)
     store.close()
 

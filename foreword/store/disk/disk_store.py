@@ -66,6 +66,7 @@ from foreword.store.disk.locks import folder_lock, is_alive
 from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockBudget, BlockWriter, in_groups
 from foreword.store.frame import Frame
+from foreword.store.opened_folder import OpenedFolder
 
 _OPEN_TIMEOUT: Final = 10.0
 _CLOSE_TIMEOUT: Final = 1.0
@@ -129,7 +130,7 @@ class DiskStore(Store):
         self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
         self._writer = BlockWriter(self._files, self._index, self._budget)
         self._lock = threading.Lock()
-        self._folder = self._found_folder()
+        self._opened = OpenedFolder(self.path)
         _stores.add(self)
         if self.read_only:
             self._open_read_only(time.monotonic() + _OPEN_TIMEOUT)
@@ -326,8 +327,7 @@ class DiskStore(Store):
         problems: list[StoreError] = []
         try:
             self._check_open(deadline)
-            if self._folder not in (None, self._found_folder()):
-                raise StoreUnavailable(f"{self.path} is not the folder that was opened; is its disk mounted?")
+            self._opened.check()
             files = self._files.walk(layout, root, problems.append)
             whole = (one for one in files if self._is_whole(one, problems))
             names = (one.name for one in whole if chosen is None or one.name in chosen)
@@ -406,13 +406,6 @@ class DiskStore(Store):
         with contextlib.suppress(StoreError):
             self._index.close(deadline)
         self._writer.release_liveness()
-
-    def _found_folder(self) -> tuple[int, int] | None:
-        """Device and number of the folder. Another one stands in its place where a disk is not mounted."""
-        with contextlib.suppress(OSError):
-            found = os.stat(self.path)
-            return found.st_dev, found.st_ino
-        return None
 
     def _check_open(self, deadline: float) -> None:
         if self._closed:

@@ -29,6 +29,7 @@ from typing import Any, Final
 
 import obstore
 from obstore.exceptions import BaseError
+from obstore.store import LocalStore
 
 from foreword.blocks.layout import ROOT_BYTES, key_of
 from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
@@ -62,6 +63,7 @@ from foreword.store.object.chunks import (
 )
 from foreword.store.object.client import ClientLoop, open_client, remove_leftovers
 from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
+from foreword.store.opened_folder import OpenedFolder
 
 _WAITING: Final = 1024  # chunks
 _WITHIN: Final = 120.0  # seconds for one chunk
@@ -103,6 +105,7 @@ class ObjectStore(Store):
         prefix = prefix.strip("/")
         self.label = label
         self._store = open_client(url, options)
+        self._opened = OpenedFolder(str(self._store.prefix)) if isinstance(self._store, LocalStore) else None
         self._prefix = prefix + "/" if prefix else ""
         self._bucket = ObjectBucket(self._store, self._prefix)
         self._chunk = chunk
@@ -204,10 +207,12 @@ class ObjectStore(Store):
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
         """As in the contract. Removes objects of a whole root without reading them, so damaged chunks are removed too."""
-        if chosen is not None:
-            yield from super().erase_steps(layout, root, chosen=chosen, deadline=deadline)
-            return
         try:
+            if self._opened is not None:
+                self._opened.check()
+            if chosen is not None:
+                yield from super().erase_steps(layout, root, chosen=chosen, deadline=deadline)
+                return
             for folder in self._folders(layout, root, step_deadline(deadline)):
                 for metas in self._pages(folder, deadline):
                     yield Erased(self._remove(metas, deadline))
