@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import random
+import shutil
 import sqlite3
 import stat
 import time
@@ -31,6 +34,7 @@ from foreword.conformance import (
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.files import BlockFiles
 from foreword.store.frame import Frame
 
 
@@ -248,3 +252,37 @@ def test_a_tenant_that_floods(tmp_path: Path) -> None:
         assert read(store, chain) == whole(chain)
         put_all(store, make_frames(111, 8, SMALL_PAYLOAD, root=quiet))
         assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("seed", range(4))
+def test_files_of_compiled_code_are_those_of_python(tmp_path: Path, seed: int) -> None:
+    """Compiled code and Python write the same files with the same modes, through missing folders, and leave nothing of what
+    cannot be written: where a folder that is not empty, or a file in the place of a folder, stands in the way."""
+    draw = random.Random(seed)
+    frames = [one for number in range(6) for one in make_frames(10 * seed + number, 3, draw.choice((1, 100, 70_000)))]
+    found = []
+    for way in ("compiled", "python"):
+        files = BlockFiles(str(tmp_path / way))
+        blocked = {frames[draw_at].name for draw_at in (4, 9)}
+        file, folder = (Path(files.path(name)) for name in sorted(blocked))
+        (folder / "inside").mkdir(parents=True)
+        file.parent.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.write_bytes(b"a file in the place of a folder")
+        left = list(frames)
+        while left:
+            if way == "compiled":
+                left = left[files.write_many([(one.name, one.data) for one in left], "token", 60.0) :]
+            for one in left[:1]:
+                with contextlib.suppress(StoreError):
+                    files.write(one.name, one.data, "token")
+            left = left[1:]
+        found.append(
+            {
+                str(path.relative_to(files.folder)): (path.stat().st_mode, path.read_bytes() if path.is_file() else b"")
+                for path in Path(files.folder).rglob("*")
+            }
+        )
+        assert files.write_many([(frames[0].name, frames[0].data)], "late", 0.0) == 0
+    assert found[0] == found[1]
+    assert sum(b"token" in name.encode() for name in found[0]) == 0

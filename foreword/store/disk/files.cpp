@@ -53,10 +53,11 @@ bool write_file(const char* temporary, const char* path, const char* data, int64
 
 }  // namespace
 
-// Writes files under their temporary names and renames them, in order. Returns how many: the next one failed, or it is `until`,
-// in seconds of the monotonic clock. Nothing is left of a file that failed.
+// Writes files under their temporary names and renames them, in order. Returns how many: the next one failed, or `seconds` have
+// passed. Nothing is left of a file that failed.
 extern "C" int64_t fw_write_files(int64_t count, const char* const* temporaries, const char* const* paths,
-                                  const char* const* data, const int64_t* lengths, double until) {
+                                  const char* const* data, const int64_t* lengths, double seconds) {
+    const double until = now() + seconds;
     for (int64_t i = 0; i < count; i++)
         if (now() >= until || !write_file(temporaries[i], paths[i], data[i], lengths[i])) return i;
     return count;

@@ -121,9 +121,9 @@ class BlockFiles:
         path = self.path(name)
         write_atomically(path, f"{path}.{token}", data)
 
-    def write_many(self, files: Sequence[tuple[Name, memoryview]], token: str, until: float) -> int:
+    def write_many(self, files: Sequence[tuple[Name, memoryview]], token: str, seconds: float) -> int:
         """Write files in one call, in order, as `write` does. Returns how many: the next one is left to `write`, which tells
-        what is wrong with it, or it is `until`, in seconds of the monotonic clock; 0 without compiled code."""
+        what is wrong with it, or `seconds` have passed; 0 without compiled code."""
         function = compiled_write()
         if function is None:
             return 0
@@ -137,7 +137,7 @@ class BlockFiles:
                 (c_char_p * count)(*paths),
                 (c_void_p * count)(*(array.ctypes.data for array in arrays)),
                 (c_int64 * count)(*map(len, arrays)),
-                until,
+                seconds,
             )
         )
 

@@ -445,7 +445,8 @@ class BlockWriter:
         def write(part: slice) -> None:
             left = pairs[part]
             while left:
-                done = self._files.write_many([(row.name, one.data) for row, one in left], token, deadline)
+                files = [(row.name, one.data) for row, one in left]
+                done = self._files.write_many(files, token, deadline - time.monotonic())
                 written.extend(row for row, _ in left[:done])
                 for row, one in left[done : done + 1]:
                     time_left(deadline)
