@@ -51,6 +51,11 @@ def parse_bytes(text: str, where: str = "") -> int:
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
+def machine_memory() -> int:
+    """Bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 # Keys with a rule: `_check` applies it.
 
 

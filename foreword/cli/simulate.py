@@ -37,6 +37,7 @@ Prefill = Annotated[
         help=f"Number of further replicas that only compute prompts, for the others, which decode: {_LIST}.",
     ),
 ]
+_PERIOD = "60s"
 Policies = Annotated[str, typer.Option("--policy", help=f"Routing policies: {_LIST}; `all` for all of them.")]
 Groups = Annotated[
     list[str] | None,
@@ -400,7 +401,9 @@ def calibrate(
             "repeated, for servers of one kind.",
         ),
     ] = None,
-    period: Annotated[str, typer.Option("--for", help="With --metrics: period to sample, such as 60s or 10m.")] = "60s",
+    period: Annotated[
+        str, typer.Option("--for", help="With --metrics: period to sample, such as 60s or 10m.")
+    ] = _PERIOD,
     api_key: Annotated[str | None, typer.Option("--api-key", help="With --metrics: API key of the servers.")] = None,
     store: Annotated[
         list[str] | None,
@@ -444,6 +447,8 @@ def calibrate(
         key = api_key and read_secret(api_key, "--api-key")
         profile = _from_metrics(metrics, period, key, max_batch_tokens or 2048, report)
     else:
+        if api_key is not None or period != _PERIOD:
+            raise ConfigError("--for and --api-key are for --metrics, the URL of a running server")
         sizes = block_size, max_batch_tokens or 512, longest, rounds
         profile = measure(CalibrationSetup(model, tuple(store or ()), threads, dtype, *sizes), report)
     try:

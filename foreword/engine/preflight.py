@@ -22,6 +22,7 @@ from foreword.config import (
     TransferConfig,
     check_folder,
     check_source,
+    machine_memory,
 )
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.sealing import KeyRing
@@ -44,6 +45,7 @@ def check(
     if config.model is not None:
         check_model(config.model)
     check_device(config.device)
+    check_memory(config)
     if config.kernels == "triton" and config.device == "cpu":
         raise ConfigError("engine.kernels is triton, which needs --device cuda")
     if config.audit_reports is not None:
@@ -95,6 +97,15 @@ def check_model(source: str) -> None:
         raise ModelNotFound(f"cannot read a model configuration from {source!r}: the folder has no config.json")
 
 
+def check_memory(config: EngineConfig) -> None:
+    """Raises ConfigError for KV memory that a machine without a GPU does not have."""
+    size, unit = config.kv_size() or (0, "bytes")
+    if unit == "bytes" and size > (machine := machine_memory()) and (config.device == "cpu" or not _has_driver()):
+        raise ConfigError(
+            f"engine.kv_memory (--kv-memory) is {config.kv_memory}, more than this machine's memory of {machine >> 30} GiB"
+        )
+
+
 def check_device(name: str) -> None:
     """Raises ConfigError for a CUDA device if the installed torch or this machine has none."""
     if not name.startswith("cuda"):
@@ -104,9 +115,13 @@ def check_device(name: str) -> None:
         raise ConfigError(f"engine.device is {name}, but torch {version} is a build for CPUs; use --device cpu")
     if "+rocm" in version:
         return
+    if not _has_driver():
+        raise ConfigError(f"engine.device is {name}, but there is no NVIDIA driver here ({_DRIVER}); use --device cpu")
+
+
+def _has_driver() -> bool:
     try:
         ctypes.CDLL(_DRIVER)
     except OSError:
-        raise ConfigError(
-            f"engine.device is {name}, but there is no NVIDIA driver here ({_DRIVER}); use --device cpu"
-        ) from None
+        return False
+    return True

@@ -141,6 +141,9 @@ class RedisType(StoreType):
         self.reach = reach
 
     def check(self, url: StoreUrl) -> None:
+        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+            if name in url.options and not os.path.isfile(url.options[name]):
+                raise StoreConfigError(f"{url.shown}: there is no file {url.options[name]} ({name}=)")
         self.open(url, None).close()  # it connects at the first call
 
     def open(self, url: StoreUrl, layout: Layout | None) -> Store:
@@ -174,7 +177,7 @@ class ObjectsType(StoreType):
         ObjectStore.check_options(**settings)
         if url.scheme != "file":
             for key, text in others.items():
-                if key.endswith("endpoint") and not text.startswith(("http://", "https://")):
+                if key.endswith("endpoint") and not re.match("https?://[^/]", text):
                     raise StoreConfigError(f"{url.shown}: {key}= takes a URL such as https://host:9000, not {text!r}")
             open_client(url.url, others)
             return

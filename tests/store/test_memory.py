@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -100,9 +101,17 @@ def test_a_read_on_two_threads() -> None:
 
 
 def test_more_memory_than_the_system_has() -> None:
-    """If the system refuses the memory, the constructor raises StoreUnavailable."""
-    with pytest.raises(StoreUnavailable):
+    """More memory than the machine has is refused as a setting; what the system refuses for another reason, as beyond a limit of
+    the process, as StoreUnavailable."""
+    with pytest.raises(StoreConfigError, match="larger than this machine's memory"):
         MemoryStore(1 << 62)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1, hard))
+    try:
+        with pytest.raises(StoreUnavailable):
+            MemoryStore(1 << 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_the_first_put_sets_the_slot_length() -> None:
