@@ -17,13 +17,14 @@ blocks of the first tokens. So such models save every block of a short prompt.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
+from foreword.newest import Newest
 
 # Of the bytes of all blocks. More brings hits only to stores that never evict (docs/concepts/checkpoints.md).
 SHARE: Final = 1 / 8
@@ -205,8 +206,7 @@ class ReplacedCheckpoints:
     """
 
     def __init__(self, capacity: int = 10_000) -> None:
-        self._capacity = capacity
-        self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
+        self._turns: Newest[bytes, _Turn] = Newest(capacity)
 
     def ended(self, ends: Mapping[int, bytes], resumed: int = 0, key: bytes = b"") -> list[bytes]:
         """Note that a request ended. Returns the keys of checkpoints that can be deleted.
@@ -224,8 +224,6 @@ class ReplacedCheckpoints:
         for one in turn.ends.values() if turn else ():
             self._turns.pop(one, None)
         self._turns |= dict.fromkeys(new.values(), _Turn(new, kept))
-        while len(self._turns) > self._capacity:
-            self._turns.popitem(last=False)
         return replaced
 
     def _thin_out(self, turn: _Turn, resumed: int, following: int) -> tuple[list[bytes], int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.events import Event, FirstToken, MissExplained, RequestFinished
+from foreword.newest import Newest
 from foreword.observability.line_file import LineFile
 
 # Integers of this size are exact in every JSON reader.
@@ -128,8 +129,8 @@ class EngineRecorder:
         self.recorder = recorder
         self._most_pending = _MAX_PENDING if explained else 0
         self._block_size = block_size
-        self._ttft: OrderedDict[str, float] = OrderedDict()
-        self._misses: OrderedDict[str, MissExplained] = OrderedDict()
+        self._ttft: Newest[str, float] = Newest(_MAX_UNFINISHED)
+        self._misses: Newest[str, MissExplained] = Newest(_MAX_UNFINISHED)
         self._pending: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def close(self) -> None:
@@ -140,8 +141,6 @@ class EngineRecorder:
     def notify(self, event: Event) -> None:
         if isinstance(event, FirstToken):
             self._ttft[event.request_id] = event.seconds
-            while len(self._ttft) > _MAX_UNFINISHED:
-                self._ttft.popitem(last=False)
         elif isinstance(event, RequestFinished):
             self._finished(event)
         elif isinstance(event, MissExplained):
@@ -175,8 +174,6 @@ class EngineRecorder:
             self.recorder.add(replace(record, miss=event))
             return
         self._misses[event.request_id] = event
-        while len(self._misses) > _MAX_UNFINISHED:
-            self._misses.popitem(last=False)
 
     def _record_pending(self, most: int) -> None:
         while len(self._pending) > most:

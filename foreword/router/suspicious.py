@@ -5,7 +5,6 @@ replicas.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ import aiohttp
 import msgspec
 
 from foreword.errors import NoReplica, ReplicaFailed
+from foreword.newest import Newest
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock
 
 _MESSAGE: Final = {"role": "user", "content": "a"}
@@ -45,14 +45,10 @@ class SuspiciousRequests:
     """Bodies that silenced replicas in the last minute."""
 
     def __init__(self) -> None:
-        self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._until: Newest[bytes, float] = Newest(_MAX_REQUESTS)
 
     def add(self, raw: bytes) -> None:
-        name = _digest(raw)
-        self._until[name] = clock() + _SECONDS
-        self._until.move_to_end(name)
-        while len(self._until) > _MAX_REQUESTS:
-            self._until.popitem(last=False)
+        self._until[_digest(raw)] = clock() + _SECONDS
 
     def check(self, raw: bytes) -> None:
         """Raises SuspiciousRequest. Costs nothing while there are none."""

@@ -33,6 +33,7 @@ from typing import Final
 
 from foreword.blocks.public import PublicBlocks
 from foreword.errors import ConfigError
+from foreword.newest import Newest
 
 # Of estimates: bounds and steps of the factor that corrects them.
 _MIN_FACTOR: Final = 1 / 16
@@ -501,7 +502,7 @@ class EstimatedBlocks:
         self._max_blocks = max(_MAX_BLOCKS, capacity_blocks)
         self._keys: OrderedDict[bytes, None] = OrderedDict()
         # Last full block of finished prompts -> blocks that their output filled.
-        self._outputs: OrderedDict[bytes, int] = OrderedDict()
+        self._outputs: Newest[bytes, int] = Newest(_MAX_OUTPUTS)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -529,9 +530,6 @@ class EstimatedBlocks:
         """Note that a prompt's output filled `blocks` blocks after the prompt's full ones."""
         if keys and blocks > 0:
             self._outputs[keys[-1]] = blocks
-            self._outputs.move_to_end(keys[-1])
-            if len(self._outputs) > _MAX_OUTPUTS:
-                self._outputs.popitem(last=False)
 
     def known(self, keys: Sequence[bytes], guess: int = 0) -> int:
         """Leading blocks that were sent to the replica and are probably still cached. Faster if they are `guess`."""

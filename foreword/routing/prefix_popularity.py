@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
+
+from foreword.newest import Newest
 
 # Each prompt reduces the weight of earlier ones by 1 %: about the last hundred prompts count.
 _DECAY: Final = 0.99
@@ -14,8 +15,7 @@ class PrefixPopularity:
     """Decayed counts of the last cached block of each prompt: about 200 bytes per block, LRU-bounded to `size` blocks."""
 
     def __init__(self, size: int = 1024) -> None:
-        self._size = size
-        self._counts: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+        self._counts: Newest[bytes, tuple[float, int]] = Newest(size)
         self._prompts = 0
         self._total = 0.0
 
@@ -31,9 +31,7 @@ class PrefixPopularity:
         self._total = self._total * _DECAY + 1.0
         if key is None:
             return 0.0
-        count, at = self._counts.pop(key, (0.0, self._prompts))
+        count, at = self._counts.get(key, (0.0, self._prompts))
         count = count * _DECAY ** (self._prompts - at) + 1.0
         self._counts[key] = count, self._prompts
-        if len(self._counts) > self._size:
-            self._counts.popitem(last=False)
         return (count - 1) / (self._total + _PRIOR_PROMPTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +15,7 @@ from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages
 from foreword.errors import ForewordError
+from foreword.newest import Newest
 from foreword.server.endpoint import ServerContext
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class _CommonPrefixes:
     """Common prefixes per tenant, found a few seconds ago."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[bytes, tuple[float, Sequence[CommonPrefix]]] = OrderedDict()
+        self._found: Newest[bytes, tuple[float, Sequence[CommonPrefix]]] = Newest(_MAX_TENANTS)
         self._searching = asyncio.Lock()
 
     async def of(self, engine: AsyncEngine, salt: bytes) -> Sequence[CommonPrefix]:
@@ -107,9 +107,6 @@ class _CommonPrefixes:
             except ForewordError:
                 return found  # the engine is shutting down
             self._found[salt] = time.monotonic(), found
-            self._found.move_to_end(salt)
-            if len(self._found) > _MAX_TENANTS:
-                self._found.popitem(last=False)
             return found
 
 

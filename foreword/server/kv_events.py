@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from array import array
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -33,6 +33,7 @@ from foreword.blocks.public import is_public
 from foreword.decoders import decode_msgpack
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
+from foreword.newest import Newest
 from foreword.routing.kv_event_wire import (
     DEVICE_MEDIUM,
     HOST_MEDIUM,
@@ -247,7 +248,7 @@ class KvEvents:
         self._messages: queue.Queue[list[object] | None] = queue.Queue(_WAITING)
         self._lost = 0
         self._watches = False
-        self._known: OrderedDict[bytes, _KnownBlock] = OrderedDict()
+        self._known: Newest[bytes, _KnownBlock] = Newest(_KNOWN_BLOCKS)
         self._known_lock = threading.Lock()
         self._changes: deque[_Change] = deque(maxlen=_MAX_CHANGES)
         self.source = EventSource(first, second, self._log.messages, curve=key is not None)
@@ -288,9 +289,6 @@ class KvEvents:
             for number, (parent, key) in enumerate(pairwise(above)):
                 tokens = array("I", event.tokens[number * size : (number + 1) * size])
                 self._known[key] = _KnownBlock(parent, tokens, event.salt if not number else None)
-                self._known.move_to_end(key)
-            while len(self._known) > _KNOWN_BLOCKS:
-                self._known.popitem(last=False)
 
     def _described(self, event: BlocksStored, place: PublisherPlace = DEVICE) -> BlockStored:
         behind_public = is_public(event.parent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from typing import Any, Final
@@ -23,6 +22,7 @@ from foreword.engine.structured.structured_output import (
 )
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
+from foreword.newest import Newest
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100
@@ -179,7 +179,7 @@ class GrammarCompiler:
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         self._load = load
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[bytes, CompiledOutput] = OrderedDict()
+        self._kept: Newest[bytes, CompiledOutput] = Newest(_MAX_KEPT)
         self._lock = threading.Lock()
         self._turn = threading.Semaphore()
         self._waiting = 0
@@ -204,8 +204,6 @@ class GrammarCompiler:
                 self._waiting -= 1
         with self._lock:
             self._kept[key] = compiled
-            while len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
         return compiled
 
     def _compile_apart(self, text: str, output: StructuredOutput) -> CompiledOutput:

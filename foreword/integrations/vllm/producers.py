@@ -9,12 +9,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm.step_messages import KVProducer
+from foreword.newest import Newest
 from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.tier import StoreTier
@@ -67,7 +67,7 @@ class KVProducers(ReadOnlyStore):
         self._rank = rank
         self._lock = threading.Lock()
         self._readers: dict[Name, list[LeaseReader]] = {}
-        self._tiers: OrderedDict[str, StoreTier] = OrderedDict()
+        self._tiers: Newest[str, StoreTier] = Newest(_MAX_PRODUCERS)
         self._pool = ThreadPoolExecutor(_OPENERS, "foreword-producers", use_background_cores)
 
     def open(self, producer: KVProducer, names: Sequence[Name], then: Callable[[], None]) -> LeaseReader:
@@ -138,10 +138,8 @@ class KVProducers(ReadOnlyStore):
     def _tier(self, address: str) -> StoreTier:
         """Counts a producer's failures."""
         with self._lock:
-            tier = self._tiers.pop(address, None) or StoreTier(ReadOnlyStore(address), writable=False)
+            tier = self._tiers.get(address) or StoreTier(ReadOnlyStore(address), writable=False)
             self._tiers[address] = tier
-            if len(self._tiers) > _MAX_PRODUCERS:
-                self._tiers.popitem(last=False)
             return tier
 
     # Called by TieredStore

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import struct
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -23,6 +22,7 @@ import torch
 
 from foreword.blocks.salt import Salt
 from foreword.integrations.vllm.weights import Adapter, AdapterFiles
+from foreword.newest import Newest
 
 # Kinds of extras; each has a fixed length.
 _WEIGHTS, _MEDIA, _EMBEDS = b"W", b"M", b"E"
@@ -202,7 +202,7 @@ class MediaDigests:
     def __init__(self, settings: bytes = b"") -> None:
         self._settings = settings
         self._hashed: dict[int, tuple[weakref.ref[Any], bytes]] = {}  # by id of the data
-        self._by_identifier: OrderedDict[str, bytes] = OrderedDict()
+        self._by_identifier: Newest[str, bytes] = Newest(_IDENTIFIERS)
 
     def item(self, feature: Any) -> MediaItem | None:
         """None for a `MultiModalFeatureSpec` that cannot be identified."""
@@ -229,13 +229,9 @@ class MediaDigests:
         return found
 
     def _is_unambiguous(self, identifier: str, data: bytes) -> bool:
-        known = self._by_identifier.setdefault(identifier, data)
-        self._by_identifier.move_to_end(identifier)
-        if len(self._by_identifier) > _IDENTIFIERS:
-            self._by_identifier.popitem(last=False)
-        if known != data:
-            self._by_identifier[identifier] = b""
-        return known == data
+        same = self._by_identifier.get(identifier, data) == data
+        self._by_identifier[identifier] = data if same else b""
+        return same
 
 
 def _digest_of_item(data: Mapping[str, Any]) -> bytes | None:

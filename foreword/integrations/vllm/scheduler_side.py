@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import time
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -42,6 +41,7 @@ from foreword.integrations.vllm.worker_side import (
     ForewordConnectorWorker,
     worker_of,
 )
+from foreword.newest import Newest
 from foreword.observability.ledger import UsageLedger
 from foreword.offload.search import Found
 from foreword.prefixes.stored import PublicRecords
@@ -72,7 +72,7 @@ class ForewordConnectorScheduler:
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []
         # Positions from which requests continued, whose windows and states were saved for that.
-        self._proven: OrderedDict[bytes, None] = OrderedDict()
+        self._proven: Newest[bytes, None] = Newest(_MAX_PROVEN)
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
@@ -416,8 +416,6 @@ class ForewordConnectorScheduler:
         if not state.held or state.request.num_computed_tokens != state.held or key in self._proven:
             return []
         self._proven[key] = None
-        if len(self._proven) > _MAX_PROVEN:
-            self._proven.popitem(last=False)
         saves: list[BlockSave] = []
         for number, one in enumerate(self._info.groups):
             if not one.group.whole:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from foreword.blocks.layout import FINGERPRINT_BYTES, BlockUnits, key_of
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.integrations.vllm.step_messages import TierChange
+from foreword.newest import Newest
 from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
@@ -120,8 +120,8 @@ class TierEvents:
         self._all = [(1 << count) - 1 for count in parts]
         self._block_sizes = block_sizes
         self.hash_size = min(block_sizes)
-        self._expected: OrderedDict[_GroupKey, _BlockInfo] = OrderedDict()
-        self._stored_in: OrderedDict[_GroupKey, _StoredIn] = OrderedDict()
+        self._expected: Newest[_GroupKey, _BlockInfo] = Newest(_MAX_EXPECTED)
+        self._stored_in: Newest[_GroupKey, _StoredIn] = Newest(_MAX_STORED)
         self._events: list[KVCacheEvent] = []
 
     def expect(self, request: Any, group: int, numbers: Sequence[int], keys: Sequence[bytes], before: bytes) -> None:
@@ -145,9 +145,6 @@ class TierEvents:
                 block = _BlockInfo(maybe_convert_block_hash(hashes[index]), parent, tokens, extra)
             before = key
             self._expected[group, key] = block
-            self._expected.move_to_end((group, key))
-        while len(self._expected) > _MAX_EXPECTED:
-            self._expected.popitem(last=False)
 
     def changed(self, changes: Iterable[TierChange]) -> None:
         """Publish the changes that complete a block in a tier, or make it incomplete."""
@@ -175,8 +172,6 @@ class TierEvents:
             if block is None:
                 return False
             known = self._stored_in[key] = _StoredIn(block.hash)
-            if len(self._stored_in) > _MAX_STORED:
-                self._stored_in.popitem(last=False)
         before = known.ranks.get(change.tier, 0)
         known.ranks[change.tier] = before | 1 << change.rank
         return before != self._all[change.group] and known.ranks[change.tier] == self._all[change.group]

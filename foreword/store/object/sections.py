@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 from foreword.blocks.layout import key_of
 from foreword.blocks.public import is_public
+from foreword.newest import Newest
 from foreword.store.base import Name
 from foreword.store.frame import Frame
 from foreword.store.object.chunks import ObjectChunk, ends_section, prefix_of, tag_of
@@ -25,7 +25,7 @@ class RecentlyUsed(Generic[V]):
     """A dictionary that drops its oldest entries. Thread-safe."""
 
     def __init__(self) -> None:
-        self._values: OrderedDict[bytes, V] = OrderedDict()
+        self._values: Newest[bytes, V] = Newest(_KNOWN)
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> V | None:
@@ -34,9 +34,6 @@ class RecentlyUsed(Generic[V]):
     def set(self, key: bytes, value: V) -> None:
         with self._lock:
             self._values[key] = value
-            self._values.move_to_end(key)
-            if len(self._values) > _KNOWN:
-                self._values.popitem(last=False)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         with self._lock:
