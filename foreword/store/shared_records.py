@@ -50,7 +50,6 @@ class RecordKind(Generic[Shared]):
         name: the last part of a record's key, where it follows from what the record says; else None.
         ends: until when a record counts, seconds since the epoch.
         most: how many records a scan of a tier reads, with those that are known.
-        plain: reads a record that is no JSON object as one. Raises ValueError.
     """
 
     folder: str
@@ -59,7 +58,6 @@ class RecordKind(Generic[Shared]):
     name: Callable[[Shared], str | None] = lambda _: None
     ends: Callable[[Shared], float] = lambda _: math.inf
     most: int = 16_384
-    plain: Callable[[bytes], Any] = json.loads
 
     def key(self, *parts: str) -> str:
         """A record key; what record keys begin with if the last part is empty. Raises StoreConfigError for a key of
@@ -76,7 +74,7 @@ class RecordKind(Generic[Shared]):
     def decode(self, key: str, data: bytes) -> Shared:
         """Raises BadRecord. A record without a checksum was written by a version before 0.2."""
         try:
-            fields = (json.loads if data.startswith(b"{") else self.plain)(data)
+            fields = json.loads(data)
             checksum = fields.pop("checksum", None)
             value = convert(fields, self.type)
             named = self.name(value)

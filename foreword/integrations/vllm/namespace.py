@@ -212,8 +212,7 @@ class EncoderRecord(msgspec.Struct, frozen=True):
             raise ValueError("model")
 
 
-# Versions before 0.2 wrote the hexadecimal text alone.
-ENCODERS: Final = RecordKind("encoders", EncoderRecord, plain=lambda data: {"model": data.decode()})
+ENCODERS: Final = RecordKind("encoders", EncoderRecord)
 
 
 def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
