@@ -385,8 +385,7 @@ class Front:
 
     def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
         if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
-            query = call.exchange.query and f"?{call.exchange.query}"
-            return Answer(307, headers={"location": call.path[:-1] + query})
+            return Answer(307, headers={"location": "?".join(filter(None, (call.path[:-1], call.exchange.query)))})
         known = [route.shown_path for route in self.routes.shown]
         return Answer.of(no_route_response(call.method, unquote(call.path), methods, known))
 

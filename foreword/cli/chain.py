@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
@@ -49,7 +51,14 @@ _STATES: Final = {
     "full": ("finds no room for blocks", "`size=` in the store's URL, the room on its disk, or Redis's `maxmemory`"),
     "suspended": ("is suspended: an audit found a wrong block that came from it", "docs/operations/audit.md"),
 }
-_REFUSED: Final = {413: "`--max-body`", 429: "`--quota`, `--max-queue`"}
+_REFUSED: Final = {
+    413: "`--max-body`",
+    429: "`--quota`, `--max-queue`",
+    503: "what is said of each replica, or a time limit of the router",
+    504: "the replicas: their `--quota` and `--max-queue`, and what keeps them busy",
+}
+# Tokenizers differ in the number of its tokens.
+_TEXT: Final = "Which way is north? Über 1024 Wege, π/2 weit: {'a': [1, 2]}\n" * 8
 _RULES: Final = {
     "short": "`min_tokens=` in the store's URL",
     "first_use": "`admit=second` in the store's URL",
@@ -122,7 +131,7 @@ class Chain:
         yield CheckedLink("server", f"{self.target.url} serves {self.target.model}")
 
     def unready_setting(self, reason: str) -> str:
-        return "nothing: wait until the model is loaded, or read the server's log"
+        return "nothing: wait until the model is loaded; start a server that drains again; or read the server's log"
 
     def new_prompt(self, length: int = 0) -> None:
         self.prompt = new_prompt(min(max(length, _BLOCKS * self.block + 1, _FEWEST_TOKENS), self.longest - 2))
@@ -144,8 +153,10 @@ class Chain:
         """Send the prompt. Raises Broken if it is refused."""
         answer = self.target.ask(self.prompt, salt or self.salt, report=report)
         if answer.error:
-            text, setting = f"a prompt was refused ({answer.status}): {answer.error}", "see the server's log"
-            raise Broken("answer", text, _REFUSED.get(answer.status, setting))
+            behind = (self.target.json("/v1/router/state", admin=True) or {}).get("replicas", ())
+            reasons = "".join(f"; {one['replica']}: {one['reason']}" for one in behind if one["reason"])
+            text = f"a prompt was refused ({answer.status}): {answer.error}{reasons}"
+            raise Broken("answer", text, _REFUSED.get(answer.status, "see the server's log"))
         return answer
 
     def kept_apart(self) -> Iterator[CheckedLink]:
@@ -269,7 +280,8 @@ class ServerChain(Chain):
             text = f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer"
             raise Broken("written", text, "`--encryption-key-store`, or the server or disk behind it")
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
-        if read_only and len(read_only) == len(states):
+        missing += [tier for tier in read_only if self.count("errors", metrics, tier=tier)]
+        if read_only and len(read_only) == len(states) and not missing:
             text = (
                 f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only"
             )
@@ -460,7 +472,8 @@ class RouterChain(Chain):
 
     def found_again(self) -> Iterator[CheckedLink]:
         """The same prompt goes to the replica that has it, and is found."""
-        answers = [self.ask(report=True) for _ in range(3)]
+        with ThreadPoolExecutor() as at_once:  # several connections reach several servers behind one address
+            answers = list(at_once.map(lambda _: self.ask(report=True), range(3)))
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:
@@ -469,6 +482,10 @@ class RouterChain(Chain):
         if best.cached is None:
             text = f"{best.replica} does not say what was cached, so the router cannot learn it"
             raise Broken("placed", text, "vLLM's `--enable-prompt-tokens-details`")
+        if any((one.cached or 0) < self.block <= best.cached for one in answers if one.replica == self.first.replica):
+            text = f"{self.first.replica} found a prompt that it had computed, and found nothing of it at the same time"
+            where = "`--replica`: several servers behind one address; name each, or use `--replica-dns`"
+            raise Broken("placed", text, where)
         if best.cached < self.block:
             yield from self.behind(best.replica)
             text = f"{best.replica} has it, and nothing was found through the router"
@@ -479,6 +496,18 @@ class RouterChain(Chain):
     def tokens(self) -> Iterator[CheckedLink]:
         """The router sees the replica's tokens."""
         yield from self.template()
+        answer = self.target.call(
+            "POST",
+            "/v1/completions",
+            {"model": self.target.model, "prompt": _TEXT, "max_tokens": 1, "cache_salt": self.other_salt},
+        )
+        made = answer.json()["usage"]["prompt_tokens"] if answer.is_success else 0
+        last = self.target.json("/v1/router/decisions?last=20", admin=True) or {}
+        for one in last.get("data", ()):
+            known = made and one["request_id"] == answer.headers["x-request-id"] and one["tokens_from"] == "tokenizer"
+            if known and (read := one["prompt_tokens"]) != made:
+                text = f"the router's tokenizer makes {read} tokens of a text of {made}, so it finds no prefix again"
+                raise Broken("tokens", text, "`--tokenizer` of the router: the replicas', or none")
 
     def untokenized(self, status: int) -> None:
         if status == 503:
@@ -489,6 +518,9 @@ class RouterChain(Chain):
         """Events arrive from the replicas that publish them. Nothing to say if they do."""
         yield from ()
         metrics = self.target.metrics()
+        sources = Counter(where for one in self.replicas for where in set(one.get("kv_events", ())))
+        for where in (where for where, count in sources.items() if count > 1):
+            raise Broken("events", f"several replicas share {where}", "`events=` of `--replica`: each its own")
         for one in self.replicas:
             got = metrics.total("foreword:router_kv_events_total", replica=one["replica"], kind="messages")
             if one.get("kv_events") and not got and one["replica"] == self.first.replica:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import typer
 
@@ -87,4 +89,10 @@ def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckedLink
         else:
             yield from until_broken(chain)
     except NoAnswer as error:
-        yield CheckedLink("server", error.message, False, "the URL; `--host` and `--port` of the server; its log")
+        setting = "the URL; `--host` and `--port` of the server; its log"
+        parts = urlsplit(target.url)
+        if (proxy := getproxies().get(parts.scheme)) and not proxy_bypass(parts.hostname or ""):
+            setting = (
+                f"`NO_PROXY={parts.hostname}`, or `{parts.scheme.upper()}_PROXY`: requests go to the proxy {proxy}"
+            )
+        yield CheckedLink("server", error.message, False, setting)

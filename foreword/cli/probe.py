@@ -109,8 +109,9 @@ class ProbedServer:
 
     def call(self, method: str, path: str, body: Any = None, *, admin: bool = False) -> httpx.Response:
         key = self._keys[admin]
-        headers = {"authorization": f"Bearer {key}"} if key else {}
         left = self.deadline - time.monotonic()
+        # A router says so in time if no replica answers.
+        headers = {"x-request-timeout": str(left / 3), **({"authorization": f"Bearer {key}"} if key else {})}
         if left <= 0:
             raise NoAnswer(f"the time for this command is over, and {self.url} has not answered {path}")
         try:

@@ -196,16 +196,6 @@ class FrontContract:
                 assert asked.status in statuses, (route.name, body[:3], asked)
                 _error(asked)
 
-    def test_encodings_of_bodies(self, front: RunningFront) -> None:
-        """JSON with a byte order mark, in UTF-16 and in UTF-32 is read as JSON in UTF-8 is."""
-        for route in front.routes:
-            if isinstance(route.body, JsonBody) and route.path in front.bodies:
-                text = json.dumps(front.bodies[route.path])
-                for encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"):
-                    asked = front.ask(route, front.tenant, text.encode(encoding))
-                    assert asked.status in (200, 201, 404), (route.name, encoding, asked)
-                assert front.ask(route, front.tenant, text.encode("utf-16")[:-1]).status == 400, route.name
-
     def test_fields_without_effect(self, front: RunningFront) -> None:
         """A field of a body that does not exist has no effect, is named in the answer, and counted at most once; also through a
         router."""

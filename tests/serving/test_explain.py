@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import threading
@@ -63,6 +64,8 @@ BROKEN_SERVERS = [
     slow(("--store", "disk://{folder}/kv?min_tokens=100000"), (), "written", "`min_tokens=`"),
     (("--store", "memory://?size=1MiB", "--store", f"redis://{NOWHERE}"), (), "written", "redis is off"),
     slow(("--store", "disk://{folder}/kv?write_rate=1"), (), "written", "`write_rate=`"),
+    slow(("--store", "memory://?size=64MiB", "--store", f"peer://{NOWHERE}", "--transfer-secret", KEY),
+         (), "written", "peer: calls fail"),
     slow(("--store", "disk://{folder}/kv?size=100KiB"), (), "loaded", "`size=`"),
     slow(("--store", "memory://?size=100KiB"), (), "loaded", "`size=`"),
     slow(("--store", f"s3://bucket?endpoint=http://{NOWHERE}&access_key_id=a&secret_access_key=b&region=us-east-1"),
@@ -244,6 +247,16 @@ def test_a_proxy_that_changes_requests() -> None:
 _numbers = iter(range(1 << 30))
 
 
+def test_a_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that the environment names, and that does not lead to the server."""
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", f"http://{NOWHERE}")
+    broken(explain("http://127.0.0.1:8000"), "server", "`NO_PROXY=127.0.0.1`")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    broken(explain(f"http://{NOWHERE}"), "server", "`--host` and `--port`")
+
+
 # Routers
 
 
@@ -322,10 +335,15 @@ def test_keys_of_a_router(two: list[str]) -> None:
 def test_a_server_that_only_reads(tmp_path: Path) -> None:
     """A server that may only read its stores is not called broken; that it keeps nothing is said, with the setting."""
     (tmp_path / "kv").mkdir()
-    for store in (f"disk://{tmp_path}/kv?read_only=1", f"peer://{NOWHERE}"):
-        with serving("--store", store) as url:
-            said = explain(url)
-            sound(said)
+    secret = tmp_path / "secret"
+    secret.write_text(KEY)
+    secret.chmod(0o600)
+    with serving("--role", "prefill", "--transfer-bind", "127.0.0.1:0", "--transfer-secret", KEY) as peer:
+        address = httpx.get(f"{peer}/v1/instance").json()["transfer"]
+        for store in (f"disk://{tmp_path}/kv?read_only=1", f"peer://{address}?secret_file={secret}"):
+            with serving("--store", store) as url:
+                said = explain(url)
+                sound(said)
             [written] = [link for link in said.links if link["name"] == "written"]
             assert written["ok"] is None and "`read_only=`" in written["setting"]
 
@@ -360,11 +378,58 @@ def test_replicas_with_other_weights(two: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_several_servers_behind_one_address(two: list[str]) -> None:
+    """A replica that is a balancer, which takes another of two servers for each connection."""
+    loop = Loop()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        port = int(two[next(_numbers) % 2].rpartition(":")[2])
+        there = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer), return_exceptions=True)
+
+    balancer = loop.call(lambda: asyncio.start_server(forward, "127.0.0.1", 0))
+    with routing(1, *given([f"http://127.0.0.1:{balancer.sockets[0].getsockname()[1]}"])) as url:
+        broken(explain(url), "placed", "several servers behind one address")
+
+
+@pytest.mark.slow
+def test_another_tokenizer(two: list[str], tmp_path: Path) -> None:
+    """A router whose own tokenizer is not that of its replicas, and one with theirs."""
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    tokenizer["model"]["merges"] = []
+    shutil.copytree(MODEL, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    with routing(2, *given(two), "--tokenizer", str(tmp_path / "other")) as url:
+        broken(explain(url), "tokens", "`--tokenizer` of the router")
+    with routing(2, *given(two), "--tokenizer", str(MODEL)) as url:
+        sound(explain(url))
+
+
+@pytest.mark.slow
+def test_a_replica_that_always_refuses() -> None:
+    """A replica with a quota for the router, which waits for it until its time is over."""
+    key, quota = ("--api-keys", f"router={KEY}"), ("--quota", "router requests=1")
+    with serving(*key, *KEYED[2:], *quota) as server, routing(1, *given([server]), "--replica-key", KEY) as url:
+        said = explain(url, "--within", "30")
+        broken(said, "answer", "the replicas: their `--quota`")
+        assert f"{server}: overloaded" in said.last["text"]
+
+
+@pytest.mark.slow
 def test_events_that_do_not_arrive() -> None:
-    """A replica publishes events, and the router listens elsewhere; with the right address nothing is broken."""
+    """A replica publishes events, and the router listens elsewhere; with the right address nothing is broken, and with the
+    address of another replica it is."""
     with serving("--kv-events", "tcp://127.0.0.1:0") as server:
         with routing(1, "--replica", f"{server} events=tcp://{NOWHERE} replay=tcp://{NOWHERE}") as url:
             broken(explain(url), "events", "`--kv-events` of the replica")
+        of_one = "events=tcp://127.0.0.1:9 replay=tcp://127.0.0.1:9"
+        with serving() as other, routing(2, "--replica", f"{server} {of_one}", "--replica", f"{other} {of_one}") as url:
+            broken(explain(url), "events", "`events=` of `--replica`")
         with routing(1, "--replica", server) as url:
             sound(explain(url))
 

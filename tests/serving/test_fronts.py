@@ -18,6 +18,7 @@ from shared_server import ENGINE, PREFIXES, SharedServers, served
 
 from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.http import bind
+from foreword.api.routes import JsonBody
 from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.ledger import UsageLedger
@@ -107,7 +108,21 @@ def server_front(shared: SharedServers, tmp_path_factory: pytest.TempPathFactory
         )
 
 
-class TestServer(FrontContract):
+class EncodedBodies(FrontContract):
+    """What fronts of this package do besides."""
+
+    def test_encodings_of_bodies(self, front: RunningFront) -> None:
+        """JSON with a byte order mark, in UTF-16 and in UTF-32 is read as JSON in UTF-8 is."""
+        for route in front.routes:
+            if isinstance(route.body, JsonBody) and route.path in front.bodies:
+                text = json.dumps(front.bodies[route.path])
+                for encoding in ("utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"):
+                    asked = front.ask(route, front.tenant, text.encode(encoding))
+                    assert asked.status in (200, 201, 404), (route.name, encoding, asked)
+                assert front.ask(route, front.tenant, text.encode("utf-16")[:-1]).status == 400, route.name
+
+
+class TestServer(EncodedBodies):
     """A server over the embedded model."""
 
     @pytest.fixture
@@ -137,7 +152,7 @@ def router_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         router.kill()
 
 
-class TestRouter(FrontContract):
+class TestRouter(EncodedBodies):
     """A router in front of that server."""
 
     @pytest.fixture
@@ -247,7 +262,7 @@ def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         router.kill()
 
 
-class TestPicker(FrontContract):
+class TestPicker(EncodedBodies):
     """The same router as an endpoint picker; the gateway is this test."""
 
     @pytest.fixture

@@ -193,8 +193,7 @@ class AnswerChunk(Struct, gc=False):
     prompt_token_ids: list[TokenId] | None = None
     system_fingerprint: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # Of embeddings, and of responses and messages.
-    data: list[Raw] | None = None
+    # Of responses and messages.
     type: str | None = None
     output: list[Raw] | None = None
     response: Raw = NO_JSON
@@ -393,7 +392,7 @@ def check_whole(data: bytes) -> UsageCounts:
         chunk = reader.read(data)
     except BadRequest as error:
         raise ReplicaFailed(error.message) from None
-    found = chunk.choices or chunk.data or chunk.output or ()
+    found = chunk.choices or chunk.output or ()
     content = (one.spoken is not None for one in found if isinstance(one, AnswerChoice))
     if not (found or chunk.type == "message") or not all(content):
         raise ReplicaFailed("it sent a response without content")
