@@ -94,7 +94,7 @@ SERVE = [
     ("--store disk://{folder}/x?admit=third", "admit is one of every, second, prompts"),
     ("--store memory://?codec=lossless", "remove codec=lossless"),
     ("--store memory://?size=0", "no memory store of 0 bytes"),
-    ("--store memory://?size=900TiB", "larger than this machine's memory"),
+    ("--store memory://?size=900TiB", "more than this machine's memory"),
     ("--kv-memory 900TiB", "more than this machine's memory"),
     ("--store s3://bucket?endpoint=http://", "endpoint= takes a URL"),
     ("--store rediss://127.0.0.1:1?ssl_ca_certs={folder}/none.pem", "there is no file {folder}/none.pem"),

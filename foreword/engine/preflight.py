@@ -23,6 +23,7 @@ from foreword.config import (
     check_folder,
     check_source,
     machine_memory,
+    parse_bytes,
 )
 from foreword.errors import ConfigError, ModelNotFound
 from foreword.store.sealing import KeyRing
@@ -45,7 +46,7 @@ def check(
     if config.model is not None:
         check_model(config.model)
     check_device(config.device)
-    check_memory(config)
+    check_memory(config, stores)
     if config.kernels == "triton" and config.device == "cpu":
         raise ConfigError("engine.kernels is triton, which needs --device cuda")
     if config.audit_reports is not None:
@@ -97,13 +98,15 @@ def check_model(source: str) -> None:
         raise ModelNotFound(f"cannot read a model configuration from {source!r}: the folder has no config.json")
 
 
-def check_memory(config: EngineConfig) -> None:
-    """Raises ConfigError for KV memory that a machine without a GPU does not have."""
+def check_memory(config: EngineConfig, stores: StoreConfig) -> None:
+    """Raises ConfigError for memory that this machine does not have: of memory tiers, and of KV without a GPU."""
+    tiers = [one for one in map(parse, stores.urls) if one.scheme == "memory"]
+    wanted = {one.shown: parse_bytes(one.options.get("size", "0")) for one in tiers}
     size, unit = config.kv_size() or (0, "bytes")
-    if unit == "bytes" and size > (machine := machine_memory()) and (config.device == "cpu" or not _has_driver()):
-        raise ConfigError(
-            f"engine.kv_memory (--kv-memory) is {config.kv_memory}, more than this machine's memory of {machine >> 30} GiB"
-        )
+    if unit == "bytes" and (config.device == "cpu" or not _has_driver()):
+        wanted[f"--kv-memory {config.kv_memory}"] = size
+    if sum(wanted.values()) > (machine := machine_memory()):
+        raise ConfigError(f"{', '.join(wanted)}: more than this machine's memory of {machine >> 30} GiB")
 
 
 def check_device(name: str) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
-from foreword.config import machine_memory
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.background import CORES, lower_priority
 from foreword.store.base import BAD, FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
@@ -342,10 +341,6 @@ class MemoryStore(LocalRecords):
         if size < 1 or not 0.0 <= pin_share <= 1.0 or (slot_bytes is not None and not 1 <= slot_bytes <= size):
             raise StoreConfigError(
                 f"no memory store of {size} bytes with slots of {slot_bytes} and a pin share of {pin_share}"
-            )
-        if size > (machine := machine_memory()):
-            raise StoreConfigError(
-                f"a memory store of {size >> 30} GiB is larger than this machine's memory of {machine >> 30} GiB"
             )
         quota_of(tenant_quota, size)
 
