@@ -46,7 +46,6 @@ def check(
     if config.model is not None:
         check_model(config.model)
     check_device(config.device)
-    check_memory(config, stores)
     if config.kernels == "triton" and config.device == "cpu":
         raise ConfigError("engine.kernels is triton, which needs --device cuda")
     if config.audit_reports is not None:
@@ -54,6 +53,7 @@ def check(
     if stores.urls and not config.enable_prefix_caching:
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
     check_stores_and_peers(stores.urls, transfer, encryption or EncryptionConfig())
+    check_memory(config, stores)
     if config.batch_invariant == "on" and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant is on (--batch-invariant), which needs stores without a lossy codec")
     KeyRing.of(stores, encryption)
