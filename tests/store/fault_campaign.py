@@ -523,17 +523,24 @@ class Campaign:
         if kind not in ON_THE_WAY and not isinstance(self.place, ObjectPlace):  # whose objects have several blocks
             self._count_deleted([one for one in wanted if one is not victim], kind)
         self._calm()
+        left = self.row.not_healed
         self._heal(wanted)
+        self.row.notes[f"not healed: {kind}"] += self.row.not_healed - left
 
     def _count_deleted(self, sound: Sequence[Frame], kind: str) -> None:
-        """What was not damaged must still be in the tier."""
+        """What was not damaged must still be in the tier. After an outage a place may need a while until it answers again."""
         if isinstance(self.place, PeerPlace):
             return  # nothing is deleted there
         if isinstance(self.place, IndexPlace):
             files = {path.name for path in self.place.folder.glob("?" * 32 + "/*/??/*")}
             there = [one.header.key.hex() in files for one in sound]
         else:
-            there = self.flaky.inner.present(names_of(sound), deadline=_soon(10))
+            there, until = [False], time.monotonic() + RECOVERY * (kind in self.place.outages)
+            while False in there:
+                there = self.flaky.inner.present(names_of(sound), deadline=_soon(10))
+                if time.monotonic() >= until:
+                    break
+                time.sleep(0.05)
         self.row.sound_deleted += there.count(False)
         self.row.notes[f"sound deleted: {kind}"] += there.count(False)
 
