@@ -103,10 +103,10 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_751),
+        ("statements", statements, 49_754),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_861),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_856),
         ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_369),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",

@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one command below nine minutes (three more with vLLM), offline: models are made on the spot.
+"""Everything that needs a GPU, in one command below nine minutes (five more with vLLM), offline: models are made on the spot.
 
     python -m benchmarks.gpu.plan [--device cuda] [--out results] [--steps tokens,copies] [--tiny]     (make gpu)
     python -m benchmarks.gpu.plan --json docs/figures/70-gpu.json --results results/gpu-plan.json

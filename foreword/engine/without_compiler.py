@@ -57,15 +57,16 @@ def _restore() -> None:
 
 
 @contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
+def without_compiler() -> Iterator[bool]:
     """Where Transformers' model classes are imported for the first time inside, they bring neither torch's compiler nor its
     distributed packages: Transformers takes this build of torch as one without them, from now on. What a thread imports of the
-    compiler in the meantime has no effect. Only for a process that does nothing but serve a model; on a GPU all is as usual."""
+    compiler in the meantime has no effect. Only for a process that does nothing but serve a model; on a GPU all is as usual.
+    Yields whether the compiler is left out."""
     import torch
 
     known_already = _COMPILER in sys.modules or "transformers.modeling_utils" in sys.modules
     if known_already or torch.cuda.is_available():
-        yield
+        yield False
         return
     import torch.distributed
     import transformers.utils.import_utils as known
@@ -75,7 +76,7 @@ def without_compiler() -> Iterator[None]:
     try:
         torch.distributed.is_available = lambda: False
         known.is_torch_distributed_available()  # which it remembers
-        yield
+        yield True
     finally:
         torch.distributed.is_available = available
         if any(isinstance(finder, _Finder) for finder in sys.meta_path):

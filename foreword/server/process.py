@@ -208,10 +208,13 @@ def load_engine(
     config: Config, observers: Sequence[Observer], events: KvEvents | None, progress: Callable[[str], None]
 ) -> AsyncEngine:
     """Load the engine, which imports torch. Raises ForewordError."""
+    apart = False
     try:
-        with without_compiler():
+        with without_compiler() as apart:
             engine = _load_engine(config, observers, progress)
     except (ModelUnsupported, ImportError) as error:
+        if not apart:
+            raise
         logger.info("loading again with torch's compiler: %s", error)
         engine = _load_engine(config, observers, progress)
     if events is not None and engine.offload is not None:

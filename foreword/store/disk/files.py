@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -121,15 +121,15 @@ class BlockFiles:
         path = self.path(name)
         write_atomically(path, f"{path}.{token}", data)
 
-    def write_many(self, files: Sequence[tuple[Name, memoryview]], token: str, seconds: float) -> int:
+    def write_many(self, files: Iterable[tuple[Name, memoryview]], token: str, seconds: float) -> int:
         """Write files in one call, in order, as `write` does. Returns how many: the next one is left to `write`, which tells
         what is wrong with it, or `seconds` have passed; 0 without compiled code."""
         function = compiled_write()
         if function is None:
             return 0
-        count = len(files)
-        paths = [os.fsencode(self.path(name)) for name, _ in files]
-        arrays = [np.frombuffer(data, np.uint8) for _, data in files]
+        names, frames = zip(*files, strict=True)
+        count, paths = len(names), [os.fsencode(self.path(name)) for name in names]
+        arrays = [np.frombuffer(data, np.uint8) for data in frames]
         return int(
             function(
                 count,

@@ -445,7 +445,7 @@ class BlockWriter:
         def write(part: slice) -> None:
             left = pairs[part]
             while left:
-                files = [(row.name, one.data) for row, one in left]
+                files = ((row.name, one.data) for row, one in left)
                 done = self._files.write_many(files, token, deadline - time.monotonic())
                 written.extend(row for row, _ in left[:done])
                 for row, one in left[done : done + 1]:
