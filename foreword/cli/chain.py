@@ -59,6 +59,11 @@ _REFUSED: Final = {
 }
 # Tokenizers differ in the number of its tokens.
 _TEXT: Final = "Which way is north? Über 1024 Wege, π/2 weit: {'a': [1, 2]}\n" * 8
+# What is wrong where calls have failed with these errors.
+_KEYS: Final = {
+    "store_without_keys": "`--encryption-key-store`, or the server or disk behind it",
+    "block_foreign": "the secrets, and `--encryption-master-key-file`: the same for all servers of a store",
+}
 _RULES: Final = {
     "short": "`min_tokens=` in the store's URL",
     "first_use": "`admit=second` in the store's URL",
@@ -212,7 +217,7 @@ class ServerChain(Chain):
         self.before = self.target.metrics()
         size = self.before.labels("vllm:cache_config_info").get("block_size", "")
         self.block = int(size) if size.isdigit() and int(size) else DEFAULT_BLOCK
-        for step in (self.computed, self.on_device, self.kept_apart, self.tiers, self.template):
+        for step in (self.computed, self.on_device, self.kept_apart, self.earlier, self.tiers, self.template):
             yield from step()
 
     def count(self, what: str, metrics: Metrics, **labels: str) -> float:
@@ -242,6 +247,15 @@ class ServerChain(Chain):
             raise Broken("device", text, "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)")
         reason = report.get("detail") or "the same prompt again found nothing"
         raise Broken("device", reason, "a larger `--kv-memory`, or what stands in front of the server")
+
+    def earlier(self) -> Iterator[CheckedLink]:
+        """Keys that were not right before the probe, for other tenants than its own. Nothing to say if there were none."""
+        name = self._names["errors"]
+        for tier in self.before.by("tier", name):
+            for kind, failed in self.before.by("kind", name, tier=tier).items():
+                if failed and kind in _KEYS:
+                    text = f"{tier}: {failed:.0f} blocks or calls failed before ({kind})"
+                    yield CheckedLink("earlier", text, None, _KEYS[kind])
 
     def tiers(self) -> Iterator[CheckedLink]:
         """What is written reaches every tier, and is loaded from there."""
@@ -436,9 +450,9 @@ class RouterChain(Chain):
         self.replicas: list[dict[str, Any]] = [
             one for one in state.get("replicas", ()) if self.target.model in one.get("models", (self.target.model,))
         ]
-        self.policy = next(
-            (one["policy"] for one in state.get("models", ()) if self.target.model in (one["model"],)), ""
-        )
+        pools: list[dict[str, Any]] = state.get("models", [])
+        pool = next((one for one in pools if one["model"] == self.target.model), {})
+        self.policy, self.most_blocks = pool.get("policy", ""), pool.get("directory_budget_blocks", 0)
         self.block = max((one.get("block_size") or DEFAULT_BLOCK for one in self.replicas), default=DEFAULT_BLOCK)
         for step in (
             self.in_service,
@@ -528,6 +542,12 @@ class RouterChain(Chain):
                 raise Broken(
                     "events", text, "`--kv-events` of the replica, `events=` of `--replica`; ports between them"
                 )
+        held = [(one.get("capacity_tokens") or 0) // self.block for one in self.replicas if one.get("kv_events")]
+        if 0 < self.most_blocks < sum(held):
+            text = f"the router remembers {self.most_blocks} blocks, and the replicas have {sum(held)} on their devices"
+            if self.most_blocks < max(held):
+                raise Broken("events", text, "`--directory-blocks`")
+            yield CheckedLink("events", text, None, "`--directory-blocks`")
 
     def behind(self, only: str = "") -> Iterator[CheckedLink]:
         """The chain of each replica that can be reached from here."""

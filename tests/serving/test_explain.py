@@ -430,6 +430,8 @@ def test_events_that_do_not_arrive() -> None:
         of_one = "events=tcp://127.0.0.1:9 replay=tcp://127.0.0.1:9"
         with serving() as other, routing(2, "--replica", f"{server} {of_one}", "--replica", f"{other} {of_one}") as url:
             broken(explain(url), "events", "`events=` of `--replica`")
+        with routing(1, "--replica", server, "--directory-blocks", "3") as url:
+            broken(explain(url), "events", "`--directory-blocks`")
         with routing(1, "--replica", server) as url:
             sound(explain(url))
 
@@ -461,3 +463,25 @@ def test_replicas_of_another_kind() -> None:
         broken(explain(url), "placed", "`--enable-prompt-tokens-details`")
         replica.cached = [0, 128, 128, 128]
         broken(explain(url), "tokens", "`--tokenizer` of the router")
+
+
+@pytest.mark.slow
+def test_another_master_key(tmp_path: Path) -> None:
+    """Where two servers of a store have different master keys, the prompts of the explanation are stored and found; that the
+    blocks of a tenant cannot be read is said, with the setting, once a request has met some."""
+    request = {"model": "stdlib-nano", "prompt": list(range(300, 500)), "max_tokens": 1, "cache_salt": "bob"}
+    for number in "12":
+        (tmp_path / "masters").write_text(f"1:{number * 64}\n")
+        keys = (
+            "--encryption-key-store",
+            f"disk://{tmp_path}/keys",
+            "--encryption-master-key-file",
+            f"{tmp_path}/masters",
+        )
+        with serving("--store", f"disk://{tmp_path}/kv?size=64MiB", *keys) as url:
+            httpx.post(f"{url}/v1/completions", json=request).raise_for_status()
+            until(lambda: "tier_written_blocks_total" in httpx.get(f"{url}/metrics").text)
+            said = explain(url)
+            sound(said)
+            notes = [link["setting"] for link in said.links if link["name"] == "earlier"]
+    assert notes == ["the secrets, and `--encryption-master-key-file`: the same for all servers of a store"]
