@@ -274,9 +274,12 @@ class ResponseStream:
             self.finish_reason = choice.finish_reason
 
     def _is_dropped(self, chunk: AnswerChunk, choice: AnswerChoice) -> bool:
-        """Whether a chunk without output is empty for this client, or the role, which it has already."""
+        """Whether a chunk without output is empty for this client, or the role, which it has already. vLLM sends empty ones
+        for tokens whose text is not complete, whoever asks for their ids."""
         if choice.delta is not None and choice.delta.role is not None:
             return self._restarted
+        if self._is_vllm and not self._restarted:
+            return False
         asked = choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids
         return bool(asked and not self.request.return_token_ids and self.opened and not is_set(choice.logprobs))
 

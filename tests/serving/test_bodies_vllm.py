@@ -85,12 +85,18 @@ def test_equal_answers_or_equal_refusals(
     with httpx.Client(timeout=120, headers={"content-type": "application/json"}) as client:
         for path, data in requests():
             # How many tokens a chunk has depends on when they come.
+            seen = list[Any]()
             for _ in range(AGAIN):
                 (one, straight), (other, through) = (ask(client, f"{url}{path}", data) for url in urls)
                 fails = one == "failed" and other in ("failed", 400)  # the router may refuse what vLLM fails at
                 if one == other or fails:
                     break
-            if one != other and not fails:
+                seen.append(one)
+            # vLLM may have several greedy answers to one request: then status and headers must be equal.
+            varies = any(one != seen[0] for one in seen) and one[:2] == other[:2]
+            if one != other and not fails and varies:
+                kind = "vLLM's own answers vary"
+            elif one != other and not fails:
                 kind = f"different: {straight[:3]} {through[:3]}"
                 found.append((path, data[:1500], straight[:900], through[:900]))
             elif isinstance(one, tuple):
