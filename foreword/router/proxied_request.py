@@ -27,7 +27,15 @@ from foreword.blocks.salt import Salt
 from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, UnknownPrefix
 from foreword.events import TokenUsage
 from foreword.observability.tracing import Span
-from foreword.router.attempt import Attempt, as_header, describe_error, describe_response, is_certain, retry_after
+from foreword.router.attempt import (
+    Attempt,
+    as_header,
+    describe_error,
+    describe_response,
+    is_certain,
+    is_refusal,
+    retry_after,
+)
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
@@ -244,7 +252,7 @@ class ProxiedRequest(RoutedRequest):
                 if is_certain(error) or clock() - upstream.erred_at > _CLOSING_SECONDS:
                     raise
                 response = await post()
-            if response.status >= 500:
+            if not is_refusal(response.status):
                 upstream.erred_at = clock()
             if streams and response.status == 200 and response.content_type == "text/event-stream":
                 return response, None
@@ -336,7 +344,7 @@ class ProxiedRequest(RoutedRequest):
             return False
         if not 400 <= status < 600:
             raise ReplicaFailed(describe_response(status, data))
-        if status < 500 and self.refused is not None:
+        if is_refusal(status) and self.refused is not None:
             first, kind = self.refused
             if first is not attempt.upstream and kind == self._kind(status, data):
                 for upstream in (first, attempt.upstream):
@@ -344,7 +352,7 @@ class ProxiedRequest(RoutedRequest):
             return False
         if self.attempts + 1 >= self.router.config.max_attempts:
             return False
-        if status < 500 and not self._may_ask_another(attempt, status, data):
+        if is_refusal(status) and not self._may_ask_another(attempt, status, data):
             return False
         self._suspect(attempt, response, data)
         self.router.metrics.retry()
@@ -380,7 +388,7 @@ class ProxiedRequest(RoutedRequest):
     def _suspect(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> None:
         """Note an error that is the replica's fault if another replica succeeds."""
         upstream, reason, code = attempt.upstream, describe_response(response.status, data), error_of(data).code
-        if response.status < 500:
+        if is_refusal(response.status):
             self.refused = upstream, self._kind(response.status, data)
             self._ended(attempt, upstream, reason)
             self.previous = f"after {upstream.url} refused it ({reason})"
@@ -414,7 +422,7 @@ class ProxiedRequest(RoutedRequest):
             if status in (401, 403) and (self.router.auth.uses_own_key or self.router.auth.has_tenants):
                 raise ReplicaFailed("it does not accept the router's or the client's key")
             self.pool.failed(attempt)
-            if status >= 500:
+            if not is_refusal(status):
                 attempt.upstream.recent.problems.append(describe_response(status, data))
             if self.translation is not None:
                 answer = self.translation.error_response(status, data)

@@ -53,13 +53,16 @@ class Plant:
             return
         if event == "c_call" and called.__name__ in ("__exit__", "release"):
             return  # to let go of a lock cannot fail
-        if event == "call" and code.co_qualname == "ForewordConnector.__init__":
-            return  # vLLM's own call, before any line of the package
+        if event == "call" and code.co_qualname.startswith("ForewordConnector.") and not self._by_package(frame.f_back):
+            return  # vLLM's own call of what nothing guards: a method that does nothing, or the constructor
         self.made = next(self.calls)
         if self.made == self.number:
             name = getattr(called, "__qualname__", "") if event == "c_call" else ""
             self.where = f"{code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno} {code.co_qualname} {name}"
             raise ERRORS[self.number % len(ERRORS)]()
+
+    def _by_package(self, caller: FrameType | None) -> bool:
+        return caller is not None and caller.f_code.co_filename.startswith(PACKAGE)
 
     def __enter__(self) -> Plant:
         sys.setprofile(self)

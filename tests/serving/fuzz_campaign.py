@@ -136,8 +136,11 @@ async def _over_http(port: int, row: Row, request: FuzzRequest) -> None:
 
 
 def _own(body: bytes) -> bool:
-    """A stream that ended with an error of ours."""
-    return body.startswith((b"event:", b"data:")) and bool(_OWN.search(body))
+    """A stream that ended with an error of ours. A model may write the words of one."""
+    if not body.startswith((b"event:", b"data:")):
+        return False
+    lines = (line.removeprefix(b"data:") for line in body.splitlines() if line.startswith(b"data:"))
+    return any(_OWN.search(line) and b'"error":{' in line.replace(b" ", b"") for line in lines)
 
 
 class _Picker:

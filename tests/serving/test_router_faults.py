@@ -184,7 +184,8 @@ def post(router: RunningRouter, headers: dict[str, str] | None = None, **more: A
 
 
 def lines(answer: httpx.Response) -> list[str]:
-    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    """The events of a stream, without the comments that keep it alive."""
+    return [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
 
 
 def said(answer: httpx.Response) -> str:
@@ -341,13 +342,16 @@ def test_mistakes_of_clients(loop: Loop) -> None:
     """Of mistakes of clients between served requests, the first of each kind is asked twice, and each 401; no replica is at
     fault."""
     replicas = [Scripted(loop) for _ in range(2)]
-    kinds = ("picky 400", "picky 401", "picky 404", "picky 404 prefix_not_found", "picky 400 context_length_exceeded")
+    kinds = (
+        *("picky 400", "picky 401", "picky 404", "picky 501"),
+        *("picky 404 prefix_not_found", "picky 400 context_length_exceeded"),
+    )
     with routed(*named(*replicas), "--policy", "round-robin", replicas=2) as router:
         for behaviour in (*kinds, "answer", "answer") * 10:
             for one in replicas:
                 one.behaviour = behaviour
             assert post(router).status_code == (200 if behaviour == "answer" else int(behaviour.split()[1]))
-        assert sum(len(one.seen) for one in replicas) == 70 + len(kinds) - 1 + 10
+        assert sum(len(one.seen) for one in replicas) == 80 + len(kinds) - 1 + 10
         assert router.metric("foreword:router_failures_total") == 0
 
 
