@@ -275,7 +275,7 @@ class ResponseStream:
 
     def _is_dropped(self, chunk: AnswerChunk, choice: AnswerChoice) -> bool:
         """Whether a chunk without output is empty for this client, or the role, which it has already. vLLM sends empty ones
-        for tokens whose text is not complete, whoever asks for their ids."""
+        for tokens whose text is not complete, also where their ids were not asked for."""
         if choice.delta is not None and choice.delta.role is not None:
             return self._restarted
         if self._is_vllm and not self._restarted:

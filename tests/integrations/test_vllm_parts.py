@@ -492,6 +492,17 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
         store.close()
 
 
+def test_statistics_that_fail(vllm: Callable[[str], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """An error in the statistics, which vLLM asks outside of the connector, does not reach vLLM: they are lost, which is said
+    once for each call."""
+    metrics = vllm("connector_metrics")
+    ours, broken = metrics.ForewordStats(), metrics.ForewordStats({"counts": 7})
+    assert ours.aggregate(broken) is ours and ours.aggregate(broken) is ours
+    assert broken.reduce() == {} and not broken.is_empty()
+    assert ours.reduce()["queued_blocks"] == 0
+    assert [one.message.rpartition(".")[2] for one in caplog.records] == ["aggregate", "reduce"]
+
+
 def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
     """The scheduler's report of the weights is in vLLM's metrics as a router reads it, from the first report on; after the
     weights were replaced in place it is the new one. Reports without it change nothing."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from foreword.errors import StoreError
+from foreword.integrations.vllm.degraded import statistic
 from foreword.integrations.vllm.leases import KVLeases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
@@ -68,9 +69,11 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
             "fingerprint": "",
         }
 
+    @statistic(lambda *_: False)
     def is_empty(self) -> bool:
         return not any(self.data.values())
 
+    @statistic(lambda self, _: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add up amounts; the other's queue lengths and states are newer."""
         for name in _NESTED:
@@ -83,6 +86,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         self.data["fingerprint"] = other.data.get("fingerprint") or self.data.get("fingerprint", "")
         return self
 
+    @statistic(lambda _: {})
     def reduce(self) -> dict[str, int | float | str]:
         """For the log line: lookups by outcome, traffic of each tier, failures, and the states that are not good."""
         found: dict[str, int | float | str] = {}
@@ -269,6 +273,7 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for tier in tiers:
                 self._lookups.labels(*values, tier, outcome.value)
 
+    @statistic(lambda *_, **__: None)
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         values = self.per_engine_labelvalues[engine_idx]
         for label, amounts in transfer_stats_data["tiers"].items():

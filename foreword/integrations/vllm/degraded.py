@@ -59,6 +59,28 @@ def hook(instead: Callable[..., Any], *, at_start: bool = False, always: bool = 
     return guard
 
 
+def statistic(instead: Callable[..., Any]) -> Callable[[Method], Method]:
+    """A call that vLLM makes for its statistics, outside of the connector. Where it fails they are lost, which is said once,
+    and `instead` answers, with the same arguments."""
+
+    def guard(method: Method) -> Method:
+        said: list[str] = []
+
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception:  # the edge to vLLM's process
+                if not said:
+                    said.append(method.__name__)
+                    logger.exception("Foreword: statistics are lost in %s", method.__qualname__)
+            return instead(*args, **kwargs)
+
+        return cast(Method, guarded)
+
+    return guard
+
+
 def degrade(side: Degradable, reason: str, error: Exception | None = None) -> None:
     """`error`: that this side has had; None if it follows the other one, which has said so."""
     side.degraded = reason
