@@ -53,8 +53,8 @@ class Plant:
             return
         if event == "c_call" and called.__name__ in ("__exit__", "release"):
             return  # to let go of a lock cannot fail
-        if event == "call" and code.co_qualname.startswith("ForewordConnector.") and not self._by_package(frame.f_back):
-            return  # vLLM's own call of what nothing guards: a method that does nothing, or the constructor
+        if code.co_qualname.startswith("ForewordConnector.") and not self._by_package(frame.f_back):
+            return  # in what nothing guards, and vLLM calls itself: methods that do nothing which can fail, and the constructor
         self.made = next(self.calls)
         if self.made == self.number:
             name = getattr(called, "__qualname__", "") if event == "c_call" else ""
