@@ -62,7 +62,7 @@ _TEXT: Final = "Which way is north? Über 1024 Wege, π/2 weit: {'a': [1, 2]}\n"
 # What is wrong where calls have failed with these errors.
 _KEYS: Final = {
     "store_without_keys": "`--encryption-key-store`, or the server or disk behind it",
-    "block_foreign": "the secrets, and `--encryption-master-key-file`: the same for all servers of a store",
+    "block_foreign": "the secrets, `--encryption-master-key-file` and release: the same for all servers of a store",
 }
 _RULES: Final = {
     "short": "`min_tokens=` in the store's URL",
@@ -249,7 +249,7 @@ class ServerChain(Chain):
         raise Broken("device", reason, "a larger `--kv-memory`, or what stands in front of the server")
 
     def earlier(self) -> Iterator[CheckedLink]:
-        """Keys that were not right before the probe, for other tenants than its own. Nothing to say if there were none."""
+        """Blocks that could not be used before the probe, of other tenants than its own. Nothing to say if there were none."""
         name = self._names["errors"]
         for tier in self.before.by("tier", name):
             for kind, failed in self.before.by("kind", name, tier=tier).items():

@@ -13,7 +13,7 @@ from typing import Any, Final
 from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
+from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, is_refusal, retry_after
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of, replica_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
@@ -75,7 +75,7 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
         prefill.in_flight -= 1
     if response.status == 429:
         proxied.router.paused(prefill, retry_after(response))
-    elif response.status >= 500:
+    elif not is_refusal(response.status):
         _prefill_failed(proxied, prefill, describe_response(response.status, data or b""))
     if response.status != 200:  # the decode replica will report errors of the client
         return None

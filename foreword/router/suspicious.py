@@ -13,6 +13,7 @@ import msgspec
 
 from foreword.errors import NoReplica, ReplicaFailed
 from foreword.newest import Newest
+from foreword.router.attempt import is_refusal
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock
 
 _MESSAGE: Final = {"role": "user", "content": "a"}
@@ -33,7 +34,7 @@ async def is_alive(probe: ReplicaProbe, upstream: Upstream, seconds: float) -> b
         except (*CONNECTION_ERRORS, ReplicaFailed):
             return False
         if status not in (404, 405):
-            return status < 500
+            return is_refusal(status)
     return True
 
 

@@ -484,4 +484,4 @@ def test_another_master_key(tmp_path: Path) -> None:
             said = explain(url)
             sound(said)
             notes = [link["setting"] for link in said.links if link["name"] == "earlier"]
-    assert notes == ["the secrets, and `--encryption-master-key-file`: the same for all servers of a store"]
+    assert notes == ["the secrets, `--encryption-master-key-file` and release: the same for all servers of a store"]

@@ -28,7 +28,7 @@ from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed
 from foreword.events import TokenUsage
-from foreword.router.attempt import Attempt
+from foreword.router.attempt import Attempt, is_refusal
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
 from foreword.router.passthrough import listed_models
@@ -146,7 +146,7 @@ class Accounting:
             return
         elif status in (429, 503) and headers.get("retry-after", "").isdigit():
             router.paused(upstream, min(float(headers["retry-after"]), _MAX_PAUSE))
-        elif status >= 500:
+        elif not is_refusal(status):
             router.failed(upstream, f"status {status}")
         self._give_up()
 
