@@ -279,8 +279,10 @@ class ResponseStream:
         if choice.delta is not None and choice.delta.role is not None:
             return self._restarted
         asked = choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids
-        asked = asked and (self._restarted or not self._is_vllm)
-        return bool(asked and not self.request.return_token_ids and self.opened and not is_set(choice.logprobs))
+        more = self._restarted or not self._is_vllm
+        return bool(
+            asked and more and not self.request.return_token_ids and self.opened and not is_set(choice.logprobs)
+        )
 
     def _add(self, text: str, ids: list[int] | None) -> None:
         """More text that the client gets, with these tokens."""
