@@ -278,11 +278,9 @@ class ResponseStream:
         for tokens whose text is not complete, also where their ids were not asked for."""
         if choice.delta is not None and choice.delta.role is not None:
             return self._restarted
-        asked = choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids
-        more = self._restarted or not self._is_vllm
-        return bool(
-            asked and more and not self.request.return_token_ids and self.opened and not is_set(choice.logprobs)
-        )
+        asked = bool(choice.token_ids is not None or choice.prompt_token_ids or chunk.prompt_token_ids)
+        asked = asked and (self._restarted or not self._is_vllm) and not self.request.return_token_ids
+        return asked and self.opened and not is_set(choice.logprobs)
 
     def _add(self, text: str, ids: list[int] | None) -> None:
         """More text that the client gets, with these tokens."""
