@@ -166,7 +166,6 @@ def prepare_model(
     if not inexact:
         assert kernels is not None
         inexact = _decided(config, batch_invariance.prepare(model, kernels))
-    _trim_heap()
     max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
@@ -420,8 +419,8 @@ def _too_costly(
     return ""
 
 
-def _trim_heap() -> None:
-    """Give memory of weights that were replaced back to the system: glibc keeps pieces below 32 MiB otherwise."""
+def trim_heap() -> None:
+    """Give free memory back to the system, as that of weights that were replaced: glibc keeps pieces below 32 MiB otherwise."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

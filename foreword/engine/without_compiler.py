@@ -1,45 +1,65 @@
-"""Loading a model without torch's compiler and distributed packages.
+"""Loading a model without torch's compiler, distributed packages and symbolic shapes.
 
 Transformers' model classes mark functions for the compiler, and import it for that: a second or more of a start and 100 MB,
-which an engine that compiles nothing never uses.
+which an engine that compiles nothing never uses. And they are built of tensors without data, for whose dtypes and shapes torch
+imports sympy, half a second and 30 MB more, only to see that no number is a symbol.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 _COMPILER = "torch._dynamo"
+# What torch asks of sizes, answered for numbers: none of them is a symbol.
+_OF_NUMBERS: dict[str, dict[str, Any]] = {
+    "sympy": {"Basic": type("Symbol", (), {})},
+    "torch.fx.experimental.symbolic_shapes": {
+        **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), bool),
+        **dict.fromkeys(("guard_int", "guarding_hint_or_throw"), int),
+        "statically_known_true": bool,
+        "has_guarding_hint": lambda number: True,
+        "is_nested_int": lambda number: False,
+        "free_unbacked_symbols": lambda numbers: set(),
+        "sym_eq": operator.eq,
+        "sym_not": operator.not_,
+        "sym_and": lambda *terms: all(terms),
+        "sym_or": lambda *terms: any(terms),
+    },
+}
 
 
 class _StandIn(ModuleType):
-    """In the place of a module of the compiler. A decorator leaves its function as it is; what is called of a module below it
-    is that module's, which is imported then."""
+    """In the place of a module. A decorator of the compiler leaves its function as it is; what else is asked of it is the
+    module's, which is imported then."""
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         module = self.__name__
+        if module in _OF_NUMBERS:
+            return _OF_NUMBERS[module].get(name) or getattr(_imported(module), name)
 
         def stand_in(function: Any = None, *arguments: Any, **named: Any) -> Any:
             if module == _COMPILER:
                 return (lambda marked: marked) if function is None else function
-            _restore()
             given = arguments if function is None else (function, *arguments)
-            return getattr(importlib.import_module(module), name)(*given, **named)
+            return getattr(_imported(module), name)(*given, **named)
 
         return stand_in
 
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if f"{name}.".startswith(f"{_COMPILER}.") else None
+        left_out = name in _OF_NUMBERS or f"{name}.".startswith(f"{_COMPILER}.")
+        return ModuleSpec(name, self, is_package=True) if left_out else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _StandIn(spec.name)
@@ -48,12 +68,20 @@ class _Finder(MetaPathFinder, Loader):
         """There is nothing to run."""
 
 
+def _imported(name: str) -> ModuleType:
+    """The module itself."""
+    _restore()
+    return importlib.import_module(name)
+
+
 def _restore() -> None:
-    """The next import of the compiler is that of torch's."""
+    """From now on all modules are imported as usual."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
         del sys.modules[name]
-    vars(sys.modules["torch"]).pop("_dynamo", None)
+        parent, _, last = name.rpartition(".")
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(last, None)
 
 
 @contextlib.contextmanager

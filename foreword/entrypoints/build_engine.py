@@ -223,6 +223,7 @@ def build_engine(
         progress("checking the engine against the model's own forward pass")
         self_check(loaded, config.block_size)
     loaded = _in_namespace(config, loaded, progress)
+    models.trim_heap()
     runner = _take_kv_memory(config, loaded, progress, stores.staging_bytes(loaded.device.type) if stores.urls else 0)
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)

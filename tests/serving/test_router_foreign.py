@@ -153,6 +153,8 @@ class Streamer(ScriptedReplica):
         yield {**head, "choices": [first], "prompt_token_ids": [7, 8] if shows else None, "prompt_text": None, **empty}
         for number in range(body.get("n", 1) * 3):
             choice = {"index": number // 3, "delta": {"content": f"é{number}"}, "logprobs": {"x": 1e-05}}
+            if number % 3 == 1:  # its text is not complete yet
+                choice |= {"delta": {"content": ""}, "logprobs": None}
             ends = number % 3 == 2
             choice |= {"finish_reason": "length" if ends else None, "token_ids": [number, 9] if shows else None}
             yield {**head, "choices": [choice], **(stamp if ends and not usage else empty)}
