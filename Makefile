@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz agentx faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz ledger agentx faults-system mutants drift matrix gpu check lint docs clean
 
 setup: $(STAMP)
 
@@ -75,6 +75,10 @@ failures: setup
 # Needs FOREWORD_VLLM_PYTHON.
 agentx: setup
 	$(BIN)/python -m benchmarks.vllm.agentx $(MODEL) --traces $(TRACES) --vllm-python $(FOREWORD_VLLM_PYTHON) $(MORE)
+
+# Compares the usage ledgers of a router and of servers with what engines count: make ledger REQUESTS=300 MORE=--vllm
+ledger: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/ledger_campaign.py --requests $(REQUESTS) --seed $(SEED) $(MORE)
 
 # Sends almost right requests to every front, and prints a table: make fuzz REQUESTS=3000 SEED=7
 REQUESTS ?= 200000

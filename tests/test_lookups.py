@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -360,3 +361,23 @@ def test_what_an_operator_sees_of_a_failing_redis(
     outcomes = requests.outcomes
     assert outcomes[FOUND] and outcomes.get(TIMED_OUT, 0) + outcomes[TIER_OFF] > 0
     requests.check_sums()
+
+
+def test_a_thread_that_fails_ends_its_lookup() -> None:
+    """An error at the end of a lookup's thread ends the lookup, with nothing found: no request waits for its time limit."""
+    fails = threading.Event()
+
+    def profile(frame: FrameType, event: str, called: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "end" and not fails.is_set():
+            fails.set()
+            raise MemoryError("planted")
+
+    store = open_store(["memory://?size=1MiB"])
+    threading.setprofile(profile)
+    try:
+        requests = Requests(store, 10 * PATIENCE)
+        assert requests.ask(1) == 0 and fails.is_set()
+    finally:
+        threading.setprofile(None)
+    assert requests.outcomes == {TIER_OFF: 1}
+    store.close()

@@ -195,6 +195,13 @@ class Call:
             return False
         return True
 
+    @property
+    def counts(self) -> bool:
+        """Whether it counts against the tenant's quota."""
+        if self.admitted is None or self.route is None:
+            return False
+        return self.route.meter is not Meter.CONTINUED or self.admitted.charged is not None
+
     def charge(self, usage: TokenUsage) -> None:
         """Charge the caller for all tokens of this call so far. Earlier charges of it are counted in."""
         assert self.admitted is not None, "the route has no quota"
@@ -301,7 +308,7 @@ class Front:
                 self.metrics.ignored(call.route.shown_path)
             seconds = time.monotonic() - call.arrived
             log_request(call.method, call.path, status, seconds, call.id)
-            if self.ledger is not None and call.admitted is not None and call.route is not None:
+            if self.ledger is not None and call.route is not None and call.counts:
                 self.ledger.note(call.id, call.tenant.name, call.route.name, status, seconds, call.usage)
             if call.span is not None:
                 call.span.note({"http.response.status_code": status})
@@ -335,7 +342,8 @@ class Front:
             if route.meter is Meter.FREE:
                 answer = await self._handle(call, route)
             else:
-                with self.quotas.admit(call.tenant.name, call.arrived) as call.admitted:
+                continued = route.meter is Meter.CONTINUED
+                with self.quotas.admit(call.tenant.name, call.arrived, continued=continued) as call.admitted:
                     if self.tracer is not None:
                         attributes = {"url.path": call.path, "gen_ai.request.id": call.id}
                         call.span = self.tracer.request(self.span_name, call.headers, attributes)

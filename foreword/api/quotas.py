@@ -107,12 +107,16 @@ class Quotas:
             quotas[tenant] = quota
         return cls(quotas)
 
-    def admit(self, tenant: str, now: float) -> Admitted:
-        """Count a request that begins. Raises RateLimited, which says when a retry makes sense."""
+    def admit(self, tenant: str, now: float, *, continued: bool = False) -> Admitted:
+        """Count a request that begins; one that is `continued` was counted elsewhere and only runs here. Raises RateLimited,
+        which says when a retry makes sense."""
         quota = self._quotas.get(tenant, self._default)
         if quota is None:
             return Admitted(self, tenant)
         account = self._account(tenant, quota, now)
+        if continued:
+            account.running += 1
+            return Admitted(self, tenant)
         if quota.concurrent is not None and account.running >= quota.concurrent:
             raise RateLimited(f"{account.running} requests run already and at most {quota.concurrent} may", 1.0)
         _check(account.requests, 1.0, quota.requests, "requests", now)

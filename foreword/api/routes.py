@@ -35,6 +35,8 @@ class Meter(Enum):
     """Nothing: it computes no tokens."""
     REQUEST = "request"
     """A request, while it runs and per minute. It is refused to a tenant that has spent its tokens."""
+    CONTINUED = "tokens"
+    """The tokens that the handler charges, if any: of a request that another server admitted. It is never refused."""
     TOKENS = "request, tokens"
     """The same, and the tokens that the handler charges. An answer without a charge is an error of the handler."""
 

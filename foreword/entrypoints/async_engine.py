@@ -151,8 +151,11 @@ class AsyncEngine:
         """Raises PromptTooLong or BadRequest for a request that `generate` would refuse."""
         self._core.validate(request)
 
-    def generate(self, request: Request) -> AsyncGenerator[Delta, None]:
-        """Deltas of all `params.n` sequences, as they come. Closing the iterator ends the request and frees its blocks.
+    def generate(
+        self, request: Request, unread: Callable[[Delta], None] = lambda delta: None
+    ) -> AsyncGenerator[Delta, None]:
+        """Deltas of all `params.n` sequences, as they come. Closing the iterator ends the request and frees its blocks; it is
+        closed once `unread` has got what the engine had computed by then.
 
         Raises BadRequest or PromptTooLong at the first step, EngineFailed if the engine breaks.
         """
@@ -171,7 +174,7 @@ class AsyncEngine:
                 work = partial(self._core.constraint_after, request, compiled)
                 constraint = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
-        return self._stream(request.id, begin, request.params.n, prepare)
+        return self._stream(request.id, begin, request.params.n, unread, prepare)
 
     async def compile(self, params: SamplingParams) -> CompiledOutput | None:
         """Compile what the text must match, off the event loop and off the engine's thread. Raises BadRequest; `generate`
@@ -180,8 +183,11 @@ class AsyncEngine:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._compilers, self._core.compile, params)
 
-    def follow(self, request_id: str) -> AsyncGenerator[Delta, None]:
-        """Claim a request that migrated here: its output since then, and all that follows. Closing the iterator ends it.
+    def follow(
+        self, request_id: str, unread: Callable[[Delta], None] = lambda delta: None
+    ) -> AsyncGenerator[Delta, None]:
+        """Claim a request that migrated here: its output since then, and all that follows. Closing the iterator ends it, as in
+        `generate`.
 
         Raises NotFound at the first step if no unclaimed request has this id.
         """
@@ -193,17 +199,18 @@ class AsyncEngine:
             self._listeners[request_id] = listener
             self.deliver(unclaimed.deltas)
 
-        return self._stream(request_id, begin, 1)
+        return self._stream(request_id, begin, 1, unread)
 
     async def _stream(
         self,
         request_id: str,
         begin: Callable[[_Listener], None],
-        sequences: int,
+        left: int,
+        unread: Callable[[Delta], None],
         prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas until all sequences have ended. `begin` runs on the engine's thread between two steps: a step that is
-        running may still produce a delta of an earlier request with this id."""
+        """Deltas until all sequences have ended, of which `left` still run. `begin` runs on the engine's thread between two
+        steps: a step that is running may still produce a delta of an earlier request with this id."""
         if request_id in self._active:
             raise BadRequest(f"a request with the id {request_id!r} is already running", param="request_id")
         listener = _Listener(asyncio.get_running_loop(), asyncio.Queue())
@@ -212,18 +219,35 @@ class AsyncEngine:
             if prepare is not None:
                 await prepare()
             await self._call(lambda: begin(listener))
-            left = sequences
             while left:
                 delta = await listener.queue.get()
                 if delta.finish_reason == "error":
                     raise delta.failure
-                yield delta
                 left -= delta.finish_reason is not None
+                yield delta
         finally:
-            # In this order: the next request with this id comes behind this call in the inbox.
-            if not self.post(lambda: self._forget(request_id, listener)):
-                self._listeners.pop(request_id, None)
+            # Nothing runs between this and the call's way into the inbox: the next request with this id comes behind it.
             self._active.discard(request_id)
+            await self._end(request_id, listener, unread if left else None)
+
+    async def _end(self, request_id: str, listener: _Listener, unread: Callable[[Delta], None] | None) -> None:
+        """End a request's stream. With `unread` the request runs still: it gets what is computed until the end of a running
+        step, also if the caller is cancelled meanwhile."""
+        forget = partial(self._forget, request_id, listener)
+        if unread is None and self.post(forget):
+            return
+        ended, cancelled = asyncio.ensure_future(self._call(forget)), None
+        while not ended.done():
+            try:
+                await asyncio.wait([ended])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if ended.exception() is not None:
+            self._listeners.pop(request_id, None)
+        while unread is not None and not listener.queue.empty():
+            unread(listener.queue.get_nowait())
+        if cancelled is not None:
+            raise cancelled
 
     def _forget(self, request_id: str, listener: _Listener) -> None:
         if self._listeners.get(request_id) is listener:  # not if another client follows it by now

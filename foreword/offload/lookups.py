@@ -61,6 +61,7 @@ class StoreLoad:
         patient: load all that is found, even if computing it would be faster: no request waits for it.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
         finished: the load has ended.
+        tasks: what runs of the lookup, then of the load. An error may have kept one from saying that it has ended.
     """
 
     names: Sequence[Name]
@@ -78,16 +79,22 @@ class StoreLoad:
     tiers: list[int] = field(default_factory=list)
     started: float = 0.0
     finished: bool = False
+    tasks: list[Future[None]] = field(default_factory=list)
     _ended: bool = False
     _count: Callable[[int, LookupOutcome], None] = lambda found, reason: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def answered(self) -> bool:
-        """Whether the lookup has ended. At its deadline it ends without a result."""
+        """Whether the lookup has ended. At its deadline it ends without a result, and where it has failed."""
         if not self._ended and time.monotonic() >= self.deadline:
             self.end(None, LookupOutcome.TIMED_OUT)
+        if not self._ended and self._has_run():
+            self.end(None, LookupOutcome.TIER_OFF)
         return self._ended
+
+    def _has_run(self) -> bool:
+        return bool(self.tasks) and all(task.done() for task in self.tasks)
 
     def end(self, result: Result | None, reason: LookupOutcome) -> None:
         """End the lookup with what it has found, and the reason why that is not more. Only the first call counts."""
@@ -103,7 +110,7 @@ class StoreLoad:
     @property
     def done(self) -> bool:
         """Whether the load has ended or its deadline has passed."""
-        return self.finished or time.monotonic() >= self.deadline
+        return self.finished or self._has_run() or time.monotonic() >= self.deadline
 
     def close(self) -> list[int]:
         """End the load: no block is written from now on. Returns the tier of each loaded block."""
@@ -222,7 +229,7 @@ class StoreLookups:
                 search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
                 result = look_up(search, inline)
                 if result is None:
-                    self._threads.submit(run, False)
+                    load.tasks.append(self._threads.submit(run, False))
                     handed_on = True
                 reason = search.reason
             finally:  # an error ends a lookup too: a request waits for it
@@ -233,7 +240,7 @@ class StoreLookups:
                     self._on_end()
 
         both = len({tier.blocking for tier in self._store.tiers}) == 2
-        (self._memory_thread if both else self._threads).submit(run, both)
+        load.tasks.append((self._memory_thread if both else self._threads).submit(run, both))
         return load, ending
 
     def _limits(self, tokens: int) -> tuple[float, float]:

@@ -212,7 +212,9 @@ class OffloadManager:
         limit = max(2 * compute, 2 * _MIN_PATIENCE)
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
         blocking = self._is_blocking(store_load, skip, len(blocks))
-        (self._loaders if blocking else self._memory_loaders).submit(self._load, store_load, compute)
+        store_load.tasks = [
+            (self._loaders if blocking else self._memory_loaders).submit(self._load, store_load, compute)
+        ]
 
     def _is_blocking(self, store_load: StoreLoad, first: int, count: int) -> bool:
         """Whether some of these blocks are in a tier that may block."""

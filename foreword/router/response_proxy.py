@@ -64,7 +64,7 @@ async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
         return None
     finally:
         proxy.client.stop()
-        if proxy.stream.begun:
+        if proxy.stream.begun or proxy.stream.done:  # an answer may have tokens and no text
             proxied.usage = proxy.stream.usage
 
 

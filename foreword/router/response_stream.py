@@ -104,6 +104,8 @@ class ResponseStream:
     @property
     def usage(self) -> TokenUsage:
         """Its tokens so far, as well as they are known."""
+        if self.continuation is not None:  # the last replica counts what came before as a part of the prompt
+            return self._usage()[1].usage
         counts, begins_with_0 = self.reader.counts, self.request.dialect in TRANSLATED
         if counts.prompt is not None and (counts.output or (counts.output == 0 and not begins_with_0)):
             return counts.usage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -145,8 +145,11 @@ async def _deltas(
     context: ServerContext, job: Job, engine: AsyncEngine, requests: Sequence[Request]
 ) -> AsyncGenerator[PromptDelta, None]:
     """The engine's deltas, then those of the servers to which the request migrates."""
-    sources = [engine.follow(one.id) if job.migrated_here else engine.generate(one) for one in requests]
-    async with aclosing(merge(sources)) as deltas:
+    sources = [
+        engine.follow(one.id, noted.unread) if job.migrated_here else engine.generate(one, noted.unread)
+        for one, noted in zip(requests, job.progress, strict=True)
+    ]
+    async with aclosing(merge(sources, lambda number, delta: job.progress[number].unread(delta))) as deltas:
         async for prompt, delta in deltas:
             if delta.moved is not None:
                 job.departure = delta.moved
@@ -205,8 +208,11 @@ async def events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None
     yield job.writer.end(job.usage(), job.cache_report())
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams as they arrive, each with its stream's number.
+async def merge(
+    streams: Sequence[AsyncGenerator[T, None]], unread: Callable[[int, T], None] = lambda number, item: None
+) -> AsyncGenerator[tuple[int, T], None]:
+    """The items of all streams as they arrive, each with its stream's number. When this generator is closed, `unread` gets
+    those that have arrived since.
 
     Raises the first error of a stream. Every stream is closed before this generator returns.
     """
@@ -232,6 +238,9 @@ async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tu
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        while not arrived.empty():
+            if not isinstance(entry := arrived.get_nowait(), asyncio.Task):
+                unread(*entry)
 
 
 async def _pump(number: int, stream: AsyncGenerator[T, None], into: asyncio.Queue[tuple[int, T] | Any]) -> None:

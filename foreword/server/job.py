@@ -205,6 +205,10 @@ class PromptProgress:
     retained: tuple[RetentionAnswer, ...] = ()
     miss: Miss | None = None
 
+    def unread(self, delta: Delta) -> None:
+        """Count a delta that the engine had computed when the client left."""
+        self.output_tokens += len(delta.tokens)
+
     def note(self, delta: Delta, now: float) -> None:
         """Count a delta."""
         self.output_tokens += len(delta.tokens)
@@ -291,14 +295,16 @@ class Job:
         )
 
     def charged(self, weights: str) -> TokenUsage:
-        """What its tenant is charged for, until now."""
+        """What its tenant is charged for here, until now: not for what another server has charged before the request came."""
         read: Counter[str] = Counter()
         for progress in self.progress:
             if progress.cache_report is not None:
                 read.update(progress.cache_report.loaded_tokens)
         usage = self.usage()
-        numbers = usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens
-        return TokenUsage(*numbers, dict(read), self.head.model, weights)
+        output = usage.output_tokens - (self.resumed or 0)
+        prompt = (0, 0) if self.migrated_here else (usage.prompt_tokens, usage.cached_tokens)
+        reasoning = min(usage.reasoning_tokens, output)
+        return TokenUsage(prompt[0], output, prompt[1], reasoning, dict(read), self.head.model, weights)
 
     def cache_report(self) -> dict[str, Any] | Sequence[dict[str, Any]] | None:
         """What the client asked for: one report for one prompt, else a list in the prompts' order."""

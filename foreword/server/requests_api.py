@@ -68,8 +68,10 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         check_target(call, body.to)
         return await migration.migrate(context, job, body.to)
 
-    # Its tokens are charged by the server that admitted the request.
-    @routes.add("GET", "/v1/requests/{name}/stream", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="requests")
+    # A server that asks for deltas charges them itself.
+    @routes.add(
+        "GET", "/v1/requests/{name}/stream", right=Right.TENANT, meter=Meter.CONTINUED, body=NO_BODY, tag="requests"
+    )
     async def stream(call: Call) -> None:
         """Continue the stream of a request that migrated here, after `from` tokens. `format=deltas` is for other servers."""
         name = call.names["name"]
@@ -88,6 +90,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         formats = formats_of(engine.tokenizer, config)
         job = migration.resume(engine.tokenizer, unclaimed, formats, caller)
         if not deltas:
+            job.charge = call.charge
             await send_events(call, generate_api.events(context, job), job.writer.error, config.stream_keep_alive)
             return
         job.streams = True

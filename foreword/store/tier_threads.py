@@ -122,6 +122,8 @@ class TierCall(Generic[Result]):
         """Wait for the result. Raises what the call raised, or StoreHung shortly after the deadline."""
         if not self.wait(deadline) and self._abandon():
             raise StoreHung("a call has not returned by its deadline")
+        if not self.returned:
+            raise StoreUnavailable("the thread of a call has failed")
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -142,19 +144,22 @@ class TierCall(Generic[Result]):
 
     def run(self) -> None:
         """Run the call on this thread, unless its caller has abandoned it."""
-        with self._lock:
-            if self.abandoned_at or self._work is None:
-                return
-            self.started = True
+        after: list[Callable[[], None]] = []
         try:
-            self._result = self._work()
-        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
-            self._error = error
-        self._work = None
-        with self._lock:
-            self.returned = True
-            after, self._after = self._after, []
-        self._done.release()
+            with self._lock:
+                if self.abandoned_at or self._work is None:
+                    return
+                self.started = True
+            try:
+                self._result = self._work()
+            except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
+                self._error = error
+            self._work = None
+            with self._lock:
+                self.returned = True
+                after, self._after = self._after, []
+        finally:
+            self._done.release()
         for then in after:
             then()
 

@@ -44,6 +44,17 @@ def test_concurrent_requests() -> None:
     quotas.admit("alice", 0.0)
 
 
+def test_continued_requests_are_not_refused() -> None:
+    """A request that was admitted elsewhere runs on although its tenant has spent everything, and what is left of it counts."""
+    quotas = Quotas({"ann": Quota(requests=1, tokens=10, concurrent=1)})
+    with quotas.admit("ann", 0.0), quotas.admit("ann", 0.0, continued=True) as continued:
+        quotas.charge(continued, 20, 0.0)
+    with pytest.raises(RateLimited), quotas.admit("ann", 60.0):
+        pass
+    with quotas.admit("ann", 120.0):
+        pass
+
+
 def test_refused_requests_cost_nothing() -> None:
     """A request refused for one limit is not counted against another."""
     quotas = Quotas({"*": Quota(requests=2, concurrent=1)})

@@ -248,6 +248,8 @@ class Relay:
         back; None for any number."""
         if data.startswith((b"POST /v1/completions", b"POST /v1/chat/completions")):
             left[0] = self._scissors.take()
+        elif data.startswith(b"POST /"):
+            left[0] = None
         return left[0] != 0
 
     async def _down(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, left: list[int | None]) -> None:

@@ -260,6 +260,33 @@ def test_streams_of_vllm_are_unchanged(loop: Loop, more: dict[str, Any]) -> None
         router.kill()
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions"])
+def test_tokens_without_text_are_charged(loop: Loop, tmp_path: Path, path: str) -> None:
+    """A stream whose tokens make no text is in the ledger, with the tokens that it names."""
+
+    class Mute(Native):
+        async def _answer(self, request: web.Request) -> web.StreamResponse:
+            usage = {"prompt_tokens": 20, "completion_tokens": 3}
+            last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": usage}
+            chat = b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"id": "c", **last}).encode()
+            first, _, end = EVENTS
+            events = b"".join(
+                b"event: %b\ndata: %b\n\n" % (name, json.dumps(one).encode()) for name, one in (first, end)
+            )
+            body = events if request.path == "/v1/responses" else chat
+            return web.Response(body=body, content_type="text/event-stream")
+
+    ledger = tmp_path / "usage"
+    router = RouterThread("--replica", Mute(loop).url, "--usage-ledger", str(ledger)).wait_for(1)
+    try:
+        said = {"input": "x", "messages": [{"role": "user", "content": "x"}], "stream_options": {"include_usage": True}}
+        assert post(router, path, {"model": "m", "stream": True, **said}).status_code == 200
+    finally:
+        router.kill()
+    [usage] = [json.loads(line)["usage"] for line in ledger.read_text().splitlines()]
+    assert (usage["prompt"], usage["output"]) == (20, 3)
+
+
 def test_a_request_at_which_a_replica_fails(loop: Loop) -> None:
     """What one request does to a replica counts once: the replica serves others as before, and the client gets its error."""
     streamer = Streamer(loop)
