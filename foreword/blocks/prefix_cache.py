@@ -26,6 +26,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from foreword.blocks.common_prefixes import common_prefix_length
 from foreword.blocks.keys import KEY_BYTES, Scope, TokenChain
@@ -86,21 +87,20 @@ class BlockTable:
     """The tokens of one sequence and the blocks that hold their KV, in order. Append-only.
 
     Attributes:
-        chain: the tokens and their keys.
-        salt: of the chain.
+        chain, salt: the tokens and their keys, and what separates these from those of others.
         blocks: block numbers; the KV of token `i` is in `blocks[i // block_size]`.
         others: the same of each further group. All groups have equally many blocks, HOLEs included.
         holes: number of leading HOLEs of each group.
         published: number of published blocks. They are full and have keys; their content never changes.
+        hidden: nobody is to find what is not published yet: its tenant was forgotten.
         next_block_at: token count at which the next block must be allocated or published; `advance` does nothing below it.
         trimmed: number of full blocks at the last `trim`, which does nothing until there is another one.
     """
 
-    __slots__ = ("blocks", "chain", "holes", "next_block_at", "others", "published", "salt", "trimmed")
+    __slots__ = ("blocks", "chain", "hidden", "holes", "next_block_at", "others", "published", "salt", "trimmed")
 
     def __init__(self, chain: TokenChain, num_groups: int = 1, salt: Salt = NO_SALT) -> None:
-        self.chain = chain
-        self.salt = salt
+        self.chain, self.salt, self.hidden = chain, salt, False
         self.empty(num_groups)
 
     def empty(self, num_groups: int) -> None:
@@ -173,7 +173,7 @@ class PrefixCache:
         self._partial_reuse = partial_reuse and enabled
         self._lookahead = lookahead_blocks * len(self.groups)
         self._on_published = on_published
-        self._roots: dict[Salt, bytes] = {}
+        self.root = lru_cache(1024)(lambda salt: self.scope(salt).root())  # of a salt's chains
         # Partly filled blocks: parent key -> (a block of each group, its tokens, the root), least recently noted first.
         self._partials: OrderedDict[bytes, tuple[tuple[int, ...], array[int], bytes]] = OrderedDict()
         self._partial_parents: dict[int, bytes] = {}
@@ -182,15 +182,6 @@ class PrefixCache:
         """A table for a new sequence. It has no blocks yet."""
         chain = self.public.chain(self.root(salt), self.scope(salt), tokens, extras)
         return BlockTable(chain, len(self.groups), salt)
-
-    def root(self, salt: Salt) -> bytes:
-        """The root key of a salt's chains."""
-        root = self._roots.get(salt)
-        if root is None:
-            if len(self._roots) >= 1024:
-                self._roots.clear()
-            root = self._roots[salt] = self.scope(salt).root()
-        return root
 
     def scope(self, salt: Salt) -> Scope:
         """What determines a salt's keys. From any thread."""
@@ -367,7 +358,7 @@ class PrefixCache:
         start = table.published
         if self.quarantined:
             num_blocks = self.usable(table.chain.keys_to(num_blocks)[:num_blocks])
-        if num_blocks <= start or not self.enabled:
+        if num_blocks <= start or not self.enabled or table.hidden:
             return
         keys = table.chain.keys_to(num_blocks)[start:num_blocks]
         if self._simple:
@@ -446,7 +437,7 @@ class PrefixCache:
         The KV of the first `num_tokens` tokens must be computed.
         """
         depth, held = divmod(num_tokens, self.block_size)
-        if not self._partial_reuse or not held or depth >= len(table.blocks):
+        if not self._partial_reuse or not held or depth >= len(table.blocks) or table.hidden:
             return
         key, blocks = table.chain.own_before(depth), tuple(group[depth] for group in table.groups)
         if depth < table.published and any(self.pool.key(block) is None for block in blocks):
@@ -473,6 +464,11 @@ class PrefixCache:
                 self.pool.retract(blocks[num_blocks : table.published])
             table.published = num_blocks
             self._set_next_block_at(table)
+
+    def hide(self, table: BlockTable) -> None:
+        """From now on nobody finds what the table has, or gets, but for public blocks. Those of tables that end are empty."""
+        table.hidden = True
+        self.retract(table, table.chain.public)
 
     def release(self, table: BlockTable) -> None:
         """Free the table's blocks, last one first, when the sequence ends or is preempted. They stay cached until evicted."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import time
@@ -132,9 +133,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.limits = limits
         self.steps = 0
-        self._runner = runner
-        self._tokenizer = tokenizer
-        self._grammars = grammars
+        self._runner, self._tokenizer, self._grammars = runner, tokenizer, grammars
         self._history = history or MissHistory(0)
         self._reports = CacheReports(cache, self._history, offload, tell_other_tenants=limits.tell_other_tenants)
         self._observers = tuple(observers)
@@ -247,6 +246,15 @@ class EngineCore:
         self._texts.pop(sequence, None)
         self._by_id.pop(sequence.request.id, None)
         self.scheduler.finish(sequence)
+
+    def forget(self, salt: Salt) -> int:
+        """Drop what a tenant, or requests with a client's salt, have cached on the device; returns how many blocks. What
+        its requests have, and compute until they end, is found by nobody and is not saved."""
+        for sequence in itertools.chain.from_iterable(self._by_id.values()):
+            if sequence.table.chain.root.startswith(salt.prefix):
+                sequence.unsaved.clear()
+                self.cache.hide(sequence.table)
+        return self.cache.clear(salt)
 
     def constraint_after(self, request: Request, compiled: CompiledOutput) -> Constraint:
         """The state of a grammar after the output that the request comes with. Takes about 80 us per token; from any thread.

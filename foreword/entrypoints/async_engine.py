@@ -98,7 +98,7 @@ class AsyncEngine:
         self._prefix_ids = itertools.count()
         # Not the loop's own threads: compilers of many grammars may wait for each other.
         self._compilers = ThreadPoolExecutor(_COMPILERS, "foreword-compile")
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._listeners: dict[str, _Listener] = {}
         self._active: set[str] = set()
@@ -431,7 +431,7 @@ class AsyncEngine:
         await asyncio.to_thread(drop_prefixes)
         for salt in salts:
             self.release(salt=salt)
-            cleared += await self.clear_cache(salt)
+            cleared += await self._call(partial(self._core.forget, salt))
         if self._parts.erasures is None:
             return {"what": described(salts), "complete": True, "device_blocks": cleared, "left": 0}
         name, receipt = await asyncio.to_thread(self._parts.erasures.erase, salts, destroyed)
@@ -446,7 +446,7 @@ class AsyncEngine:
             salt = Salt(tenant)
             self.prefixes.service.drop(tenant)
             self.release(salt=salt)
-            self.post(partial(self._clear_device, salt))
+            self.post(lambda: self._core.forget(salt))
             assert self.offload is not None
             memory = {tier.label for tier in self.offload.store.tiers if not tier.blocking}
             queued = self.offload.erase_queued([salt.prefix])
@@ -454,9 +454,6 @@ class AsyncEngine:
 
         if self.offload is not None:
             threading.Thread(target=drop, name="foreword-generation", daemon=True).start()
-
-    def _clear_device(self, salt: Salt) -> None:
-        self._core.cache.clear(salt)
 
     def erasure(self, name: str, salt: Salt) -> dict[str, Any]:
         """The receipt of an erasure of this tenant, so far. Raises NotFound."""
@@ -515,7 +512,7 @@ class AsyncEngine:
         """Give an event to the engine's observers, on its thread."""
         self.post(lambda: self._core.notify(event))
 
-    def post(self, work: Callable[[], None]) -> bool:
+    def post(self, work: Callable[[], object]) -> bool:
         """Run `work` on the engine's thread between two steps; False if the engine has ended. From any thread."""
         with self._wake:
             if self._closing or self._failed is not None:

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import ForewordError, ShuttingDown
+from foreword.errors import ForewordError, NotFound
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
 
@@ -66,7 +66,7 @@ class AsyncPrefixes:
             await self._compute(registration)
             made = await _to_the_end(registration.finish)
         if made is None:
-            raise ShuttingDown(f"the prefix {name!r} was not registered")
+            raise NotFound(f"the prefix {name!r} was not registered: its tenant was forgotten meanwhile")
         return made
 
     def follow_public(self) -> None:

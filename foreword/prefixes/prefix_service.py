@@ -47,19 +47,16 @@ class Registration:
         replace: bool,
         adopted: bool = False,
     ) -> None:
-        self.prefix = prefix
-        self.tokens = prefix.tokens
+        self.prefix, self.tokens = prefix, prefix.tokens
         self.salt = salt
         self.kept = kept
-        self.replace = replace
-        self.adopted = adopted
-        self._service = service
-        self._lock = threading.Lock()
-        self._open = True
+        self.replace, self.adopted, self._service = replace, adopted, service
+        self._lock, self._open = threading.Lock(), True
+        service.registering.add(self)
 
     def finish(self) -> NamedPrefix | None:
-        """Register the prefix. None if an adopted version was removed or replaced meanwhile. Raises StoreError if no store
-        takes the record, BadRequest if the name was taken meanwhile."""
+        """Register the prefix. None if its tenant was forgotten meanwhile, or an adopted version removed or replaced. Raises
+        StoreError if no store takes the record, BadRequest if the name was taken meanwhile."""
         if not self._end():
             return None
         try:
@@ -74,6 +71,7 @@ class Registration:
     def _end(self) -> bool:
         with self._lock:
             was, self._open = self._open, False
+        self._service.registering.discard(self)
         return was
 
     def __enter__(self) -> Self:
@@ -102,6 +100,7 @@ class PrefixService:
         mark: Callable[[list[Sequence[int]]], None] = lambda texts: None,
     ) -> None:
         self.book = PrefixBook()
+        self.registering: set[Registration] = set()
         self._reserve = reserve
         self._tokenize = tokenize
         self._storage = storage
@@ -179,7 +178,9 @@ class PrefixService:
         return prefix
 
     def drop(self, salt: bytes) -> None:
-        """Remove the prefixes of a tenant here, whose records and blocks an erasure removes from the stores."""
+        """Remove a tenant's prefixes here, also those that are being computed. An erasure empties the stores."""
+        for one in {one for one in set(self.registering) if one.salt == salt}:
+            one.__exit__()
         with self._changing:
             for prefix in self.book.list(salt=salt):
                 self.book.remove(prefix.name, salt=salt)

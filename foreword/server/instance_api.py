@@ -28,7 +28,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     @routes.add("DELETE", "/v1/cache", right=Right.OWNER_OR_OPERATOR, meter=Meter.FREE, body=NO_BODY, tag="cache")
     async def forget(call: Call) -> Answer | dict[str, Any]:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
-        receipt. Blocks that running requests use stay on the device until those end. `cache_salt`, which may be repeated,
+        receipt. Running requests go on and leave nothing behind. `cache_salt`, which may be repeated,
         removes the blocks of requests with it instead. The status is 207 if a place is open: it is erased as soon as it can be
         reached, which `GET /v1/cache/erasures/{id}` tells. With `scope=device` an operator drops the unused blocks of all
         tenants from the device, and with `cache_salt` a caller those of its requests with it."""

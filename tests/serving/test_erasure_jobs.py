@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import http_client
 import httpx
 import pytest
 from router_parts import RouterProcess
-from server_process import ServerProcess
+from server_process import ControlledProcess, ServerProcess, slow
 from servers import RedisServer
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
@@ -78,6 +80,36 @@ def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: 
         assert status == 200 and receipt["complete"] and not receipt["unreachable"]
     finally:
         redis.kill()
+
+
+def test_what_runs_during_an_erasure(start_controlled: Callable[..., ControlledProcess], tmp_path: Path) -> None:
+    """A request and a named prefix of the tenant that are being computed leave nothing behind a complete receipt: no blocks on
+    the device or in a store, no retention, no name."""
+    flags = ["--store", f"disk://{tmp_path}/kv?size=64MiB", "--max-batch-tokens", "32", "--api-keys", "ann=k1"]
+    process = start_controlled(*flags, "--tenant-secret", "a long random text", "--no-self-check")
+    url = process.wait_ready()
+    body = {"prompt": TEXT, "max_tokens": 64, "ignore_eos": True, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+
+    def files() -> list[Path]:
+        return [one for one in (tmp_path / "kv").rglob("*") if one.is_file() and len(one.name) == 64]
+
+    with slow(process) as fast, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(post, url, "k1", **body)
+        naming = pool.submit(
+            http_client.post, f"{url}/v1/prefixes", json={"name": "manual", "content": TEXT[:900]}, headers=KEY
+        )
+        until(lambda: len(files()) > 8 and metric(url, "vllm:num_requests_running") == 2)
+        status, receipt = erase(url)
+        assert status == 200 and receipt["complete"] and receipt["removed"]["disk"] > 0
+        fast()
+        assert naming.result().status_code == 404
+        assert running.result()["usage"]["completion_tokens"] == 64
+    until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
+    assert cached(post(url, "k1", prompt=TEXT[:600], max_tokens=1)) == 0
+    assert http_client.get(f"{url}/v1/prefixes", headers=KEY).json()["data"] == []
+    assert not list((tmp_path / "kv" / "records").glob("prefixes=/*/*/*~"))
+    status, receipt = erase(url)
+    assert receipt["complete"] and not receipt["records"]
 
 
 def test_receipts_through_a_router(start: Start, tmp_path: Path) -> None:
