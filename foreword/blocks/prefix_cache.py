@@ -92,7 +92,7 @@ class BlockTable:
         others: the same of each further group. All groups have equally many blocks, HOLEs included.
         holes: number of leading HOLEs of each group.
         published: number of published blocks. They are full and have keys; their content never changes.
-        hidden: nobody is to find what is not published yet: its tenant was forgotten.
+        hidden: no further block is published: its tenant was forgotten.
         next_block_at: token count at which the next block must be allocated or published; `advance` does nothing below it.
         trimmed: number of full blocks at the last `trim`, which does nothing until there is another one.
     """
@@ -466,7 +466,7 @@ class PrefixCache:
             self._set_next_block_at(table)
 
     def hide(self, table: BlockTable) -> None:
-        """From now on nobody finds what the table has, or gets, but for public blocks. Those of tables that end are empty."""
+        """From now on what the table has, or gets, is not found, but for public blocks. Those of tables that end are empty."""
         table.hidden = True
         self.retract(table, table.chain.public)
 

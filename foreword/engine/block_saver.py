@@ -24,8 +24,7 @@ class BlockSaver:
     """
 
     def __init__(self, cache: PrefixCache, offload: OffloadManager) -> None:
-        self._cache = cache
-        self._offload = offload
+        self._cache, self._offload = cache, offload
 
     def save_step(self, step: Step, seconds: float) -> None:
         """Save the blocks that a step of `seconds` seconds filled, of prompts and of outputs."""

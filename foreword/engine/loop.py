@@ -249,7 +249,7 @@ class EngineCore:
 
     def forget(self, salt: Salt) -> int:
         """Drop what a tenant, or requests with a client's salt, have cached on the device; returns how many blocks. What
-        its requests have, and compute until they end, is found by nobody and is not saved."""
+        its requests have, and compute until they end, is not found and is not saved."""
         for sequence in itertools.chain.from_iterable(self._by_id.values()):
             if sequence.table.chain.root.startswith(salt.prefix):
                 sequence.unsaved.clear()

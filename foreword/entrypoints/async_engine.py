@@ -91,10 +91,7 @@ class AsyncEngine:
         self.unclaimed = UnclaimedRequests(self._expired)
         self.served: BlockServer | None = None
         self.instance: Instance | None = None
-        self._parts = parts
-        self._core = parts.core
-        self.audit = parts.core.audit
-        self.quarantine = parts.quarantine
+        self._parts, self._core, self.audit, self.quarantine = parts, parts.core, parts.core.audit, parts.quarantine
         self._prefix_ids = itertools.count()
         # Not the loop's own threads: compilers of many grammars may wait for each other.
         self._compilers = ThreadPoolExecutor(_COMPILERS, "foreword-compile")

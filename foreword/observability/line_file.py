@@ -37,12 +37,8 @@ class LineFile(Generic[T]):
     """
 
     def __init__(self, path: Path, mode: Literal["x", "a"], what: str, max_bytes: int | None = None) -> None:
-        self.path = path
-        self.written = 0
-        self.dropped = 0
-        self._what = what
-        self._bytes_left = max_bytes
-        self._reported = False
+        self.path, self.written, self.dropped = path, 0, 0
+        self._what, self._bytes_left, self._reported = what, max_bytes, False
         try:
             file = path.open(f"{mode}+b", buffering=0)
             self._torn = (size := os.fstat(file.fileno()).st_size) > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"

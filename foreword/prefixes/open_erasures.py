@@ -1,18 +1,20 @@
 """Erasures that are not complete yet. They are repeated where they are open until they are, also after a restart.
 
-A record `erasures/<id>` in the stores that could be reached names what is erased, digests of tenants and salts, and where it is
-open. A process that starts adopts the records that it finds, since the one that wrote them may be gone. Several may repeat an
-erasure. One that has not all of the places erases its own, and leaves the record to those that have the others.
+A record `erasures/<id>` in the stores that can be reached names what is erased, digests of tenants and salts, and where it is
+open: everywhere, until it was swept for the first time. A process that starts adopts the records that it finds, since the one
+that wrote them may be gone. Several may repeat an erasure. One that has not all of the places erases its own, and leaves the
+record to those that have the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,7 +31,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
-from foreword.store.background import Follower
+from foreword.store.background import Follower, at_once
 from foreword.store.data_keys import DataKeys
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
@@ -49,6 +51,8 @@ class OpenErasure:
     Attributes:
         prefixes: first bytes of the roots of what is erased.
         tiers: labels of the tiers where it is not complete.
+        recorded: stores may have its record.
+        adopted: another process began it, and several may go on with it.
         elsewhere: locations where it is not complete, which this instance does not have.
         receipt: what was done so far.
     """
@@ -59,7 +63,8 @@ class OpenErasure:
     tiers: frozenset[str]
     receipt: Receipt
     elsewhere: frozenset[str] = frozenset()
-    since: float = field(default_factory=time.time)
+    recorded: bool = True
+    adopted: bool = False
 
 
 class ErasureRecord(msgspec.Struct, frozen=True):
@@ -96,14 +101,10 @@ class OpenErasures:
         *,
         pause: float = _FIRST_PAUSE,
     ) -> None:
-        self._store = store
+        self._store, self._drop, self._keys, self._first_pause = store, drop, keys, pause
         self._records = SharedRecords(store, ERASURES)
-        self._drop = drop
-        self._keys = keys
         self._locations = {tier.label: tier.location for tier in store.tiers if tier.location}
-        if keys is not None:
-            self._locations[KEY_STORE] = KEY_STORE
-        self._first_pause = pause
+        self._locations |= {} if keys is None else {KEY_STORE: KEY_STORE}
         self._lock = threading.Lock()
         self._known: dict[str, OpenErasure] = {}
         self._pause = self._next = 0.0
@@ -121,18 +122,24 @@ class OpenErasures:
         repeated in the background where it is not complete."""
         what, destroyed = described(salts), destroyed or self.destroy_keys(salts)
         prefixes = destroyed.prefixes
-        receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
-        one = OpenErasure(os.urandom(12).hex(), prefixes, what, _open_tiers(receipt), receipt)
+        begun = destroyed.noted(Receipt(what, []))
+        everywhere = self._locations.keys() - {KEY_STORE} | _open_tiers(begun)
+        one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
+
+        def sweep() -> None:
+            one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
+
+        at_once([lambda: self._write(one), sweep])
+        one.tiers = _open_tiers(one.receipt)
         with self._lock:
             while len(self._known) >= _MAX:
                 self._known.pop(
                     next((name for name, old in self._known.items() if not old.tiers), next(iter(self._known)))
                 )
             self._known[one.id] = one
-        if one.tiers:
-            self._write(one)
-            self._pause = self._next = 0.0
-        return one.id, receipt
+        self._settle(one)
+        self._pause = self._next = 0.0
+        return one.id, one.receipt
 
     def get(self, name: str) -> OpenErasure | None:
         """An erasure by its id: one that was made here or adopted, until 1,024 others have followed."""
@@ -156,30 +163,44 @@ class OpenErasures:
     def _repeat_open(self) -> None:
         """Is called every few seconds. The pause between two repetitions grows until there is another erasure."""
         if time.monotonic() >= self._next:
-            for one in [one for one in list(self._known.values()) if one.tiers]:
+            for one in [one for one in list(self._known.values()) if one.tiers or one.recorded]:
                 self._repeat(one)
             self._pause = min(max(2 * self._pause, self._first_pause), _LONGEST_PAUSE)
             self._next = time.monotonic() + self._pause
 
     def _repeat(self, one: OpenErasure) -> None:
-        destroyed = KeysDestroyed(one.prefixes)
-        if KEY_STORE in one.tiers:
-            destroyed = destroy_keys(self._keys, one.prefixes)
-            one.prefixes = destroyed.prefixes
-        queued = self._drop(one.prefixes)
-        receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
-        one.receipt = one.receipt.followed_by(destroyed.noted(receipt))
-        one.tiers = _open_tiers(one.receipt)
-        if one.tiers:
-            return
-        log.info("erasure %s is complete%s", one.id, " here" if one.elsewhere else "")
+        if one.adopted and self._is_over(one):
+            one.tiers, one.recorded = frozenset(), False
+        elif one.tiers:
+            destroyed = KeysDestroyed(one.prefixes)
+            if KEY_STORE in one.tiers:
+                destroyed = destroy_keys(self._keys, one.prefixes)
+                one.prefixes = destroyed.prefixes
+            queued = self._drop(one.prefixes)
+            receipt = erase_prefixes(self._store, one.prefixes, one.what, queued=queued, only=one.tiers)
+            one.receipt = one.receipt.followed_by(destroyed.noted(receipt))
+            one.tiers = _open_tiers(one.receipt)
+            if not one.tiers:
+                log.info("erasure %s is complete%s", one.id, " here" if one.elsewhere else "")
+        if one.recorded and not one.tiers:
+            self._settle(one)
+
+    def _is_over(self, one: OpenErasure) -> bool:
+        """Whether another instance has completed it: what its tenant has stored since is not to be erased."""
+        with contextlib.suppress(StoreError):
+            return self._records.get(ERASURES.key(one.id)) is None
+        return False
+
+    def _settle(self, one: OpenErasure) -> None:
+        """Make the stores' record say where the erasure is open. One that is left would be repeated at the next start."""
         try:
-            if not one.elsewhere:
+            if not (one.tiers or one.elsewhere):
                 self._records.remove(ERASURES.key(one.id))
-            elif self._records.get(ERASURES.key(one.id)) is not None:
+            elif one.tiers or self._records.get(ERASURES.key(one.id)) is not None:
                 self._write(one)
+            one.recorded = bool(one.tiers)
         except StoreError as error:
-            log.warning("erasure %s: its record stays, and it is repeated at the next start: %s", one.id, error.message)
+            log.warning("erasure %s: its record is left for now: %s", one.id, error.message)
 
     def _adopt(self) -> None:
         """Read the records that are in the stores. What cannot be read is adopted at the next start."""
@@ -191,7 +212,7 @@ class OpenErasures:
                 log.info("erasure %s is left to instances with %s: %s", name, ", ".join(sorted(others)), record.what)
                 continue
             places = [Place(one, "", PlaceOutcome.ELSEWHERE, 0, 0, "another instance has it") for one in sorted(others)]
-            one = OpenErasure(name, prefixes, record.what, mine, Receipt(record.what, places), others)
+            one = OpenErasure(name, prefixes, record.what, mine, Receipt(record.what, places), others, adopted=True)
             log.info("erasure %s is continued: %s", name, one.what)
             with self._lock:
                 self._known.setdefault(name, one)

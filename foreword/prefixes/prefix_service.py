@@ -101,10 +101,7 @@ class PrefixService:
     ) -> None:
         self.book = PrefixBook()
         self.registering: set[Registration] = set()
-        self._reserve = reserve
-        self._tokenize = tokenize
-        self._storage = storage
-        self._mark = mark
+        self._reserve, self._tokenize, self._storage, self._mark = reserve, tokenize, storage, mark
         if storage is not None:
             storage.pins.needed.append(lambda tenant: self._chains(storage, tenant))
         self._changing = threading.Lock()

@@ -110,8 +110,8 @@ def at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
     The other threads are new ones, so they have the priority of this one.
     """
-    if len(calls) == 1:
-        return [calls[0]()]
+    if len(calls) < 2:
+        return [call() for call in calls]
     with ThreadPoolExecutor(len(calls) - 1, "foreword-part") as threads:
         others = [_started(threads, call) for call in calls[1:]]
         first = calls[0]()

@@ -109,9 +109,7 @@ class KeyStoreCalls:
     """Calls of a key store, each within a second. After one that fails none is made until a probe has succeeded."""
 
     def __init__(self, store: Store, seconds: float) -> None:
-        self._tier = StoreTier(store)
-        self._seconds = seconds
-        self.down = False
+        self._tier, self._seconds, self.down = StoreTier(store), seconds, False
 
     def _call(self, call: Callable[..., Result]) -> Result:
         if self.down:
@@ -178,8 +176,7 @@ class DataKeys:
         self._config = config
         self._masters = MasterKeys(config)
         self._store = KeyStoreCalls(store or _opened(config), config.check_seconds)
-        self._lock = threading.Lock()
-        self._tenants_lock = threading.Lock()
+        self._lock, self._tenants_lock = threading.Lock(), threading.Lock()
         self._entries: dict[tuple[bytes, int], _Entry] = {}
         self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}

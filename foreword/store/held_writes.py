@@ -22,8 +22,7 @@ class HeldWrites:
     """
 
     def __init__(self, most: int, counts: Counter[str]) -> None:
-        self._most = most
-        self._counts = counts
+        self._most, self._counts = most, counts
         self._sizes: dict[Name, int] = {}
         self._bytes = 0
 

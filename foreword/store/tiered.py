@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError
+from foreword.store.background import at_once
 from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
@@ -358,13 +359,16 @@ class TieredStore(Store):
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         """Write to every tier that keeps records. Raises StoreError if all of them failed."""
-        failures = []
-        for tier in self.record_tiers:
+        failures = list[StoreError]()
+
+        def put(tier: StoreTier) -> None:
             try:
                 tier.call(partial(tier.store.put_record, key, data, deadline=deadline), deadline)
             except StoreError as error:
                 tier.count_error(error)
                 failures.append(error)
+
+        at_once([partial(put, tier) for tier in self.record_tiers])
         if failures and len(failures) == len(self.record_tiers):
             raise failures[0]
 

@@ -254,6 +254,33 @@ def test_another_instance_leaves_what_it_does_not_have(
             assert not any(present(tier.store, mine))
 
 
+def test_a_process_that_ends_in_an_erasure(tmp_path: Path) -> None:
+    """The next one continues it, although the first has given no receipt. One that began to continue it, too, leaves what the
+    tenant has stored since it was completed."""
+    url, records, mine = f"disk://{tmp_path}/kv?size=8MiB", tmp_path / "kv" / "records" / "erasures=", of(ANN, 1)
+    with closing(open_store([url])) as store:
+        put_all(store.tiers[0].store, mine)
+
+        def end(roots: Sequence[bytes]) -> int:
+            wait_until(lambda: bool(list(records.glob("*~"))), "the record")
+            raise SystemExit
+
+        first = OpenErasures(store, end, pause=60)
+        with pytest.raises(SystemExit):
+            first.erase([ANN])
+        first.close()
+        assert all(present(store, mine))
+    [name] = (one.name[:-1] for one in records.glob("*~"))
+    with closing(open_store([url])) as store, closing(open_store([url])) as beside:
+        late, erasures = (OpenErasures(one, lambda _: 0, pause=pause) for one, pause in ((beside, 2), (store, 0.01)))
+        wait_until(lambda: not any(present(store, mine)), "the erasure")
+        erasures.close()
+        put_all(store.tiers[0].store, mine)
+        wait_until(lambda: (found := late.get(name)) is not None and not found.tiers, "its look at the record")
+        late.close()
+        assert all(present(store, mine))
+
+
 def test_an_erasure_that_is_open_in_two_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that has one of them erases it, says that another one is left, and keeps the record for who has it."""
     folders = ("mine", "shared")
