@@ -262,8 +262,8 @@ for seed in itertools.count():
 
 
 def test_an_erasure_of_a_folder_removes_what_killed_writers_left(folder: Path):
-    """A process is killed while it writes an object into a folder. An erasure leaves nothing of it, nor an empty folder of the
-    root, and all of another root."""
+    """A process is killed while it writes an object or a record into a folder. An erasure leaves nothing of it, nor an empty
+    folder of the root, and all of another root."""
     store = ObjectStore(f"file://{folder}")
     mine, theirs = make_frames(1, 1, 10)[0], make_frames(1, 3, 10, root=b"other" * 7)
     store.put(theirs, deadline=soon())
@@ -279,9 +279,14 @@ def test_an_erasure_of_a_folder_removes_what_killed_writers_left(folder: Path):
         if leftovers():
             break
     assert leftovers()
+    other = theirs[0].header.root.hex()
+    for number, root in enumerate((mine.header.root.hex(), other)):
+        store.put_record(f"prefixes/model/{root}/p", b"a text", deadline=soon())
+        record = folder / "records" / f"prefixes!model!{root}!p.record"
+        record.rename(f"{record}#{number}")
     store.erase(root=mine.header.root, deadline=soon())
     assert not [path for path in folder.rglob("*") if mine.header.root.hex() in str(path)]
-    assert read(store, theirs) == whole(theirs)
+    assert read(store, theirs) == whole(theirs) and [path.name.split("!")[2] for path in leftovers()] == [other]
     store.close()
 
 

@@ -199,9 +199,10 @@ def open_client(url: str, options: dict[str, str]) -> Any:
         raise StoreConfigError(f"the object store's URL or options are wrong: {error_text(error)}") from None
 
 
-def remove_leftovers(store: Any, folder: str) -> None:
-    """Of a `file://` store, remove what killed processes have left in a folder, and empty folders: obstore writes an object
-    beside its place, under its name with `#` and a number, which no listing shows. Raises StoreUnavailable."""
+def remove_leftovers(store: Any, folder: str, part: str = "") -> None:
+    """Of a `file://` store, remove what killed processes have left in a folder, of objects with this part in their names, and
+    empty folders: obstore writes an object beside its place, under its name with `#` and a number, which no listing shows.
+    Raises StoreUnavailable."""
     if not isinstance(store, LocalStore):
         return
     base = Path(str(store.prefix), folder)
@@ -209,7 +210,7 @@ def remove_leftovers(store: Any, folder: str) -> None:
         if path.is_dir():
             with contextlib.suppress(OSError):  # not empty
                 path.rmdir()
-        elif "#" in path.name:
+        elif "#" in path.name and part in path.name:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

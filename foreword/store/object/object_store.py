@@ -217,6 +217,8 @@ class ObjectStore(Store):
                 for metas in self._pages(folder, deadline):
                     yield Erased(self._remove(metas, deadline))
                 remove_leftovers(self._store, self._prefix + folder)
+            if root:
+                remove_leftovers(self._store, f"{self._prefix}records", f"!{root.hex()}")
         except StoreError as error:
             yield Erased.failed(error)
 
@@ -456,8 +458,7 @@ class Renewals:
     """
 
     def __init__(self, client: Any, prefix: str, loop: ClientLoop, after: float) -> None:
-        self.count = 0
-        self._client = client
+        self.count, self._client = 0, client
         self._prefix = prefix
         self._loop = loop
         self._after = after
