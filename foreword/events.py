@@ -164,9 +164,9 @@ class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):
         model: as its server names it. weights: the fingerprint of what computed them; empty if it is not known.
     """
 
-    prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
-    output: Annotated[int, msgspec.Meta(ge=0)] = 0
-    cached: Annotated[int, msgspec.Meta(ge=0)] = 0
+    prompt: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    output: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
+    cached: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)] = 0
     reasoning: int = 0
     read: dict[str, int] = {}
     model: str = ""

@@ -159,9 +159,11 @@ def bill(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_damaged_ledger(tmp_path: Path) -> None:
-    """What no front writes is counted and not billed: numbers below zero, times that no calendar has, halves of lines. A line
+    """What no front writes is counted and not billed: numbers below zero or that no
+    machine computes, times that no calendar has, halves of lines. A line
     behind the zeros that a crash of the machine leaves is billed."""
     bad = [line(usage={"prompt": -500}), line(usage={"output": -1, "prompt": 9})]
+    bad += [line(usage={"prompt": 10**30}), line(usage={"prompt": 9, "cached": 2**62})]
     bad += [line(time=253402300000), line(time=-1), line(time=1e300), line()[:50], "null", "[" * 99_999, "\udcff"]
     text = "\n".join([line(), "\0" * 100 + line(), *bad, "", line()])
     (tmp_path / "usage.jsonl").write_text(text, errors="surrogateescape")
@@ -181,6 +183,14 @@ def test_a_ledger_that_ends_within_a_line(tmp_path: Path) -> None:
         ledger.close()
         assert path.read_text().endswith("\n") and "\n\n" not in path.read_text()
         assert sum(one["requests"] for one in bill(tmp_path)["bills"]) == 1 + before.endswith("\n")
+
+
+def test_a_ledger_is_billed_once(tmp_path: Path) -> None:
+    """The same ledger under two names, as two patterns of a shell give it, is refused."""
+    (tmp_path / "usage.jsonl").write_text(line())
+    (tmp_path / "link.jsonl").symlink_to("usage.jsonl")
+    with pytest.raises(ConfigError, match="named twice"):
+        bill(tmp_path, str(tmp_path / "link.jsonl"))
 
 
 def test_a_bill_overwrites_no_ledger(tmp_path: Path) -> None:

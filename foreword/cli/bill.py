@@ -77,8 +77,7 @@ class Prices:
 
     def cost(self, model: str, kind: str, tokens: int, *, cache: bool = True) -> Decimal:
         """Of tokens of a kind; without a cache, all prompt tokens are input."""
-        key = _KINDS[kind][0] if cache or kind == "output" else "input"
-        return self.of(model)[key] * tokens / _PER_TOKENS
+        return self.of(model)[_KINDS[kind][0] if cache or kind == "output" else "input"] * tokens / _PER_TOKENS
 
 
 def _prices(path: Path, name: str, given: Any) -> dict[str, Decimal]:
@@ -195,6 +194,8 @@ def bill(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """What tenants have used, what it costs at a price list, and what it would cost without a cache."""
+    if len({one.resolve() for one in ledgers}) < len(ledgers):
+        raise ConfigError("a ledger is named twice: its requests would be billed twice")
     listed = Prices.read(prices)
     charges, bad = read_ledgers(ledgers)
     found = bills(charges, listed)

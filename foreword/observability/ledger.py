@@ -50,8 +50,7 @@ class UsageLedger(LineFile[RequestUsage]):
 
     def note(self, name: str, tenant: str, route: str, status: int, seconds: float, usage: TokenUsage) -> None:
         """A request has ended."""
-        begun = round(time.time() - seconds, 3)
-        self.add(RequestUsage(begun, round(seconds, 6), name, tenant, route, status, usage))
+        self.add(RequestUsage(round(time.time() - seconds, 3), round(seconds, 6), name, tenant, route, status, usage))
 
     def encode(self, item: RequestUsage) -> bytes:
         return _encode(item) + b"\n"
