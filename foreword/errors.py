@@ -58,6 +58,10 @@ class PromptTooLong(BadRequest, code="context_length_exceeded"):
     """The prompt and the requested tokens exceed the maximum length of the model or the size of the block pool."""
 
 
+class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):
+    """The request wants its conversation kept here. Anthropic's client then sends all of it again."""
+
+
 class GrammarTooComplex(BadRequest, code="grammar_too_complex"):
     """What the text must match cannot be followed within the limits of a step. Known only when the text has come so far."""
 

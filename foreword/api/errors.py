@@ -28,6 +28,7 @@ _MAIN_PATHS: Final = (
 CLIENT_GONE: Final = 499
 # Seconds, by status, where the caller of `error_response` gives none.
 _RETRY_AFTER: Final = {503: 5.0}
+_TYPES: Final = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class BodyTooLarge(BadRequest, status=413, code="request_too_large"):
@@ -108,12 +109,5 @@ def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> Err
 
 
 def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": _type(status), "param": param, "code": code}}
-
-
-def _type(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -105,6 +105,7 @@ class Call:
 
     Attributes:
         id: of the request, in the log and in the answer.
+        path: without the query, as the client wrote it.
         names: the parts of the path that the route names.
         tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
         body: what the route's `parse` made of `raw`; None without a body.
@@ -113,13 +114,12 @@ class Call:
         failure: the error that ended a stream after its head.
         ignored: fields of the body that had no effect.
         span: of its trace; None without traces.
+        streams: whether the head of a streamed answer was sent.
         arrived: when it came, by `time.monotonic`.
     """
 
     __slots__ = (
         "_front",
-        "_query",
-        "_streams",
         "admitted",
         "arrived",
         "body",
@@ -129,9 +129,11 @@ class Call:
         "id",
         "ignored",
         "names",
+        "path",
         "raw",
         "route",
         "span",
+        "streams",
         "tenant",
         "usage",
     )
@@ -140,6 +142,7 @@ class Call:
         self._front = front
         self.exchange = exchange
         self.arrived = time.monotonic()
+        self.path = exchange.path
         self.id = request_id_from(exchange.headers.get("x-request-id"))
         self.route: Route[Handler] | None = None
         self.names: Mapping[str, str] = {}
@@ -152,17 +155,11 @@ class Call:
         self.held = front.bodies.hold()
         self.failure: BaseException | None = None
         self.span: Span | None = None
-        self._query: dict[str, list[str]] | None = None
-        self._streams = False
+        self.streams = False
 
     @property
     def method(self) -> str:
         return self.exchange.method
-
-    @property
-    def path(self) -> str:
-        """As the client wrote it, without the query."""
-        return self.exchange.path
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -170,9 +167,7 @@ class Call:
 
     def query(self, name: str) -> list[str]:
         """The values of a parameter of the query."""
-        if self._query is None:
-            self._query = parse_qs(self.exchange.query, keep_blank_values=True)
-        return self._query.get(name, [])
+        return parse_qs(self.exchange.query, keep_blank_values=True).get(name, [])
 
     @property
     def limits(self) -> Limits:
@@ -215,21 +210,17 @@ class Call:
     async def open(self, headers: Mapping[str, str], *, at_once: bool) -> ByteStream:
         """Begin to stream the answer, at once or with its first bytes. Raises ClientGone."""
         stream = await self.exchange.open(200, {**headers, **self.own_headers()}, at_once)
-        self._streams = True
+        self.streams = True
         return stream
 
     def own_headers(self) -> dict[str, str]:
         """What every answer says of its request."""
+        own = {"x-request-id": self.id, "request-id": self.id}
         if not self.ignored:
-            return {"x-request-id": self.id}
+            return own
         names = [name for name in self.ignored if _FIELD.fullmatch(name)][:_MOST_NAMES]
         more = len(self.ignored) - len(names)
-        return {"x-request-id": self.id, IGNORED: ", ".join([*names, f"and {more} more"] if more else names)}
-
-    @property
-    def streams(self) -> bool:
-        """Whether the head of a streamed answer was sent."""
-        return self._streams
+        return {**own, IGNORED: ", ".join([*names, f"and {more} more"] if more else names)}
 
 
 class FrontMetrics(Protocol):

@@ -195,6 +195,7 @@ def test_client_raises_its_own_exceptions() -> None:
         client.messages.create(model="nano", max_tokens=9, messages=[])
     shown: Any = caught.value.body
     assert shown["error"]["type"] == "invalid_request_error" and shown["request_id"] == "req_1"
+    assert caught.value.error_code == "invalid_request"
     for error, kind in ((EngineFailed("broken"), "api_error"), (QueueFull("later"), "rate_limit_error")):
         server = DialectServer(SENTENCE[:1], error)
         with (

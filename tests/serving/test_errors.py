@@ -166,6 +166,7 @@ def test_request_ids(client: httpx.Client, server: SharedServer) -> None:
     body = {"prompt": "x", "max_tokens": 1}
     answer = client.post("/v1/completions", json=body, headers={"x-request-id": "abc-123"})
     assert (answer.headers["x-request-id"], answer.json()["id"]) == ("abc-123", "cmpl-abc-123")
+    assert answer.headers["request-id"] == "abc-123"  # where Anthropic's clients look
     drawn = {client.get("/health").headers["x-request-id"] for _ in range(2)}
     assert len(drawn) == 2
     for bad in ("x" * 200, "a b", "é"):

@@ -112,6 +112,28 @@ def test_streamed_tool_calls(claude: anthropic.Anthropic, server: SharedServer) 
         assert stream.get_final_message().stop_reason in ("end_turn", "max_tokens")
 
 
+def test_the_clients_own_loop_of_tools(claude: anthropic.Anthropic, server: SharedServer) -> None:
+    """The client would leave the conversation on the server. Told that nothing is kept there, it sends all of it."""
+    asked: list[str] = []
+
+    @anthropic.beta_tool
+    def remember(word: str) -> str:
+        """Remember a word."""
+        return asked.append(word) or "done"
+
+    choice: Any = {"type": "any", "disable_parallel_tool_use": True}
+    runner = claude.beta.messages.tool_runner(
+        model=server.model, max_tokens=60, messages=ask(), tools=[remember], tool_choice=choice, max_iterations=2
+    )
+    used = [message.usage for message in runner]
+    prompts = [one.input_tokens + (one.cache_read_input_tokens or 0) for one in used]
+    assert len(asked) == 2 and prompts[1] > prompts[0]
+    thread: Any = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(anthropic.BadRequestError, match="thread: ") as caught:
+        claude.beta.messages.create(model=server.model, max_tokens=1, messages=ask(), thread=thread)
+    assert caught.value.error_code == "thread_unsupported_request"
+
+
 def test_streamed_thinking(shared: SharedServers) -> None:
     """Reasoning is a block of its own in the client's accumulation, streamed or not. The prompt has opened it."""
     begun = {"role": "assistant", "content": "<think>"}

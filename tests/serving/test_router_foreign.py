@@ -421,6 +421,17 @@ def test_what_a_router_needs_is_checked(router: RouterThread, replica: Speaker) 
     assert len(replica.seen) == seen
 
 
+def test_threads_are_not_kept(router: RouterThread, replica: Speaker) -> None:
+    """A conversation that the client would leave on the server is refused with the code at which it sends all of it: vLLM
+    ignores the field, so the model would see the newest message only."""
+    seen = len(replica.seen)
+    image = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    body = {"model": "m", "max_tokens": 9, "messages": [image], "thread": {"type": "create"}}
+    answer = post(router, "/v1/messages", body)
+    assert answer.status_code == 400 and len(replica.seen) == seen
+    assert answer.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
     """If the replicas do not know the dialect either, the client learns what this server would say."""
     other = ChatReplica(loop)

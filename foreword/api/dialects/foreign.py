@@ -19,7 +19,7 @@ from foreword.errors import BadRequest
 
 # A router acts on these itself.
 _NEEDED: Final = frozenset(
-    ("model", "stream", "stream_options", "n", "prefix", "cache_salt", "priority", "return_token_ids")
+    ("model", "stream", "stream_options", "n", "prefix", "cache_salt", "priority", "return_token_ids", "thread")
 )
 _CONVERSATIONS: Final = frozenset(("messages", "input", "system"))
 # Types of parts, items and tools that all dialects here know.

@@ -27,6 +27,7 @@ from foreword.api.dialects.sampling import (
     stop_strings,
 )
 from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
+from foreword.errors import ThreadUnsupported
 
 _ROLES: Final = ("user", "assistant", "system")
 # The client's own. All others are the provider's.
@@ -114,6 +115,7 @@ class MessagesBody(OwnFields, kw_only=True):
     output_format: Format | None = None
     output_config: OutputConfig | None = None
     diagnostics: Diagnostics | None = None
+    thread: Raw = UNSET_RAW
     mcp_servers: Raw = UNSET_RAW
     vllm_xargs: Raw = UNSET_RAW
     watermarking: Raw = UNSET_RAW
@@ -136,6 +138,8 @@ def parse_count(raw: bytes, limits: Limits) -> GenerateRequest:
 
 def _request(body: MessagesBody, limits: Limits) -> GenerateRequest:
     refuse_unsupported(body)
+    if is_set(body.thread):  # its messages may be the newest ones only
+        raise ThreadUnsupported("thread: conversations are not kept here; send all messages", param="thread")
     messages = _messages(body, limits)
     tools = _tools(body.tools, limits)
     check_breakpoints(messages, tools)

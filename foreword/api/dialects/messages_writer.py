@@ -52,9 +52,9 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 def error_body(error: ForewordError, request_id: str = "") -> dict[str, Any]:
     """The JSON that reports an error to Anthropic's clients."""
     fallback = "api_error" if error.status >= 500 else "invalid_request_error"
-    kind = _ERROR_TYPES.get(error.status, fallback)
     named = {"request_id": request_id} if request_id else {}
-    return {"type": "error", "error": {"type": kind, "message": error.message}, **named}
+    shown = {"type": _ERROR_TYPES.get(error.status, fallback), "message": error.message}
+    return {"type": "error", "error": {**shown, "details": {"error_code": error.code}}, **named}
 
 
 def error_response(error: ForewordError, retry_after: float | None = None, request_id: str = "") -> ErrorResponse:
