@@ -39,6 +39,8 @@ IGNORED: Final = "x-foreword-ignored"
 HARMLESS: Final = frozenset({"client_metadata", "metadata", "safety_identifier", "store", "user"})
 _FIELD: Final = re.compile(r"[\w.\-\[\]]{1,64}", re.ASCII)
 _MOST_NAMES: Final = 16
+# Escapes of characters that need none: RFC 3986 calls both spellings equal.
+_NEEDLESS: Final = re.compile("%(?:2[DE]|3[0-9]|[46][1-9A-F]|[57][0-9A]|5F|7E)", re.IGNORECASE)
 _SHOWN_CHARACTERS: Final = 64
 
 
@@ -105,7 +107,7 @@ class Call:
 
     Attributes:
         id: of the request, in the log and in the answer.
-        path: without the query, as the client wrote it.
+        path: without the query, as the client wrote it but for characters that need no escape.
         names: the parts of the path that the route names.
         tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
         body: what the route's `parse` made of `raw`; None without a body.
@@ -142,7 +144,7 @@ class Call:
         self._front = front
         self.exchange = exchange
         self.arrived = time.monotonic()
-        self.path = exchange.path
+        self.path = _NEEDLESS.sub(lambda found: unquote(found[0]), exchange.path)
         self.id = request_id_from(exchange.headers.get("x-request-id"))
         self.route: Route[Handler] | None = None
         self.names: Mapping[str, str] = {}
@@ -386,7 +388,7 @@ class Front:
         if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
             return Answer(307, headers={"location": "?".join(filter(None, (call.path[:-1], call.exchange.query)))})
         known = [route.shown_path for route in self.routes.shown]
-        return Answer.of(no_route_response(call.method, unquote(call.path), methods, known))
+        return Answer.of(no_route_response(call.method, call.path, methods, known))
 
     def _refusal(self, call: Call, error: ForewordError) -> Answer:
         self.metrics.rejected(call.tenant.name, error.code)

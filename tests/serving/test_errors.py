@@ -159,6 +159,16 @@ def test_unknown_routes_and_methods(client: httpx.Client) -> None:
     assert moved.status_code == 307 and moved.headers["location"] == "/v1/completions?a=b"
     assert client.get("//v1/completions/").status_code == client.get("/v1/completion/").status_code == 404
     assert "main paths are /v1/chat/completions" in error_of(client.get("/elsewhere"))["message"]
+    assert client.get("/v1/models/").headers["location"] == "/v1/models"
+
+
+def test_escapes_in_a_path(client: httpx.Client, server: SharedServer) -> None:
+    """Escapes of characters that need none are another spelling of the same path; a slash is not such a character."""
+    name = "".join(f"%{ord(letter):02x}" for letter in server.model)
+    assert client.get("/v1/%6Dodel%73").json()["data"][0]["id"] == client.get(f"/v1/models/{name}").json()["id"]
+    assert client.post("/deto%6benize", json={"tokens": [1]}).json().keys() == {"prompt"}
+    answer = client.get("/v1%2Fmodels")
+    assert answer.status_code == 404 and "/v1%2Fmodels" in error_of(answer)["message"]
 
 
 def test_request_ids(client: httpx.Client, server: SharedServer) -> None:
