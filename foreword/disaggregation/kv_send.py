@@ -80,12 +80,7 @@ class KVSend:
         self._started = time.monotonic()
         self._changed = threading.Condition()
         self._in_flight = 0
-        self._over = False
-
-    @property
-    def over(self) -> bool:
-        """The transfer has ended."""
-        return self._over
+        self.over = False  # the transfer has ended
 
     # On the engine's thread
 
@@ -122,8 +117,8 @@ class KVSend:
     def end(self) -> None:
         """The transfer has ended. A second call does nothing."""
         with self._changed:
-            unused = self._in_flight == 0 and not self._over
-            self._over = True
+            unused = self._in_flight == 0 and not self.over
+            self.over = True
             self._changed.notify_all()
         if unused:
             self._sender.released(self)
@@ -131,15 +126,15 @@ class KVSend:
     def start_job(self) -> bool:
         """Count a job as in flight; False if the transfer has ended."""
         with self._changed:
-            self._in_flight += not self._over
-            return not self._over
+            self._in_flight += not self.over
+            return not self.over
 
     def end_job(self) -> None:
         """A job was done, or was dropped."""
         with self._changed:
             self._in_flight -= 1
             self._changed.notify_all()
-            unused = self._over and self._in_flight == 0
+            unused = self.over and self._in_flight == 0
         if unused:
             self._sender.released(self)
 
@@ -148,7 +143,7 @@ class KVSend:
     def wait_sent(self) -> None:
         """In a job: wait until everything queued before it has been sent. Cancels the transfer if that takes too long."""
         with self._changed:
-            sent = self._changed.wait_for(lambda: self._in_flight <= 1 or self._over, SEND_WAIT)
+            sent = self._changed.wait_for(lambda: self._in_flight <= 1 or self.over, SEND_WAIT)
         if not sent:
             self._cancel_late()
 
@@ -158,7 +153,7 @@ class KVSend:
         largest = min(self.source.channel.largest, 1 << 20)
         layers = range(kv.low, kv.high)
         for part in split(view.layout, kv.tokens, kv.keys, first_block=kv.first, layers=layers, target=largest):
-            if self._over:
+            if self.over:
                 return
             start = part.first_block - kv.first
             self._send_part(part, view.read(part, kv.blocks[start : start + part.blocks], kv.mark))
@@ -167,7 +162,7 @@ class KVSend:
         size = sum(map(len, buffers))
 
         def sent() -> None:
-            if not self._over:
+            if not self.over:
                 self.bytes += size
                 self.parts += 1
                 self.hidden_bytes += 0 if self.computed else size

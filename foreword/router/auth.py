@@ -68,9 +68,9 @@ class RouterAuth:
         self.rights = Rights(
             self.tenants, config.server.admin_key, HostNames((config.server.host, *config.server.allowed_hosts))
         )
-        self._replica_key = config.router.replica_key
+        self.replica_key = config.router.replica_key
         # Without a replica key, probes use the key of the first tenant.
-        self._probe_key = self._replica_key or self.tenants.first_key
+        self._probe_key = self.replica_key or self.tenants.first_key
 
     @property
     def has_tenants(self) -> bool:
@@ -78,13 +78,9 @@ class RouterAuth:
         return len(self.tenants) > 0
 
     @property
-    def replica_key(self) -> str | None:
-        return self._replica_key
-
-    @property
     def uses_own_key(self) -> bool:
         """Whether replicas get the router's own key, so that only what the router says separates tenants."""
-        return self._replica_key is not None
+        return self.replica_key is not None
 
     def priority(self, tenant: Tenant, wanted: int) -> int:
         """The `priority` that a request gets: what it asks for, or the most urgent one that its tenant may have."""
@@ -95,17 +91,17 @@ class RouterAuth:
 
         The operator's key is not for replicas.
         """
-        if self._replica_key is None:
+        if self.replica_key is None:
             passed = authorization is not None and not self.rights.is_admin_key(authorization)
             return {"authorization": authorization} if authorization and passed else {}
-        headers = {"authorization": f"Bearer {self._replica_key}"}
+        headers = {"authorization": f"Bearer {self.replica_key}"}
         if kind == "foreword" and tenant.salt:
             headers[SALT_HEADER] = tenant.salt.hex()
         return headers
 
     def headers_of(self, tenant: Tenant, kind: str) -> dict[str, str]:
         """Authentication of the router's own requests on behalf of a tenant."""
-        if self._replica_key is None:
+        if self.replica_key is None:
             return self.tenants.headers_for(tenant.salt)
         return self.headers(tenant, None, kind)
 

@@ -67,13 +67,8 @@ class TokenLru:
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._held = 0
+        self.held = 0  # the size of all entries in tokens
         self._lock = threading.Lock()
-
-    @property
-    def held(self) -> int:
-        """The size of all entries in tokens."""
-        return self._held
 
     def get(self, name: bytes) -> array[int] | None:
         with self._lock:
@@ -88,14 +83,14 @@ class TokenLru:
             if name in self._entries or size > self._max_tokens:
                 return
             self._entries[name] = tokens
-            self._held += size
-            while self._held > self._max_tokens:
-                self._held -= len(self._entries.popitem(last=False)[1]) + _ENTRY_TOKENS
+            self.held += size
+            while self.held > self._max_tokens:
+                self.held -= len(self._entries.popitem(last=False)[1]) + _ENTRY_TOKENS
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            self._held = 0
+            self.held = 0
 
 
 def digest(text: bytes) -> bytes:

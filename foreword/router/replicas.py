@@ -99,15 +99,11 @@ class ReplicaBreaker:
         self._failed_probes = 0
         self._pause = _FIRST_PAUSE
         self._open_until: float | None = None
-        self._half_open = False
+        self.half_open = False
 
     @property
     def state(self) -> str:
-        return "open" if self._open_until is not None else "half-open" if self._half_open else "closed"
-
-    @property
-    def half_open(self) -> bool:
-        return self._half_open
+        return "open" if self._open_until is not None else "half-open" if self.half_open else "closed"
 
     def failed(self, now: float, reason: str, *, certain: bool = False) -> bool:
         """Note a failed request; `certain` failures open the breaker at once. True if it has just opened."""
@@ -115,9 +111,9 @@ class ReplicaBreaker:
         return self._maybe_open(now, reason, certain or self._failed_requests >= self.failures)
 
     def _maybe_open(self, now: float, reason: str, enough: bool) -> bool:
-        if self._open_until is not None or not (enough or self._half_open):
+        if self._open_until is not None or not (enough or self.half_open):
             return False
-        self.reason, self._half_open = reason, False
+        self.reason, self.half_open = reason, False
         self._open_until = now + self._pause
         self._pause = min(self._pause * 2, _MAX_PAUSE)
         self.opened += 1
@@ -127,7 +123,7 @@ class ReplicaBreaker:
         """Note a successful request. Ignored while open, because the request was sent before."""
         if self._open_until is None:
             self._failed_requests = self._failed_probes = 0
-            self._half_open, self.reason, self._pause = False, "", _FIRST_PAUSE
+            self.half_open, self.reason, self._pause = False, "", _FIRST_PAUSE
 
     def due(self, now: float) -> bool:
         """Whether a probe should be sent; always true while not open."""
@@ -142,7 +138,7 @@ class ReplicaBreaker:
         if problem is not None:
             self.reason, self._open_until = problem, now + _PROBE_INTERVAL
         else:
-            self._open_until, self._half_open = None, True
+            self._open_until, self.half_open = None, True
             self._failed_requests = self._failed_probes = 0
         return False
 

@@ -60,18 +60,13 @@ class FairQueue(Generic[Item]):
             raise ConfigError(f"the weight of tenant {wrong[0]!r} must be a number above 0")
         self._tenants: dict[str, _TenantQueue[Item]] = {}
         self._length = 0
-        self._cost = 0.0
+        self.cost = 0.0  # of all entries
         self._virtual_time = 0.0
         self._served = 0.0
         self._served_at = -math.inf
 
     def __len__(self) -> int:
         return self._length
-
-    @property
-    def cost(self) -> float:
-        """Cost of all entries."""
-        return self._cost
 
     def queued(self, tenant: str) -> int:
         """Number of entries of one tenant."""
@@ -92,7 +87,7 @@ class FairQueue(Generic[Item]):
         known.finish = entry.start + entry.cost / self._weight(tenant)
         known.entries[entry] = None
         self._length += 1
-        self._cost += entry.cost
+        self.cost += entry.cost
         return entry, displaced
 
     def pop(self, now: float) -> QueueEntry[Item] | None:
@@ -121,7 +116,7 @@ class FairQueue(Generic[Item]):
         rate = self._recently_served(now) / _RATE_SECONDS
         if not rate:
             return _MIN_RETRY if not self._length else _MAX_RETRY / 2
-        return min(max(self._cost / 2 / rate, _MIN_RETRY), _MAX_RETRY)
+        return min(max(self.cost / 2 / rate, _MIN_RETRY), _MAX_RETRY)
 
     # Internals
 
@@ -143,10 +138,10 @@ class FairQueue(Generic[Item]):
         tenant = self._tenants[entry.tenant]
         del tenant.entries[entry]
         self._length -= 1
-        self._cost -= entry.cost
+        self.cost -= entry.cost
         if not self._length:
             self._tenants.clear()
-            self._cost = self._virtual_time = 0.0
+            self.cost = self._virtual_time = 0.0
         elif not tenant.entries and tenant.finish <= self._virtual_time:
             del self._tenants[entry.tenant]
 

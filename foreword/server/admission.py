@@ -32,7 +32,7 @@ class Admission:
         # Set when the server has stopped waiting for running requests.
         self.stopped = asyncio.Event()
         self._engine = engine
-        self._draining = False
+        self.draining = False  # refuses new requests because the server is about to stop
         self._admitted = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -48,18 +48,13 @@ class Admission:
         self._progress = text
 
     @property
-    def draining(self) -> bool:
-        """Whether the server refuses new requests because it is about to stop."""
-        return self._draining
-
-    @property
     def loaded(self) -> AsyncEngine | None:
         """The engine, whether or not the server takes requests."""
         return self._engine
 
     def engine(self) -> AsyncEngine:
         """The engine. Raises ShuttingDown, NotReady or EngineFailed if the server takes no requests now."""
-        if self._draining:
+        if self.draining:
             raise ShuttingDown("The server is shutting down and takes no new requests; retry later")
         return self.check_loaded()
 
@@ -113,7 +108,7 @@ class Admission:
 
     def close(self) -> None:
         """Refuse new requests from now on."""
-        self._draining = True
+        self.draining = True
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests, wait up to `timeout` seconds until the running ones have ended and migrated ones were fetched,

@@ -54,20 +54,10 @@ class SendQueue:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._messages: deque[QueuedMessage] = deque()
-        self._bytes = 0
-        self._without_payload = 0
+        self.queued_bytes = 0  # of payloads
+        self.without_payload = 0  # messages without a payload that wait
         self._closed = False
         self._changed = threading.Condition()
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of queued payloads."""
-        return self._bytes
-
-    @property
-    def without_payload(self) -> int:
-        """The number of messages without a payload that wait."""
-        return self._without_payload
 
     @property
     def closed(self) -> bool:
@@ -78,7 +68,7 @@ class SendQueue:
         with self._changed:
             if not self._closed:
                 self._messages.append(message)
-                self._without_payload += 1
+                self.without_payload += 1
                 self._changed.notify_all()
 
     def put(self, message: QueuedMessage, wait: float) -> bool:
@@ -88,15 +78,15 @@ class SendQueue:
         """
 
         def settled() -> bool:
-            fits = not self._bytes or self._bytes + message.size <= self._limit
+            fits = not self.queued_bytes or self.queued_bytes + message.size <= self._limit
             return self._closed or fits or message.obsolete()
 
         with self._changed:
             queued = self._changed.wait_for(settled, wait) and not self._closed
             if queued:
                 self._messages.append(message)
-                self._bytes += message.size
-                self._without_payload += not message.size
+                self.queued_bytes += message.size
+                self.without_payload += not message.size
                 self._changed.notify_all()
         if not queued:
             message.done()
@@ -136,8 +126,8 @@ class SendQueue:
     def release(self, message: QueuedMessage) -> None:
         """The message was sent, or will not be."""
         with self._changed:
-            self._bytes -= message.size
-            self._without_payload -= not message.size
+            self.queued_bytes -= message.size
+            self.without_payload -= not message.size
             self._changed.notify_all()
         message.done()
 

@@ -88,7 +88,7 @@ class ConversationHistory:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
-        self._total = 0
+        self.size = 0  # numbers kept
         self._all: OrderedDict[int, Conversation] = OrderedDict()
         self._by_tenant: dict[str, OrderedDict[int, Conversation]] = {}
         self._by_session: dict[tuple[str, str], Conversation] = {}
@@ -98,11 +98,6 @@ class ConversationHistory:
 
     def __len__(self) -> int:
         return len(self._all)
-
-    @property
-    def size(self) -> int:
-        """Numbers kept."""
-        return self._total
 
     def known_messages(self, tenant: str, session: str | None) -> dict[int, MessageOutline]:
         """Messages of the session's last conversation, by the hash of their content."""
@@ -128,9 +123,9 @@ class ConversationHistory:
             self._weigh(one)
 
     def _weigh(self, one: Conversation) -> None:
-        self._total += one.weight - self._weights.get(id(one), 0)
+        self.size += one.weight - self._weights.get(id(one), 0)
         self._weights[id(one)] = one.weight
-        while self._total > self._capacity and len(self._all) > 1:
+        while self.size > self._capacity and len(self._all) > 1:
             self._remove(next(iter(self._all.values())))
 
     def settle(self, done: Conversation) -> None:
@@ -169,7 +164,7 @@ class ConversationHistory:
         del tenant[id(old)]
         if not tenant:
             del self._by_tenant[old.tenant]
-        self._total -= self._weights.pop(id(old))
+        self.size -= self._weights.pop(id(old))
         if old.session is not None and self._by_session.get((old.tenant, old.session)) is old:
             del self._by_session[old.tenant, old.session]
         for key in _prefix_keys(old):
