@@ -64,6 +64,8 @@ PATTERNS = {
 }
 CHOICES = ("yes", "no", 'a "quoted" \\ one\n', "été")
 LARK = 'start: "<" WORD ">" start* "</" WORD ">"\nWORD: /[a-z]{1,8}/'
+# What vLLM's documentation shows is in this syntax.
+EBNF = 'root ::= "<" name-of-it ">" root* "</" name-of-it ">"  # start: ...\n name-of-it ::= [a-z]{1,8}'
 
 
 def of_schema(schema: dict[str, Any]) -> Callable[[str], None]:
@@ -99,6 +101,7 @@ KINDS: dict[str, tuple[StructuredOutput, Callable[[str], None]]] = {
     "regex": (StructuredOutput("regex", r"(ab|[0-9]{2,3})+(x|yz)*end"), full_match(r"(ab|[0-9]{2,3})+(x|yz)*end")),
     "choice": (StructuredOutput("choice", CHOICES), one_of),
     "grammar": (StructuredOutput("grammar", LARK), balanced),
+    "EBNF": (StructuredOutput("grammar", EBNF), balanced),
 }
 
 
@@ -245,6 +248,9 @@ REFUSED: dict[str, StructuredOutput] = {
     "brackets": StructuredOutput("regex", "(" * 100_000 + ")" * 100_000),
     "long regex": StructuredOutput("regex", "a" * 1_000_000),
     "broken grammar": StructuredOutput("grammar", "start: nothing"),
+    "broken EBNF": StructuredOutput("grammar", "root ::= nothing"),
+    "deep EBNF": StructuredOutput("grammar", "root ::= " + "(" * 100 + '"a' + ")" * 100),
+    "many rules": StructuredOutput("grammar", "".join(f"r{i} ::= r{i + 1}\n" for i in range(9000)) + 'root ::= "a"'),
     "deep grammar": StructuredOutput("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
     "no choices": StructuredOutput("choice", ()),
     "many choices": StructuredOutput("choice", tuple(f"choice {i}" for i in range(10_000))),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from foreword.engine.structured.closing import ClosingPath
 from foreword.engine.structured.examples import examples
@@ -26,6 +29,9 @@ from foreword.newest import Newest
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100
+# In the EBNF of llama.cpp and XGrammar, which vLLM takes too.
+_RULES: Final = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+_MAX_RULES: Final = 1_000
 # One space, or a new line with its indent: a model could fill its budget with more.
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"( |\n[ \t]{0,32})?"}
 
@@ -95,6 +101,19 @@ def _regex(output: StructuredOutput) -> str:
 
 def _grammar(output: StructuredOutput) -> str:
     return str(LLMatcher.grammar_from_lark(_checked(output.value, "grammar")))
+
+
+def _in_lark(output: StructuredOutput) -> StructuredOutput:
+    """The same, if it is a grammar in EBNF in the other syntax. Raises BadRequest."""
+    rules = len(_RULES.findall(_checked(output.value, "grammar"))) if output.kind == "grammar" else 0
+    if not rules:
+        return output
+    if rules > _MAX_RULES:  # the time to convert them grows with their square
+        raise BadRequest(f"grammar may have {_MAX_RULES} rules in EBNF", param="structured_outputs")
+    try:
+        return replace(output, value=gbnf_to_lark(str(output.value)))
+    except Exception as error:  # noqa: BLE001 - it has no class for all of its errors
+        raise BadRequest(f"the grammar is refused: {_first_line(str(error))}", param="structured_outputs") from None
 
 
 def _checked(value: object, name: str) -> str:
@@ -187,6 +206,7 @@ class GrammarCompiler:
     def compile(self, output: StructuredOutput) -> CompiledOutput:
         """Blocks for milliseconds to seconds, unless it was compiled before. Raises BadRequest for a grammar that is wrong or
         too complex, QueueFull if too many wait."""
+        output = _in_lark(output)
         text = grammar_text(output)
         key = msgspec.json.encode((text, output.complete))
         with self._lock:

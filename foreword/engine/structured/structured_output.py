@@ -17,7 +17,7 @@ class StructuredOutput:
     """What the generated text must match.
 
     Attributes:
-        kind: `json_object` is any JSON object; `grammar` is in the Lark syntax of llguidance.
+        kind: `json_object` is any JSON object; `grammar` is in the Lark syntax of llguidance, or in EBNF.
         value: the JSON schema (a mapping), regular expression or grammar (texts), or the choices (a tuple of texts).
         strict: refuse a JSON schema with keywords that the mask cannot enforce; False ignores those keywords.
         complete: near `max_tokens`, choose tokens that end the text in time. False: the text may be cut anywhere.
