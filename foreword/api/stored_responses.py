@@ -12,7 +12,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, Meter, Routes
-from foreword.errors import NotFound
+from foreword.errors import BadRequest, NotFound
 
 _TENANT_RESPONSES: Final = 1000
 # Of all memory, what one tenant may use.
@@ -121,6 +121,8 @@ def add_routes(routes: Routes[Handler], responses: StoredResponses) -> None:
     @routes.add("GET", "/v1/responses/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="generate")
     async def stored_response(call: Call) -> Answer:
         """A stored response."""
+        if call.query("stream") not in ([], ["false"]):
+            raise BadRequest("stream: only a response that is computed in the background has a stream", param="stream")
         body = responses.get(call.tenant.salt, call.names["name"]).body
         return Answer(200, body, {"content-type": "application/json"})
 

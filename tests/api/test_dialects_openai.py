@@ -114,6 +114,7 @@ def test_sampling_fields() -> None:
         "bad_words": ("no",),
         "temperature": 0.0,
     }
+    assert not chat(logprobs=False, top_logprobs=0).sampling  # some clients send all fields
 
 
 @pytest.mark.parametrize(

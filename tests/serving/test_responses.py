@@ -40,14 +40,18 @@ def test_response_and_its_continuation(ai: openai.OpenAI, server: SharedServer) 
 
 
 def test_streamed_response(ai: openai.OpenAI, server: SharedServer) -> None:
-    """The events have consecutive numbers and end with the response that is stored."""
-    asked: Any = {"model": server.model, "input": "def area(", **SHORT}
+    """The events have consecutive numbers and end with the response that is stored. It is fetched whole: the client's helper
+    for streams would wait for events. No tool of the server is called, so their limit holds."""
+    asked: Any = {"model": server.model, "input": "def area(", "max_tool_calls": 3, **SHORT}
     events = list(ai.responses.create(**asked, stream=True))
     final = events[-1].response
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[0].type == "response.created"
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == final.output_text
-    assert ai.responses.retrieve(final.id).output_text == final.output_text
+    assert ai.responses.retrieve(final.id, stream=False).output_text == final.output_text
+    assert final.max_tool_calls == 3
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        ai.responses.retrieve(final.id, stream=True)
     assert final.output_text == ai.responses.create(**asked).output_text
 
 

@@ -78,7 +78,7 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
 
 
 def _sampling(body: ChatBody, limits: Limits) -> dict[str, Any]:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refuse("top_logprobs", "needs logprobs to be true")
     if body.echo:
         raise refuse("echo", "not supported for chat; use continue_final_message")

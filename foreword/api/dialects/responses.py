@@ -123,6 +123,7 @@ class ResponsesBody(OwnFields, kw_only=True):
     prompt_cache_retention: str | float | None = None
     prompt_cache_options: CacheOptions | None = None
     service_tier: str | None = None
+    max_tool_calls: Whole | None = None
     background: Raw = UNSET_RAW
     conversation: Raw = UNSET_RAW
     prompt: Raw = UNSET_RAW
@@ -136,7 +137,6 @@ class ResponsesBody(OwnFields, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, Bias] | None = None
-    max_tool_calls: Raw = UNSET_RAW
     previous_input_messages: Raw = UNSET_RAW
     structured_outputs: Raw = UNSET_RAW
     vllm_xargs: Raw = UNSET_RAW
@@ -231,6 +231,7 @@ def _repeated(body: ResponsesBody, choice: ToolChoice, limits: Limits) -> dict[s
         "text": {"format": shown, **({"verbosity": text.verbosity} if text.verbosity else {})},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "tool_choice": _shown(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else choice.mode,
+        "max_tool_calls": body.max_tool_calls,
         "user": body.user,
         "safety_identifier": body.safety_identifier,
         "prompt_cache_key": body.prompt_cache_key,

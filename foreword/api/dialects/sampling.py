@@ -52,7 +52,6 @@ UNSUPPORTED: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
     "truncation": (("disabled",), "prompts are never shortened; send a shorter one"),
     "documents": (([],), "not supported by this server; put them into a message"),
     "logprob_token_ids": (([],), "not supported by this server; use logprobs"),
-    "max_tool_calls": ((), "this server calls no tools itself"),
     "mcp_servers": (([],), "not supported by this server; call the tools in the client"),
     "previous_input_messages": (([],), "not supported by this server; send input"),
     "repetition_detection": ((), "not supported by this server; use frequency_penalty"),
