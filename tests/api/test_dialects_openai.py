@@ -283,6 +283,15 @@ def test_reasoning_can_be_left_out() -> None:
     assert "reasoning_content" not in json.dumps([events(request, *SENTENCE), whole(request, *SENTENCE)])
 
 
+def test_ids_of_the_prompt_are_in_the_first_chunk() -> None:
+    """Without `echo` a stream of a completion has no chunk before its first token, so that clients measure no pause."""
+    request = parse("completions", prompt="ab", stream=True, return_token_ids=True)
+    first = ChoiceDelta(0, (Text("c"),), (3,), prompt=PromptInfo((1, 2)))
+    chunks = events(request, first, ChoiceDelta(0, (Text("d"),), (4,), finish_reason="length"))
+    shown = [(one["text"], one.get("prompt_token_ids"), one["token_ids"]) for one in (c["choices"][0] for c in chunks)]
+    assert shown == [("c", [1, 2], [3]), ("d", None, [4])]
+
+
 def test_completion_with_echo_and_logprobs() -> None:
     """The prompt's tokens come first, the first one without a log-probability; offsets count characters."""
     prompt = PromptInfo((1, 2), "ab", (TokenEntry("a", None, b"a"), TokenEntry("b", -0.5, b"b")))

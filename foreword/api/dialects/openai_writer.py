@@ -207,7 +207,7 @@ class CompletionWriter(OpenAIWriter):
         return self._offsets.setdefault(index, logprobs.Offsets())
 
     def _opening(self, index: int, prompt: PromptInfo) -> dict[str, Any] | None:
-        if not (prompt.text or _prompt_fields(prompt)):
+        if not prompt.text:  # then its fields stand in the first chunk with output
             return None
         shown = logprobs.for_completion(prompt.entries, self._offsets_of(index)) if prompt.entries else None
         return {"text": prompt.text, "logprobs": shown, **_prompt_fields(prompt)}
@@ -216,7 +216,8 @@ class CompletionWriter(OpenAIWriter):
         shown = None
         if delta.logprobs is not None:
             shown = logprobs.for_completion(delta.logprobs, self._offsets_of(delta.index))
-        return {"text": "".join(piece.text for piece in pieces if isinstance(piece, Text)), "logprobs": shown}
+        prompt = {} if delta.prompt is None or delta.prompt.text else _prompt_fields(delta.prompt)
+        return {"text": "".join(piece.text for piece in pieces if isinstance(piece, Text)), "logprobs": shown, **prompt}
 
     def _whole(self, choice: ChoiceOutput) -> dict[str, Any]:
         prompt = choice.prompt or _NO_PROMPT
