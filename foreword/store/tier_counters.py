@@ -94,25 +94,20 @@ PER_TIER: Final[tuple[tuple[str, str, Callable[[TierCounters], float]], ...]] = 
 class Rate:
     """Measured bytes per second as an exponential moving average. 0.0 if there is no recent measurement."""
 
-    __slots__ = ("_at", "_clock", "_value")
+    __slots__ = ("_at", "_clock", "last")
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._value = 0.0
+        self.last = 0.0  # the last value, however old
         self._at = 0.0
 
     def note(self, amount: float, seconds: float) -> None:
         """Add a measurement."""
         value = amount / max(seconds, 1e-9)
         known = self.value
-        self._value = value if not known else known + _RATE_WEIGHT * (value - known)
+        self.last = value if not known else known + _RATE_WEIGHT * (value - known)
         self._at = self._clock()
 
     @property
-    def last(self) -> float:
-        """The last value, however old it is."""
-        return self._value
-
-    @property
     def value(self) -> float:
-        return self._value if self._clock() - self._at < _RATE_LIFETIME else 0.0
+        return self.last if self._clock() - self._at < _RATE_LIFETIME else 0.0

@@ -56,17 +56,13 @@ class SendQueue:
         self._messages: deque[QueuedMessage] = deque()
         self.queued_bytes = 0  # of payloads
         self.without_payload = 0  # messages without a payload that wait
-        self._closed = False
+        self.closed = False
         self._changed = threading.Condition()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     def post(self, message: QueuedMessage) -> None:
         """Queue a message without payload. Does nothing after `close`."""
         with self._changed:
-            if not self._closed:
+            if not self.closed:
                 self._messages.append(message)
                 self.without_payload += 1
                 self._changed.notify_all()
@@ -79,10 +75,10 @@ class SendQueue:
 
         def settled() -> bool:
             fits = not self.queued_bytes or self.queued_bytes + message.size <= self._limit
-            return self._closed or fits or message.obsolete()
+            return self.closed or fits or message.obsolete()
 
         with self._changed:
-            queued = self._changed.wait_for(settled, wait) and not self._closed
+            queued = self._changed.wait_for(settled, wait) and not self.closed
             if queued:
                 self._messages.append(message)
                 self.queued_bytes += message.size
@@ -90,7 +86,7 @@ class SendQueue:
                 self._changed.notify_all()
         if not queued:
             message.done()
-            if self._closed:
+            if self.closed:
                 raise TransferUnavailable("the connection is closed")
         return queued
 
@@ -102,7 +98,7 @@ class SendQueue:
         ends = time.monotonic() + timeout
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._messages or self._closed, max(ends - time.monotonic(), 0))
+                self._changed.wait_for(lambda: self._messages or self.closed, max(ends - time.monotonic(), 0))
                 if not self._messages:
                     return []
                 batch = self._take_batch()
@@ -134,7 +130,7 @@ class SendQueue:
     def close(self) -> None:
         """Accept no more messages; release the queued ones."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             messages = list(self._messages)
             self._messages.clear()
             self._changed.notify_all()

@@ -25,11 +25,7 @@ class TransferService(TransferListener):
     """
 
     def __init__(self, layout: Layout | None = None) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> Layout | None:
-        return self._layout
+        self.layout = layout
 
     def pull_requested(self, source: KVSource) -> None:
         """A peer requests the KV of `source.request`.

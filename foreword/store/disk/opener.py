@@ -64,12 +64,7 @@ class IndexOpener:
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._failure: StoreError | None = None
-
-    @property
-    def failure(self) -> StoreError | None:
-        """Why the index could not be opened last, None if it was."""
-        return self._failure
+        self.failure: StoreError | None = None  # why the index could not be opened last
 
     def complete(self) -> bool:
         """Whether the index is open and lists all blocks. If not, a thread works on that."""
@@ -100,7 +95,7 @@ class IndexOpener:
         limit = min(deadline, self._began + _LONGEST_WAIT)
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or self._long or ready(), max(0.0, limit - time.monotonic())
+                lambda: self.failure is not None or self._long or ready(), max(0.0, limit - time.monotonic())
             )
         return ready()
 
@@ -131,7 +126,7 @@ class IndexOpener:
             error = self._step()
             done = error is None
             with self._changed:
-                self._failure = None if isinstance(error, BrokenIndex) else error
+                self.failure = None if isinstance(error, BrokenIndex) else error
                 if done:
                     self._thread = None
                 self._changed.notify_all()
