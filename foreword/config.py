@@ -196,6 +196,8 @@ class ServerConfig:
         port: port to listen on; 0 takes a free one.
         allowed_hosts: names under which clients may reach a server without any keys, for a name with a dot that others could
             register (against DNS rebinding); `*` for all. Addresses, short names and the server's own are always allowed.
+        allowed_origins: origins of web pages that may send requests and read the answers, such as `https://chat.example.org`;
+            `*` for all. By default browsers let no page of another address do so.
         api_keys: accepted API keys, each as `KEY` or `TENANT=KEY`; without any, no key is required and there is one tenant.
         api_key_file: file with one `KEY` or `TENANT=KEY` per line; `#` starts a comment.
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
@@ -245,6 +247,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = _between(0, 65535, 8000)
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
     max_queue: int = _at_least(1, 256)

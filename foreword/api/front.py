@@ -42,6 +42,12 @@ _MOST_NAMES: Final = 16
 # Escapes of characters that need none: RFC 3986 calls both spellings equal.
 _NEEDLESS: Final = re.compile("%(?:2[DE]|3[0-9]|[46][1-9A-F]|[57][0-9A]|5F|7E)", re.IGNORECASE)
 _SHOWN_CHARACTERS: Final = 64
+# `*` does not stand for Authorization.
+_PREFLIGHT: Final = {
+    "access-control-allow-headers": "Authorization, *",
+    "access-control-allow-private-network": "true",
+    "access-control-max-age": "600",
+}
 
 
 @dataclass(slots=True)
@@ -218,6 +224,8 @@ class Call:
     def own_headers(self) -> dict[str, str]:
         """What every answer says of its request."""
         own = {"x-request-id": self.id, "request-id": self.id}
+        if shared := self._front.origins & {"*", self.headers.get("origin", "")}:
+            own |= {"access-control-allow-origin": min(shared), "access-control-expose-headers": "*", "vary": "Origin"}
         if not self.ignored:
             return own
         names = [name for name in self.ignored if _FIELD.fullmatch(name)][:_MOST_NAMES]
@@ -251,6 +259,7 @@ class Front:
 
     Attributes:
         limits: what a body may contain now.
+        origins: of web pages that may read answers; `*` for all.
         unknown: `report` names fields without effect in the answer, `refuse` refuses the request, `ignore` says nothing.
         ready: raises if requests of a route are not taken now.
         retry_after: seconds, where an error does not say after which time to try again.
@@ -267,6 +276,7 @@ class Front:
     work: WorkQueue
     metrics: FrontMetrics
     limits: Callable[[], Limits]
+    origins: frozenset[str] = frozenset()
     unknown: str = "report"
     ready: Callable[[Route[Handler]], object] = lambda route: None
     retry_after: Callable[[], float | None] = lambda: None
@@ -387,6 +397,8 @@ class Front:
     def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
         if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:
             return Answer(307, headers={"location": "?".join(filter(None, (call.path[:-1], call.exchange.query)))})
+        if methods and self.origins and "access-control-request-method" in call.headers:  # a browser asks for a page
+            return Answer(204, headers={**_PREFLIGHT, "access-control-allow-methods": ", ".join(methods)})
         known = [route.shown_path for route in self.routes.shown]
         return Answer.of(no_route_response(call.method, call.path, methods, known))
 

@@ -100,6 +100,7 @@ class Router:
         self._limits: tuple[object, Limits] = (None, Limits())
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
+        self.origins = frozenset(config.server.allowed_origins)
         self.stream_keep_alive = config.server.stream_keep_alive
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
