@@ -184,7 +184,7 @@ class Routes(Generic[H]):
         parts = _NAME.split(path)
         pattern = re.escape(parts[0])
         for name, takes_slashes, rest in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-            pattern += f"(?P<{name}>{'.+' if takes_slashes else '[^/]+'}){re.escape(rest)}"
+            pattern += f"(?P<{name}>{'.*' if takes_slashes else '[^/]+'}){re.escape(rest)}"
         compiled = re.compile(pattern)
         found = next((methods for one, methods in self._patterns if one.pattern == pattern), None)
         if found is None:

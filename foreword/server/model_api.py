@@ -72,6 +72,8 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
     async def model(call: Call) -> dict[str, Any]:
         """One model."""
+        if not call.names["name"]:  # a slash too many
+            return await models(call)
         engine = context.admission.engine()
         check_model(engine, call.names["name"])
         return _describe(engine, created)

@@ -40,7 +40,7 @@ class Place:
 
     def __init__(self, frames: Sequence[Frame] = (), layout: Layout | None = LAYOUT, **settings: object) -> None:
         self.service = FrameService(shelf(frames))
-        self.service._layout = layout
+        self.service.layout = layout
         self.endpoint = TransferEndpoint(config(**settings), self.service)
         self.address = self.endpoint.listen()
 
