@@ -11,7 +11,7 @@ from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messages_of, tools_of
 from foreword.api.dialects.decode import UNSET_RAW, Body, Limits, bounded_object, refuse
 from foreword.api.dialects.decode import check_length as check_entries
-from foreword.api.front import Call, Handler
+from foreword.api.front import Call, Handler, Reply
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
@@ -70,7 +70,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
 
     # A model's name may contain slashes.
     @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
-    async def model(call: Call) -> dict[str, Any]:
+    async def model(call: Call) -> Reply:
         """One model."""
         if not call.names["name"]:  # a slash too many
             return await models(call)
