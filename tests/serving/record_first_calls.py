@@ -2,10 +2,10 @@
 
     python tests/serving/record_first_calls.py FOLDER [--only NAME]
 
-FOLDER has the clients: `npm/node_modules` (@openai/codex, @anthropic-ai/claude-code, opencode-ai, cline, ai with its
-providers), and virtual environments `py` (openai, anthropic, openai-agents, pydantic-ai-slim, langchain-openai,
-langchain-anthropic, langgraph, instructor, smolagents, mistralai), `litellm` and `aider`. A client that is not there is
-left out.
+FOLDER has the clients: `npm/node_modules` (@openai/codex, @anthropic-ai/claude-code, opencode-ai, cline, @continuedev/cli,
+@mariozechner/pi-coding-agent, ai with its providers), and virtual environments `py` (openai, anthropic,
+openai-agents, pydantic-ai-slim, langchain-openai, langchain-anthropic, langgraph, instructor, smolagents, mistralai, dspy),
+`litellm`, `lm-eval` (lm-eval[api], transformers) and `aider`. A client that is not there is left out.
 
 A relay stands between client and server. It shortens texts, so that conversations fit the small model and a fixture, and
 records what it passes on: no keys, no names of this machine.
@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
-from first_calls import FOLDER
+from first_calls import FOLDER, MODEL
 from router_parts import Loop
 from server_process import ServerProcess
 
@@ -162,6 +162,9 @@ c.messages.create(model=M, max_tokens=60, messages=ask, tools=[tool], tool_choic
 with c.messages.stream(model=M, max_tokens=8, messages=ask, system="Be brief.") as s:
     s.get_final_message()
 c.messages.count_tokens(model=M, messages=ask)
+tools = [anthropic.beta_tool(weather)]
+any_tool = {"type": "any"}
+list(c.beta.messages.tool_runner(model=M, max_tokens=60, messages=ask, tools=tools, tool_choice=any_tool, max_iterations=2))
 """,
     ),
     "OpenAI Agents SDK": (
@@ -265,6 +268,33 @@ c.chat.complete(model=M, messages=ask, max_tokens=16, tools=[tool])
 """,
     ),
 }
+_PYTHON["DSPy"] = (
+    "dspy",
+    """
+import dspy
+lm = dspy.LM("openai/" + M, api_base=URL + "/v1", api_key="none", max_tokens=16, cache=False, num_retries=0)
+dspy.configure(lm=lm)
+lm("Say hi.", n=2, logprobs=True)
+for adapter in (dspy.ChatAdapter(), dspy.JSONAdapter()):
+    try:
+        with dspy.context(adapter=adapter):
+            dspy.Predict("question -> answer: int")(question="How many?")
+    except Exception as error:
+        print(type(error))
+""",
+)
+_LM_EVAL = f"""
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+for ids in (True, False):
+    lm = LocalCompletionsAPI(
+        base_url=URL + "/v1/completions", model=M, tokenizer={str(MODEL)!r}, tokenizer_backend="huggingface",
+        tokenized_requests=ids, max_length=512,
+    )
+    pairs = [("def area(", "radius):"), ("import ", "os")]
+    lm.loglikelihood([Instance("loglikelihood", {{}}, pair, 0) for pair in pairs])
+    lm.generate_until([Instance("generate_until", {{}}, ("def area(", {{"until": ["\\n"], "max_gen_toks": 8}}), 0)])
+"""
 _AI_SDK = """
 import {generateText, streamText, tool, jsonSchema, stepCountIs} from "ai";
 import {createOpenAI} from "@ai-sdk/openai";
@@ -332,7 +362,32 @@ def _clients(root: Path) -> list[Client]:
         (folder / "opencode.json").write_text(json.dumps(config))
         return {}
 
+    def pi(url: str, folder: Path) -> dict[str, str]:
+        model = {"id": _MODEL, "contextWindow": 200_000, "maxTokens": _TOKENS}
+        provider = {"baseUrl": f"{url}/v1", "api": "openai-completions", "apiKey": "none", "models": [model]}
+        (folder / ".pi/agent").mkdir(parents=True)
+        (folder / ".pi/agent/models.json").write_text(json.dumps({"providers": {"fw": provider}}))
+        return {}
+
+    def continued(url: str, folder: Path) -> dict[str, str]:
+        model = {"name": "m", "provider": "openai", "model": _MODEL, "apiBase": f"{url}/v1", "apiKey": "none"}
+        config = {"name": "x", "version": "1.0.0", "schema": "v1", "models": [{**model, "roles": ["chat"]}]}
+        (folder / "config.yaml").write_text(json.dumps(config))
+        return {}
+
     found = [
+        Client(
+            "pi",
+            [tool("pi"), "--version"],
+            lambda url, folder: [tool("pi"), "--provider", "fw", "--model", _MODEL, "-p", "Say hi."],
+            pi,
+        ),
+        Client(
+            "Continue",
+            [tool("cn"), "--version"],
+            lambda url, folder: [tool("cn"), "--config", "config.yaml", "-p", "Say hi."],
+            continued,
+        ),
         Client(
             "Codex CLI",
             [tool("codex"), "--version"],
@@ -386,6 +441,7 @@ def _clients(root: Path) -> list[Client]:
     ]
     scripts = {name: ("py", package, _TOOL + script) for name, (package, script) in _PYTHON.items()}
     scripts["LiteLLM proxy"] = ("litellm", "litellm", _LITELLM)
+    scripts["lm-eval"] = ("lm-eval", "lm_eval", _LM_EVAL)
     for name, given in scripts.items():
         made = python(*given)
         found.append(Client(name, made.version, made.command))
@@ -427,7 +483,7 @@ def main() -> None:
             if given.only and client.name not in given.only:
                 continue
             said = subprocess.run(client.version, capture_output=True, text=True, check=False)
-            version = re.search(r"\d+(\.\d+)+", said.stdout)
+            version = re.search(r"\d+(\.\d+)+", said.stdout or said.stderr)
             if version is None:
                 print(f"{client.name}: not here: {said.stderr[-200:]}")
                 continue
