@@ -135,6 +135,7 @@ def test_cache_control() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "no tool named 'x'"),
         ({"thinking": {"type": "much"}}, "thinking.type: must be 'enabled'"),
         ({"mcp_servers": [{}]}, "mcp_servers: not supported"),
+        ({"thread": {"type": "create"}}, "thread: conversations are not kept"),
         ({"system": [{"type": "text", "text": "s", "cache_control": {"type": "forever"}}]}, '"ephemeral"'),
         ({"cache_control": {"type": "ephemeral", "ttl": "2h"}}, '"5m" or "1h"'),
         ({"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}] * 5}, "at most 4"),
