@@ -246,7 +246,9 @@ class Campaign:
     def _move(self, headers: httpx.Headers) -> bool:
         """Let a request migrate. False if it has ended or no server takes it."""
         relays = [relay.url for relay in self.fleet.relays]
-        source = headers["x-foreword-route"].partition(": ")[0]
+        source = headers.get("x-foreword-route", "").partition(": ")[0]
+        if not source:  # the head was sent before the replica was chosen
+            return False
         where = random.choice([one for one in relays if one != source])
         path = f"{source}/v1/requests/{headers['x-request-id']}/migrate"
         answer = http_client.post(path, json={"to": where}, headers={"authorization": f"Bearer {ADMIN}"})
