@@ -236,11 +236,11 @@ def build_engine(
     kept = _kept_prefixes(prefixes, info, cache)
     core = _engine_core(config, info, runner, cache, tokenizer, offload, watchers, kept)
     if offload is not None:
-        offload.describe(info.name, bytes.fromhex(info.namespace), cache.groups)
+        offload.describe(info.name, bytes.fromhex(info.fingerprint), cache.groups)
     pins = retentions = erasures = None
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
-        pins = StorePins(offload, info.namespace, cache.groups)
+        pins = StorePins(offload, info.namespace, cache.groups, info.fingerprint)
         core.on_superseded = partial(_drop_held, offload, pins)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)

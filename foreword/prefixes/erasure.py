@@ -119,7 +119,8 @@ class Receipt:
         records: record keys of the named prefixes and retentions that were removed.
         unknown_blocks: number of blocks whose layout is not described in the store, so their model is unknown. They are
             counted where a model is erased.
-        widened: the chain of a prefix had gaps, so all blocks of its tenant and model were erased.
+        widened: more than a prefix was erased: all blocks of its tenant, since its chain had gaps, or those of its tenant that
+            another build of the server has stored for its model.
         keys: data keys that were destroyed, each as `<tenant>/<id>` in hexadecimal.
     """
 
@@ -299,7 +300,7 @@ def forget_model(store: TieredStore, model: str) -> Receipt:
     if not chosen:
         names = sorted({record.model for record in known.values()})
         raise NotFound(f"the store has no model {model!r}; it has {', '.join(names) or 'none'}{erasure.in_words()}")
-    models = {known[fingerprint].digest.hex()[:32] for fingerprint in chosen}
+    models = {one.hex()[:32] for f in chosen for one in (known[f].digest, bytes.fromhex(known[f].fingerprint))}
     erasure.sweep([(layout, b"") for layout in sorted(chosen)], lambda key: key.split("/")[1] in models)
     return erasure.receipt(f"model {model}", unknown=erasure.count(lambda name: name[:FINGERPRINT_BYTES] not in known))
 
@@ -311,14 +312,17 @@ def forget_prefix(store: TieredStore, name: str, salt: bytes | None = None) -> R
     behind a gap may continue it, so they are erased too. If the prefix's own chain has a gap, or its last block is gone, all
     blocks of its tenant are erased. Raises NotFound, StoreError.
     """
-    tenant = None if salt is None else tenant_digest(salt)
-    erasure = _Erasure(store)
-    named = named_prefixes(store, erasure.fail)
+    tenant, erasure = None if salt is None else tenant_digest(salt), _Erasure(store)
+    named, known = named_prefixes(store, erasure.fail), layouts(store, erasure.fail)
     chosen = {k: r for k, r in named.items() if r.name == name and (tenant is None or k.split("/")[2] == tenant)}
     if not chosen:
         raise NotFound(f"the store has no prefix named {name!r}{erasure.in_words()}")
     for key, record in chosen.items():
-        erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key), chosen.__contains__)
+        weights = key.split("/")[1]
+        builds = {
+            at: one.digest for at, one in known.items() if weights in (one.fingerprint[:32], one.digest.hex()[:32])
+        }
+        erasure.prefix(bytes.fromhex(key.split("/")[2]), bytes.fromhex(record.last_key), chosen.__contains__, builds)
     return erasure.receipt(f"prefix {name}")
 
 
@@ -334,7 +338,7 @@ class _Erasure:
     """One erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
 
     def __init__(self, store: TieredStore, queued: int = 0, only: Collection[str] | None = None) -> None:
-        self._store = store
+        self._store, self._widened = store, False
         self._tiers = [tier for tier in store.tiers if only is None or tier.label in only]
         self._places: dict[tuple[str, str], Place] = {}
         if queued:
@@ -342,7 +346,6 @@ class _Erasure:
             self._places["write queue", ""] = Place("write queue", "", PlaceOutcome.QUEUED, 0, queued, reason)
         self._lock = threading.Lock()
         self._records: set[str] = set()
-        self._widened = False
         for tier in self._tiers:
             self._place(tier)
 
@@ -413,13 +416,18 @@ class _Erasure:
         with self._lock:
             return all(one.outcome.done for one in self._places.values() if one.tier == tier.label)
 
-    def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool]) -> None:
-        """Delete a named prefix, given its tenant, the key of its last block and which record keys it has."""
+    def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool], builds: Mapping[bytes, bytes]) -> None:
+        """Delete a named prefix, given its tenant, the key of its last block, which record keys it has, and what names the KV
+        in its model's layouts. Where that is not as in the layouts of the last block, any block may be one of its text."""
         chains = self._chains(root)
         # A tenant may have a name for public blocks, which are not its own.
         lent = is_public(last) and not root.startswith(PUBLIC_ROOT)
         chosen = chains.behind(last) if lent else chains.with_prefix(last)
-        self._widened |= chosen is None
+        here = {builds.get(name[:FINGERPRINT_BYTES]) for name in chains.blocks if key_of(name) == last}
+        others = {name for name in chains.blocks if builds.get(name[:FINGERPRINT_BYTES]) not in {None, *here}}
+        if chosen is not None:
+            chosen |= others
+        self._widened |= chosen is None or bool(others)
         self.sweep([(b"", root[:TENANT_BYTES] if chosen is None else root)], wanted, chosen)
 
     def chain(self, root: bytes, key: bytes, depth: int) -> None:

@@ -131,19 +131,24 @@ class PrefixPins:
     leaves public blocks to the public prefix that they are of.
 
     Args:
-        model: fingerprint, hexadecimal.
+        model: what names the KV, hexadecimal.
+        weights: fingerprint, hexadecimal, where builds of a server name their KV differently: named prefixes are those of all.
 
     Attributes:
         groups: KV groups of the stored blocks.
         needed: functions that return this process's kept prefixes of a tenant, given its digest.
     """
 
-    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup]) -> None:
-        self.model = model
-        self.groups = groups
+    def __init__(self, store: TieredStore, model: str, groups: Sequence[StoredGroup], weights: str = "") -> None:
+        self.model, self.groups, self._weights = model, groups, weights
         self.needed: list[Callable[[str], Iterable[Chain]]] = []
         self._store = store
         self._records: list[SharedRecords[Any]] = [SharedRecords(store, kind) for kind in (PREFIXES, RETENTIONS)]
+
+    @property
+    def named(self) -> str:
+        """The model, in the record keys of named prefixes."""
+        return (self._weights or self.model)[:32]
 
     def pin(self, root: bytes, keys: Chain) -> None:
         """Pin a prefix whose record is written."""
@@ -187,8 +192,8 @@ class PrefixPins:
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
         """What the stores say that is kept, as far as they can be read."""
         read = {RETENTIONS.key(self.model[:32], tenant, chain[-1].hex()) for chain in known if chain}
-        for records in self._records:
-            prefix = records.kind.key(self.model[:32], tenant, "")
+        for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
+            prefix = records.kind.key(model, tenant, "")
             yield from (one.chain for one in records.scan(prefix, known=read, failed=leave).values.values())
 
     def _set(self, names: Sequence[Name], *, pinned: bool) -> int:
@@ -201,8 +206,8 @@ class PrefixPins:
 class StorePins(PrefixPins):
     """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
 
-    def __init__(self, offload: OffloadManager, model: str, groups: Sequence[KVGroup]) -> None:
-        super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups])
+    def __init__(self, offload: OffloadManager, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
+        super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups], weights)
         self._offload = offload
 
     def pin(self, root: bytes, keys: Chain) -> None:
@@ -253,13 +258,11 @@ class PrefixStorage(ABC):
     """
 
     def __init__(self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int) -> None:
-        self.pins = pins
-        self.block_size = block_size
+        self.pins, self.block_size, self._model_name = pins, block_size, model_name
         self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
-        self._model_name = model_name
 
     def _key(self, name: str, salt: bytes) -> str:
-        return PREFIXES.key(self.pins.model[:32], self.tenant(salt), name)
+        return PREFIXES.key(self.pins.named, self.tenant(salt), name)
 
     def tenant(self, salt: bytes) -> str:
         """Digest of a tenant."""

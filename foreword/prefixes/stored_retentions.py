@@ -33,11 +33,8 @@ class StoredRetentions:
     """
 
     def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
-        self._book = book
+        self._book, self._pins, self._model, self._block_size = book, pins, pins.model[:32], block_size
         self._records = SharedRecords(store, RETENTIONS)
-        self._pins = pins
-        self._model = pins.model[:32]
-        self._block_size = block_size
         self._written: dict[bytes, float] = {}  # until when the record says that it is kept
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}

@@ -17,7 +17,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         model: its name.
         layout: `Layout.describe`.
-        fingerprint: of the model, hexadecimal.
+        fingerprint: of the weights, hexadecimal; "" if it is not known.
         kind, span, sinks: see `KVGroup`.
         key_size: tokens per block key; 0: those of a block.
     """
@@ -36,7 +36,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> bytes:
-        """The fingerprint of the model."""
+        """What names the model's KV."""
         return bytes.fromhex(self.layout["model"])
 
     @property

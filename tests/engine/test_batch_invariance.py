@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from example_counts import represented
 
 from foreword.engine import batch_invariance
 from foreword.engine.kernels.native import Kernels
+from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelUnsupported
+from foreword.prefixes.erasure import forget_model, forget_prefix
+from foreword.store.layout_records import layouts
+from foreword.store.urls import open_store
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
 Make = Callable[..., LLM]
@@ -89,6 +94,35 @@ def test_kv_of_its_own(engine: Make) -> None:
     assert with_it.info.fingerprint == without.info.fingerprint == without.info.namespace
     assert with_it.info.namespace != without.info.namespace
     assert with_it.info.namespace == engine("llama", block_size=16, max_model_len=64).info.namespace
+
+
+def test_a_named_prefix_of_another_build(engine: Make, tmp_path: Path) -> None:
+    """An engine that computes other bits of the same weights finds the names of the others, and computes their KV anew. Erasing
+    a name erases the KV of both, and its model's erasure the name."""
+    url = f"disk://{tmp_path}?size=8MiB"
+    text, params = "You are a careful librarian, and name the shelf.", SamplingParams(temperature=0.0, max_tokens=2)
+
+    def build(kind: str, *names: str) -> None:
+        with engine("llama", batch_invariant=kind, store=url) as llm:
+            assert [one.name for one in llm.list_prefixes()] == [*names]
+            if not names:
+                llm.add_prefix("rules", text)
+            llm.generate(["Where?"], params, prefix="rules")
+
+    def blocks() -> list[Path]:
+        return [one for one in tmp_path.rglob("*") if one.is_file() and len(one.name) == 64]
+
+    build("on")
+    build("off", "rules")
+    with closing(open_store([url])) as store:
+        assert len({one.parents[2].name for one in blocks()}) == 2, "layouts"
+        receipt = forget_prefix(store, "rules")
+        assert receipt.complete and receipt.widened and receipt.records and not blocks()
+    build("off")
+    build("on", "rules")
+    with closing(open_store([url])) as store:
+        [model] = {one.model for one in layouts(store).values()}
+        assert forget_model(store, model).records and not blocks()
 
 
 def test_kv_of_what_computes_otherwise(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,7 +127,8 @@ class Site:
     """A store, and all that keeps prefixes in it."""
 
     def __init__(self, make: Callable[..., LLM], url: str, stack: ExitStack) -> None:
-        self.llm, other = (stack.enter_context(make("llama", store=url)) for _ in range(2))
+        # As in a connector and its server, the weights' fingerprint names the KV.
+        self.llm, other = (stack.enter_context(make("llama", store=url, batch_invariant="off")) for _ in range(2))
         for text in (ONE, OTHER):
             self.llm.generate(text, greedy(1))
         assert self.llm.flush() and self.llm.offload is not None and other.offload is not None
