@@ -391,11 +391,14 @@ class DataKeys:
         Raises StoreError, and may then be repeated.
         """
         records = list(self._listed(_family(tenant)))
-        keys = [(one, _number(name)) for one, name in records if name != _DESTROYED]
         dead = {one for one, name in records if name == _DESTROYED}
         tenants = {tenant, *(one for one, _ in records)}
         for one in tenants - dead:
             self._store.put(_path(one, _DESTROYED), _canonical({"format": _FORMAT, "destroyed": time.time()}))
+        # One may have been made since the first listing; who makes another one now, deletes it.
+        keys = [
+            (one, _number(name)) for one, name in self._listed(_family(tenant)) if name != _DESTROYED and one in tenants
+        ]
         for one, number in keys:
             self._store.delete(_path(one, _name(number)))
         self._destructions += 1

@@ -223,6 +223,22 @@ def test_a_slow_destruction_brings_nothing_back(tmp_path: Path, stack: ExitStack
     assert [one.id for one in keys.all()] == [] and keys.opening(TENANT, key.id) is None
 
 
+def test_a_key_that_is_made_during_a_destruction(tmp_path: Path, stack: ExitStack) -> None:
+    """The key of another server, made after the destruction has listed those that there are, is destroyed and named too."""
+    keys, other = keys_in(stack, tmp_path), keys_in(stack, tmp_path)
+    first, put, made = keys.sealing(TENANT), keys._store.put, list[int]()
+
+    def late(path: str, data: bytes) -> None:
+        fresh = other._create(TENANT)
+        assert fresh is not None
+        made.append(fresh.id)
+        put(path, data)
+
+    keys._store.put = late  # type: ignore[method-assign]
+    assert first is not None and set(keys.destroy(TENANT)) == {(TENANT, first.id), (TENANT, *made)}
+    assert not list(keys.all())
+
+
 def test_a_look_during_a_destruction(tmp_path: Path, stack: ExitStack) -> None:
     """A key that was read from the key store just before it was destroyed is looked for again at its next use."""
     keys = keys_in(stack, tmp_path, check_seconds=60.0)
