@@ -31,7 +31,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
-from foreword.store.background import Follower, at_once
+from foreword.store.background import Follower
 from foreword.store.data_keys import DataKeys
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
@@ -125,11 +125,8 @@ class OpenErasures:
         begun = destroyed.noted(Receipt(what, []))
         everywhere = self._locations.keys() - {KEY_STORE} | _open_tiers(begun)
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
-
-        def sweep() -> None:
-            one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
-
-        at_once([lambda: self._write(one), sweep])
+        self._follower.do(lambda: self._write(one))
+        one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
         one.tiers = _open_tiers(one.receipt)
         with self._lock:
             while len(self._known) >= _MAX:
@@ -137,7 +134,7 @@ class OpenErasures:
                     next((name for name, old in self._known.items() if not old.tiers), next(iter(self._known)))
                 )
             self._known[one.id] = one
-        self._settle(one)
+        self._follower.do(lambda: self._settle(one))
         self._pause = self._next = 0.0
         return one.id, one.receipt
 
