@@ -159,6 +159,20 @@ def test_kinds_of_tools() -> None:
     assert calls == [ToolCall("a", "agents__ask", "{}"), ToolCall("b", "patch", '{"input":"say \\"hi\\""}')]
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(mode: str) -> None:
+    """The model sees the tools that it may call only, and must call one of them if it is required. The client reads its
+    choice in the response."""
+    named = [{"type": "function", "name": "ask", "namespace": "agents"}, {"type": "web_search"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": named}
+    request = body(tools=AGENTS, tool_choice=choice)
+    assert [tool.name for tool in request.tools] == ["agents__ask"] and request.tool_choice == ToolChoice(mode)
+    answer = ResponsesWriter(request, ResponseHead("resp_1", "nano", 0)).whole(USAGE)
+    assert Response.model_validate(answer).to_dict()["tool_choice"] == choice
+    with pytest.raises(BadRequest, match="tool_choice"):
+        body(tools=AGENTS, tool_choice={**choice, "mode": "sometimes"})
+
+
 def test_calls_of_every_kind_are_written() -> None:
     """Calls are items of the kind of their tool, whole and streamed; a free text is that and not JSON."""
     writer = ResponsesWriter(body(tools=AGENTS), ResponseHead("resp_1", "nano", 0))

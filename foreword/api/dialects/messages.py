@@ -11,6 +11,7 @@ from foreword.api.dialects.conversation_body import (
     CacheMark,
     breakpoint_of,
     check_breakpoints,
+    choice_of,
     left_out,
     longest,
     make_tool,
@@ -233,12 +234,8 @@ def _tool(body: ClientTool, path: str, limits: Limits) -> Tool:
 
 def _choice(choice: Choice | None, tools: Sequence[Tool]) -> ToolChoice:
     kind = "auto" if choice is None else one_of(choice.type, ("auto", "any", "tool", "none"), "tool_choice.type")
-    if kind == "auto" or choice is None:
-        return ToolChoice()
-    if kind == "none":
-        return ToolChoice("none")
-    if kind == "any":
-        return require(ToolChoice("required"), tools)
+    if choice is None or kind != "tool":
+        return choice_of("required" if kind == "any" else kind, tools)
     if choice.name is None:
         raise refuse("tool_choice.name", "is required")
     return require(ToolChoice("named", choice.name), tools)

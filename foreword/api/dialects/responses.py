@@ -15,6 +15,7 @@ from foreword.api.dialects.conversation_body import (
     CacheOptions,
     Part,
     check_breakpoints,
+    choice_of,
     left_out,
     longest,
     make_tool,
@@ -76,10 +77,13 @@ class AnyTool(Struct):
     format: Raw = UNSET_RAW
 
 
-class NamedTool(Struct):
+class NamedTool(Struct, omit_defaults=True):
     type: str
     name: str | None = None
     namespace: str | None = None
+    # Of `allowed_tools`.
+    mode: str | None = None
+    tools: list[NamedTool] | None = None
 
 
 class TextFormat(Struct):
@@ -149,7 +153,7 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
     refuse_unsupported(body)
     check_length(body.metadata or (), limits.stop_strings, "metadata")
     messages = with_instructions(body.instructions, _messages(body, limits))
-    tools = _tools(body.tools, limits)
+    tools = _allowed(body.tool_choice, _tools(body.tools, limits))
     check_breakpoints(messages, tools)
     transfer = body.kv_transfer_params
     choice = _choice(body.tool_choice, tools)
@@ -230,7 +234,9 @@ def _repeated(body: ResponsesBody, choice: ToolChoice, limits: Limits) -> dict[s
         "metadata": body.metadata or {},
         "text": {"format": shown, **({"verbosity": text.verbosity} if text.verbosity else {})},
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
-        "tool_choice": _shown(body.tool_choice) if isinstance(body.tool_choice, NamedTool) else choice.mode,
+        "tool_choice": msgspec.to_builtins(body.tool_choice)
+        if isinstance(body.tool_choice, NamedTool)
+        else choice.mode,
         "max_tool_calls": body.max_tool_calls,
         "user": body.user,
         "safety_identifier": body.safety_identifier,
@@ -238,10 +244,6 @@ def _repeated(body: ResponsesBody, choice: ToolChoice, limits: Limits) -> dict[s
         "service_tier": "default" if body.service_tier else None,
         **({"prompt_cache_diagnostics": None} if _diagnosed(body) else {}),
     }
-
-
-def _shown(choice: NamedTool) -> dict[str, str]:
-    return {name: value for name, value in msgspec.structs.asdict(choice).items() if value is not None}
 
 
 def _diagnosed(body: ResponsesBody) -> bool:
@@ -281,15 +283,17 @@ def flat_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
+def _allowed(choice: str | NamedTool | None, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    """The tools that the model may call. What it may not call is not shown to it."""
+    if not isinstance(choice, NamedTool) or choice.type != "allowed_tools":
+        return tools
+    names = {flat_name(one.namespace, one.name or "") for one in choice.tools or ()}
+    return tuple(one for one in tools if one.name in names)
+
+
 def _choice(choice: str | NamedTool | None, tools: Sequence[Tool]) -> ToolChoice:
-    if choice is None or choice == "auto":
-        return ToolChoice()
-    if choice == "none":
-        return ToolChoice("none")
-    if choice == "required":
-        return require(ToolChoice("required"), tools)
-    if isinstance(choice, str):
-        raise refuse("tool_choice", 'must be "none", "auto", "required" or {"type": "function", "name": "..."}')
+    if not isinstance(choice, NamedTool) or choice.type == "allowed_tools":
+        return choice_of(choice.mode if isinstance(choice, NamedTool) else choice, tools)
     if choice.type not in ("function", "custom"):
         raise refuse("tool_choice", f"this server has no tool of type {choice.type[:40]!r}; only those of the client")
     if choice.name is None:
