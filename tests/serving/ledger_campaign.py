@@ -246,8 +246,8 @@ class Campaign:
     def _move(self, headers: httpx.Headers) -> bool:
         """Let a request migrate. False if it has ended or no server takes it."""
         relays = [relay.url for relay in self.fleet.relays]
-        source = headers.get("x-foreword-route", "").partition(": ")[0]
-        if not source:  # the head was sent before the replica was chosen
+        source = next((one for one in relays if headers.get("x-foreword-route", "").startswith(one)), None)
+        if source is None:  # the head was sent before the replica was chosen, or it is another one
             return False
         where = random.choice([one for one in relays if one != source])
         path = f"{source}/v1/requests/{headers['x-request-id']}/migrate"
