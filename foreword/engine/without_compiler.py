@@ -8,6 +8,7 @@ imports sympy, half a second and 30 MB more, only to see that no number is a sym
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import sys
@@ -85,6 +86,22 @@ def _restore() -> None:
 
 
 @contextlib.contextmanager
+def _unlimited_caches() -> Iterator[None]:
+    """Functions that are decorated inside with a bare `lru_cache` keep all results. Transformers reads the sources of its 400
+    folders of models twice, a third of a second each, since the cache of what it found has 128 entries."""
+    limited: Any = functools.lru_cache
+
+    def unlimited(maxsize: Any = 128, typed: bool = False) -> Any:
+        return limited(None)(maxsize) if callable(maxsize) else limited(maxsize, typed)
+
+    functools.lru_cache = unlimited
+    try:
+        yield
+    finally:
+        functools.lru_cache = limited
+
+
+@contextlib.contextmanager
 def without_compiler() -> Iterator[bool]:
     """Where Transformers' model classes are imported for the first time inside, they bring neither torch's compiler nor its
     distributed packages: Transformers takes this build of torch as one without them, from now on. What a thread imports of the
@@ -97,7 +114,9 @@ def without_compiler() -> Iterator[bool]:
         yield False
         return
     import torch.distributed
-    import transformers.utils.import_utils as known
+
+    with _unlimited_caches():
+        import transformers.utils.import_utils as known
 
     available = torch.distributed.is_available
     sys.meta_path.insert(0, _Finder())
