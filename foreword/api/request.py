@@ -146,8 +146,8 @@ class ClientBody:
 
     def only(self, *names: str) -> dict[str, Raw]:
         """Those of these fields that are not null, in this order."""
-        found = ((name, self.fields.get(name)) for name in names)
-        return {name: raw for name, raw in found if raw is not None and _first(raw) != b"n"}
+        get = self.fields.get
+        return {name: raw for name in names if (raw := get(name)) is not None and _first(raw) != b"n"}
 
 
 def _first(raw: Raw) -> bytes:
