@@ -189,7 +189,7 @@ def check(dialect: Dialect, body: bytes) -> None:
     except BadRequest as error:
         assert error.message
     else:
-        assert isinstance(request, GenerateRequest) and (request.messages or request.prompts)
+        assert isinstance(request, GenerateRequest) and (request.messages or request.prompts or request.previous)
 
 
 @every_dialect

@@ -347,6 +347,8 @@ def _messages(body: ResponsesBody, limits: Limits) -> list[Message]:
         _add(item, f"input[{number}]", turn, messages, body.prompt_cache_options)
     if turn.begun:
         messages.append(turn.take())
+    if not messages and not body.previous_response_id:
+        raise refuse("input", "has no message")
     return messages
 
 
