@@ -93,7 +93,7 @@ def test_what_runs_during_an_erasure(start_controlled: Callable[..., ControlledP
     def files() -> list[Path]:
         return [one for one in (tmp_path / "kv").rglob("*") if one.is_file() and len(one.name) == 64]
 
-    with slow(process) as fast, ThreadPoolExecutor(2) as pool:
+    with slow(process, step=0.4) as fast, ThreadPoolExecutor(2) as pool:
         running = pool.submit(post, url, "k1", **body)
         naming = pool.submit(
             http_client.post, f"{url}/v1/prefixes", json={"name": "manual", "content": TEXT[:900]}, headers=KEY
