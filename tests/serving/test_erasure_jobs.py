@@ -88,22 +88,22 @@ def test_what_runs_during_an_erasure(start_controlled: Callable[..., ControlledP
     flags = ["--store", f"disk://{tmp_path}/kv?size=64MiB", "--max-batch-tokens", "32", "--api-keys", "ann=k1"]
     process = start_controlled(*flags, "--tenant-secret", "a long random text", "--no-self-check")
     url = process.wait_ready()
-    body = {"prompt": TEXT, "max_tokens": 64, "ignore_eos": True, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    body = {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    prefix = {"name": "manual", "content": TEXT[:900][::-1]}
 
     def files() -> list[Path]:
         return [one for one in (tmp_path / "kv").rglob("*") if one.is_file() and len(one.name) == 64]
 
-    with slow(process, step=0.4) as fast, ThreadPoolExecutor(2) as pool:
+    with slow(process, step=1.0) as fast, ThreadPoolExecutor(2) as pool:
         running = pool.submit(post, url, "k1", **body)
-        naming = pool.submit(
-            http_client.post, f"{url}/v1/prefixes", json={"name": "manual", "content": TEXT[:900]}, headers=KEY
-        )
-        until(lambda: len(files()) > 8 and metric(url, "vllm:num_requests_running") == 2)
+        until(lambda: len(files()) > 8)
+        naming = pool.submit(http_client.post, f"{url}/v1/prefixes", json=prefix, headers=KEY)
+        until(lambda: metric(url, "vllm:num_requests_running") == 2)
         status, receipt = erase(url)
         assert status == 200 and receipt["complete"] and receipt["removed"]["disk"] > 0
         fast()
         assert naming.result().status_code == 404
-        assert running.result()["usage"]["completion_tokens"] == 64
+        assert running.result()["usage"]["completion_tokens"] == 200
     until(lambda: metric(url, "foreword:store_queued_blocks") == 0)
     assert cached(post(url, "k1", prompt=TEXT[:600], max_tokens=1)) == 0
     assert http_client.get(f"{url}/v1/prefixes", headers=KEY).json()["data"] == []
