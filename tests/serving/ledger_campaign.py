@@ -185,9 +185,10 @@ def tokens_of(usage: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in answer.iter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line.removeprefix("data: "))
+    rest = b""
+    for piece in answer.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")  # httpx ends lines at other characters, too
+        yield from (json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {"))
 
 
 class Campaign:
