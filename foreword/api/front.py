@@ -224,7 +224,7 @@ class Call:
     def own_headers(self) -> dict[str, str]:
         """What every answer says of its request."""
         own = {"x-request-id": self.id, "request-id": self.id}
-        if shared := self._front.origins & {"*", self.headers.get("origin", "")}:
+        if self._front.origins and (shared := self._front.origins & {"*", self.headers.get("origin", "")}):
             own |= {"access-control-allow-origin": min(shared), "access-control-expose-headers": "*", "vary": "Origin"}
         if not self.ignored:
             return own
