@@ -245,6 +245,7 @@ class Migrations:
             now - sequence.last_token_at if sequence.last_token_at >= 0 else -1.0,
             sequence.preemptions,
             sequence.report,
+            sequence.table.hidden,
         )
         send.finish(encode(state), migration.kv_tokens)
 
@@ -387,6 +388,8 @@ class Migrations:
         sequence.cached_tokens, sequence.shared_tokens = state.cached_tokens, state.shared_tokens
         sequence.preemptions, sequence.report = state.preemptions, state.report
         self._core.replay_output(sequence)
+        if state.hidden:
+            self._core.cache.hide(sequence.table)
         if sequence.kept is not None and sequence.cached_tokens >= 0:  # otherwise it is admitted here
             self._core.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)

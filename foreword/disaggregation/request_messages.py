@@ -87,7 +87,8 @@ class MigrationOffer:
 
 @dataclass(frozen=True, slots=True)
 class MigrationState:
-    """The final state of a request that was offered: the `tokens` since then, and its counters. Seconds are ages."""
+    """The final state of a request that was offered: the `tokens` since then, and its counters. Seconds are ages. `hidden`: its
+    tenant was forgotten while it ran."""
 
     tokens: bytes
     cached_tokens: int
@@ -96,6 +97,7 @@ class MigrationState:
     token_age: float
     preemptions: int = 0
     report: CacheReport | None = None
+    hidden: bool = False
     version: int = VERSION
 
 

@@ -306,6 +306,9 @@ class Prefetches:
         """Queue a prefetch. Its table has full blocks only."""
         self._waiting.append(one)
 
+    def tables(self) -> list[BlockTable]:
+        return [one.table for one in (*self._waiting, *self._loading)]
+
     def collect(self) -> None:
         """End the prefetches whose load has ended."""
         for one in [one for one in self._loading if one.store is not None and one.store.done]:

@@ -250,10 +250,13 @@ class EngineCore:
     def forget(self, salt: Salt) -> int:
         """Drop what a tenant, or requests with a client's salt, have cached on the device; returns how many blocks. What
         its requests have, and compute until they end, is not found and is not saved."""
-        for sequence in itertools.chain.from_iterable(self._by_id.values()):
-            if sequence.table.chain.root.startswith(salt.prefix):
+        sequences = [*itertools.chain.from_iterable(self._by_id.values())]
+        for table in [*(one.table for one in sequences), *self.scheduler.prefetches.tables()]:
+            if table.chain.root.startswith(salt.prefix):
+                self.cache.hide(table)
+        for sequence in sequences:
+            if sequence.table.hidden:
                 sequence.unsaved.clear()
-                self.cache.hide(sequence.table)
         return self.cache.clear(salt)
 
     def constraint_after(self, request: Request, compiled: CompiledOutput) -> Constraint:

@@ -335,10 +335,13 @@ class Scheduler:
         return False
 
     def _is_remote(self, sequence: SequenceState, cached_tokens: int) -> bool:
-        """Whether another instance is asked for the rest of a prompt. If too little is missing, it never will be."""
+        """Whether another instance is asked for the rest of a prompt. If too little is missing, or its
+        tenant was forgotten, it never will be."""
         remote = sequence.remote
-        if remote is not None and not remote.closed and len(sequence.table) - cached_tokens < remote.min_tokens:
-            remote.close()
+        if remote is not None and not remote.closed:
+            few = len(sequence.table) - cached_tokens < remote.min_tokens
+            if few or sequence.table.hidden:  # that instance may have forgotten the tenant already, and would keep it
+                remote.close()
         return _is_open(sequence)
 
     def _begin_remote(self, sequence: SequenceState) -> bool:

@@ -10,7 +10,7 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, Meter, Route, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ShuttingDown
-from foreword.router import admin, cache_api, completions, dashboard, passthrough, prefixes_api
+from foreword.router import admin, cache_api, completions, dashboard, fleet_erasures, passthrough, prefixes_api
 from foreword.router.service import Router
 from foreword.router.state_metrics import RouterStateCollector
 
@@ -43,6 +43,7 @@ def routes_of(router: Router, history: MetricsHistory) -> Routes[Handler]:
     routes = Routes[Handler]()
     completions.add_routes(routes, router)
     passthrough.add_routes(routes, router)
+    fleet_erasures.add_routes(routes, router)
     prefixes_api.add_routes(routes, router)
     cache_api.add_routes(routes, router)
     admin.add_routes(routes, router)

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from foreword.api import stored_responses
@@ -14,7 +13,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody
 from foreword.api.rights import Right, credentials
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
-from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed, UnknownModel, did_you_mean
+from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.replica_body import edited, read_body
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
@@ -35,26 +34,6 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def model(call: Call) -> dict[str, Any]:
         """One model."""
         return listed_models(router, call.names["name"])
-
-    @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=free, body=NO_BODY, tag="cache")
-    async def clear_cache(call: Call) -> Answer:
-        """Remove the tenant's blocks from all replicas."""
-        if not any(call.query("cache_salt")):
-            router.responses.forget(call.tenant.salt)
-        return await erase_everywhere(router, call)
-
-    @routes.add("GET", "/v1/cache/erasures/{name}", right=Right.OWNER, meter=free, body=NO_BODY, tag="cache")
-    async def erasure(call: Call) -> Answer:
-        """The receipt of a replica's erasure, so far: its `id` is in the replica's receipt."""
-        able = [one for one in router.upstreams.values() if one.kind == "foreword"]
-        sent = (send_once(router, call, one, call.path, b"") for one in able)
-        answers = await asyncio.gather(*sent, return_exceptions=True)
-        known = [one for one in answers if isinstance(one, Answer)]
-        found = next((one for one in known if one.status < 400), None)
-        failed = next((one for one in answers if isinstance(one, ForewordError)), None)
-        if found is None and (failed is not None or not known):
-            raise failed or NoReplica("No replica can remove cached blocks")
-        return found or chosen(known)
 
     stored_responses.add_routes(routes, router.responses)
 
@@ -147,44 +126,6 @@ def chosen(answers: list[Answer]) -> Answer:
     one = (failed or succeeded or answers)[0]
     counts = {"x-foreword-replicas": f"{len(succeeded)} of {len(answers)}"}
     return Answer(one.status, one.body, {**one.headers, **counts})
-
-
-async def erase_everywhere(router: Router, call: Call) -> Answer:
-    """Forward the request to every replica, also to those that take no requests now. The answer has the receipt of each, and
-    why it did not come from the others. If none came, the answer is the first failure."""
-    able = [one for one in router.upstreams.values() if one.kind == "foreword"]
-    if any(scope != "tenant" for scope in call.query("scope")):  # replicas would take the router for an operator
-        raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
-    given = [one for one in call.query("cache_salt") if one]
-    salts = [one for salt in given for one in router.audit.salts.all_of(call.tenant.salt, salt)]
-    path = str(URL("/v1/cache").with_query([("cache_salt", str(one)) for one in salts]))
-    sent = (send_once(router, call, one, path, b"") for one in able)
-    answers = dict(zip([one.url for one in able], await asyncio.gather(*sent, return_exceptions=True), strict=True))
-    receipts: dict[str, dict[str, Any]] = {}
-    unreachable = {
-        one.url: "it was not reached yet" if one.info is None else "it is not a Foreword server"
-        for one in router.upstreams.values()
-        if one not in able
-    }
-    for url, answer in answers.items():
-        if isinstance(answer, Answer) and answer.status < 400:
-            receipts[url] = msgspec.json.decode(answer.body or b"{}")
-        elif isinstance(answer, ForewordError | Answer):
-            unreachable[url] = answer.message if isinstance(answer, ForewordError) else f"HTTP {answer.status}"
-        else:
-            raise answer
-    if not receipts:
-        failed = next(iter(answers.values()), NoReplica("No replica can remove cached blocks"))
-        if isinstance(failed, Answer):
-            return failed
-        raise failed
-    each = receipts.values()
-    left, device = (sum(one.get(name, 0) for one in each) for name in ("left", "device_blocks"))
-    complete = not unreachable and all(one.get("complete", not one.get("left")) for one in each)
-    merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
-    done = {"x-foreword-replicas": f"{len(receipts)} of {len(router.upstreams)}"}
-    receipt = {**merged, "unreachable": unreachable, "replicas": receipts}
-    return Answer.json(receipt, 200 if complete else 207, done)
 
 
 async def send_once(router: Router, call: Call, upstream: Upstream, path: str, body: bytes) -> Answer:

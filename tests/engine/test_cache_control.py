@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,4 +204,55 @@ def test_an_idle_engine_frees_what_expires(folder: Callable[[str], Path], tmp_pa
     try:
         asyncio.run(run(engine))
     finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_prefetch_of_a_tenant_that_is_forgotten(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
+) -> None:
+    """What a prefetch loads while its tenant is forgotten, or finds afterwards, does not come onto the device, nor into the
+    memory tier, whether the load had begun or not."""
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
+    store = patient(["memory://?size=1MiB", f"disk://{tmp_path}/store?size=64MiB"])
+    salt, tokens = Salt(b"tenant"), prompt(81, 1)
+    config = EngineConfig(model=str(folder("llama")), **options)
+
+    async def compute(engine: AsyncEngine) -> None:
+        async for _ in engine.generate(Request("first", tuple(tokens), greedy(1), salt=salt)):
+            pass
+
+    first = AsyncEngine.from_config(config, store=patient(f"disk://{tmp_path}/store?size=64MiB"))
+    asyncio.run(compute(first))
+    first.close()
+    engine = unhurried(AsyncEngine.from_config(config, store=store))
+    assert engine.offload is not None
+    disk, reached, passes = engine.offload.store.tiers[1].store, threading.Event(), threading.Event()
+    name = "get" if began else "lookup"
+    real = getattr(disk, name)
+
+    def waits(*arguments: Any, **named: Any) -> Any:
+        found = real(*arguments, **named)  # before the erasure
+        reached.set()
+        assert passes.wait(60)
+        return found
+
+    monkeypatch.setattr(disk, name, waits)
+
+    async def run() -> None:
+        prefetching = asyncio.create_task(engine.prefetch(tokens, salt=salt))
+        assert await asyncio.to_thread(reached.wait, 60)
+        receipt = await engine.forget(salt)
+        assert receipt["complete"] and receipt["removed"]["disk"] > 0
+        passes.set()
+        assert (await prefetching).status == "refused"
+        assert await engine.clear_cache(salt) == 0
+        assert engine.offload is not None and engine.offload.flush(60)
+        assert engine.offload.store.tiers[0].store.status().blocks == 0
+        await engine.check_integrity()
+
+    try:
+        asyncio.run(run())
+    finally:
+        passes.set()
         engine.close()

@@ -231,6 +231,35 @@ def test_retentions_migrate(nodes: tuple[Node, Node], early: bool) -> None:
     asyncio.run(main())
 
 
+def test_a_forgotten_request_leaves_nothing_where_it_migrates(nodes: tuple[Node, Node]) -> None:
+    """A request whose tenant was forgotten on both engines migrates and is completed, and the destination keeps nothing."""
+    here, there = nodes
+
+    async def main() -> None:
+        salt = Salt(b"tenant")
+        await alone(nodes, prompt(8, 1), GREEDY)
+        follower = Follower(here, prompt(80, 6), GREEDY, salt, (Retention(76, 300.0),))
+        with stepwise(*nodes):
+            await follower.read(3)
+            for each in nodes:
+                forgetting = asyncio.create_task(each.engine.forget(salt))
+                while not forgetting.done():
+                    each.valve.turn()
+                    await asyncio.sleep(0.002)
+            await follower.move(there)
+        found = await follower.end()
+        assert len(found.tokens) == 120
+        for each in nodes:
+            await each.whole()
+            assert each.engine.retentions(b"tenant") == []
+            again = await ask(each.engine, prompt(80, 6), GREEDY, salt=salt)
+            assert again.tokens == found.tokens
+            assert again.last is not None and again.last.cached_tokens == 0
+            await each.fresh()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("phase", represented(["waiting", "prefilling"], "prefilling"))
 def test_before_the_first_token(nodes: tuple[Node, Node], phase: str) -> None:
     """A waiting request migrates without KV; one whose prompt is half computed migrates with the KV so far."""

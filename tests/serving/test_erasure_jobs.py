@@ -13,7 +13,7 @@ import httpx
 import pytest
 from router_parts import RouterProcess
 from server_process import ControlledProcess, ServerProcess, slow
-from servers import RedisServer
+from servers import RedisServer, free_port
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
 
@@ -121,5 +121,44 @@ def test_receipts_through_a_router(start: Start, tmp_path: Path) -> None:
         name = receipt["replicas"][url]["id"]
         assert http_client.get(f"{router.url}/v1/cache/erasures/{name}").json()["complete"]
         assert http_client.get(f"{router.url}/v1/cache/erasures/unknown").status_code == 404
+    finally:
+        router.kill()
+
+
+def test_a_replica_that_is_down_is_asked_later(start: Start, tmp_path: Path) -> None:
+    """The router's answer is 207 while a replica is down, and the others have erased. When it is back, with what it had
+    stored before, the router asks it, without a request; the receipt under the router's id says so, to its tenant only."""
+    port = free_port()
+    keys = ["--api-keys", "ann=k1", "--api-keys", "bob=k2", "--tenant-secret", "a long random text"]
+
+    def server(name: str, *more: str) -> ServerProcess:
+        return start("--store", f"disk://{tmp_path}/{name}?size=64MiB", *keys, *more)
+
+    def stored(name: str) -> int:
+        return len([one for one in (tmp_path / name).rglob("*") if one.is_file() and len(one.name) == 64])
+
+    down, up = server("down", "--port", str(port)), server("up")
+    urls = [one.wait_ready() for one in (down, up)]
+    for url in urls:
+        post(url, "k1", prompt=TEXT, max_tokens=1)
+        post(url, "k2", prompt=TEXT, max_tokens=1)
+        until(lambda url=url: metric(url, "foreword:store_queued_blocks") == 0)
+    before = {name: stored(name) for name in ("down", "up")}
+    router = RouterProcess("--replica", urls[0], "--replica", urls[1], *keys).wait_for(2)
+    try:
+        down.popen.send_signal(signal.SIGKILL)
+        down.popen.wait(60)
+        status, receipt = erase(router.url)
+        assert status == 207 and not receipt["complete"]
+        assert list(receipt["unreachable"]) == urls[:1] and list(receipt["replicas"]) == urls[1:]
+        assert (stored("down"), stored("up")) == (before["down"], before["up"] // 2)
+        path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
+        assert not http_client.get(path, headers=KEY).json()["complete"]
+        server("down", "--port", str(port)).wait_ready()
+        until(lambda: http_client.get(path, headers=KEY).json()["complete"])
+        assert http_client.get(path, headers={"authorization": "Bearer k2"}).status_code == 404
+        assert stored("down") == before["down"] // 2
+        assert cached(post(urls[0], "k1", prompt=TEXT, max_tokens=1)) == 0
+        assert cached(post(urls[0], "k2", prompt=TEXT, max_tokens=1)) > 0
     finally:
         router.kill()

@@ -1,0 +1,169 @@
+"""Erasures on all replicas. Those that do not answer are asked again when they take requests, while this router runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+from yarl import URL
+
+from foreword.api.front import Answer, Call, Handler
+from foreword.api.rights import Right
+from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
+from foreword.router.passthrough import chosen, send_once
+from foreword.router.replicas import Upstream
+from foreword.router.service import Router
+
+_ANSWER_SECONDS: Final = 15.0
+_PAUSE: Final = 5.0  # seconds
+_LONGEST_PAUSE: Final = 300.0
+_MAX: Final = 64  # of a tenant
+
+
+@dataclass(slots=True, eq=False)
+class FleetErasure:
+    """One erasure.
+
+    Attributes:
+        call: the client's.
+        path: what replicas are asked for.
+        receipts: of the replicas that answered, by URL.
+        open: why none came from the others, by URL.
+        failures: their answers that are no receipts, and errors.
+    """
+
+    call: Call
+    path: str
+    id: str = field(default_factory=lambda: os.urandom(12).hex())
+    receipts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    open: dict[str, str] = field(default_factory=dict)
+    failures: list[Answer | ForewordError] = field(default_factory=list)
+
+    def note(self, url: str, answer: Answer | ForewordError) -> None:
+        if isinstance(answer, Answer) and answer.status < 400:
+            self.receipts[url] = msgspec.json.decode(answer.body or b"{}")
+            self.open.pop(url, None)
+        else:
+            self.open[url] = f"HTTP {answer.status}" if isinstance(answer, Answer) else answer.message
+            self.failures.append(answer)
+
+    def answer(self) -> Answer:
+        """The replicas' receipts as one. Raises the first failure if there are none."""
+        each = self.receipts.values()
+        if not each:
+            failed = next(iter(self.failures), NoReplica("No replica can remove cached blocks"))
+            if isinstance(failed, Answer):
+                return failed
+            raise failed
+        left, device = (sum(one.get(name, 0) for one in each) for name in ("left", "device_blocks"))
+        complete = not self.open and all(one.get("complete", not one.get("left")) for one in each)
+        merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
+        done = {"x-foreword-replicas": f"{len(self.receipts)} of {len(self.receipts) + len(self.open)}"}
+        receipt = {"id": self.id, **merged, "unreachable": self.open, "replicas": self.receipts}
+        return Answer.json(receipt, 200 if complete else 207, done)
+
+
+class FleetErasures:
+    """The last 64 erasures of each tenant."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._known: list[FleetErasure] = []
+        self._repeating: asyncio.Task[None] | None = None
+
+    async def erase(self, call: Call) -> Answer:
+        """Erase on every replica, also on those that take no requests now."""
+        if any(scope != "tenant" for scope in call.query("scope")):  # replicas would take the router for an operator
+            raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
+        given = [one for one in call.query("cache_salt") if one]
+        salts = [one for salt in given for one in self._router.audit.salts.all_of(call.tenant.salt, salt)]
+        one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
+        upstreams = self._router.upstreams.values()
+        await self._ask(one, [upstream for upstream in upstreams if upstream.kind == "foreword"])
+        for upstream in upstreams:
+            if upstream.kind != "foreword":
+                unknown = upstream.info is None
+                one.open[upstream.url] = "it was not reached yet" if unknown else "it is not a Foreword server"
+        answer = one.answer()
+        mine = [known for known in self._known if known.call.tenant.name == call.tenant.name]
+        for known in mine:
+            if known.path == one.path or known in mine[: 1 - _MAX]:
+                self._known.remove(known)
+        self._known.append(one)
+        if one.open and (self._repeating is None or self._repeating.done()):
+            self._repeating = self._router.background(self._repeat())
+        return answer
+
+    async def show(self, call: Call) -> Answer:
+        """An erasure by its id, or by a replica's id of it."""
+        mine = [one for one in self._known if one.call.tenant.name == call.tenant.name]
+        for one in (known for known in mine if known.id == call.names["name"]):
+            unfinished = {url: done["id"] for url, done in one.receipts.items() if not done.get("complete", True)}
+            asked = [
+                (self._router.upstreams[url], name) for url, name in unfinished.items() if url in self._router.upstreams
+            ]
+            later = await asyncio.gather(*(self._get(call, up, f"/v1/cache/erasures/{name}") for up, name in asked))
+            for (upstream, _), receipt in zip(asked, later, strict=True):
+                if isinstance(receipt, Answer) and receipt.status < 400:
+                    one.note(upstream.url, receipt)
+            return one.answer()
+        able = [one for one in self._router.upstreams.values() if one.kind == "foreword"]
+        answers = await asyncio.gather(*(self._get(call, one, call.path) for one in able))
+        given = [answer for answer in answers if isinstance(answer, Answer)]
+        found = next((answer for answer in given if answer.status < 400), None)
+        failed = next((answer for answer in answers if isinstance(answer, ForewordError)), None)
+        if found is None and (failed is not None or not given):
+            raise failed or NoReplica("No replica can remove cached blocks")
+        return found or chosen(given)
+
+    async def _get(self, call: Call, upstream: Upstream, path: str) -> Answer | ForewordError:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return await send_once(self._router, call, upstream, path, b"")
+        except ForewordError as error:
+            return error
+        except TimeoutError:
+            return ReplicaFailed(f"{upstream.url} did not answer within {_ANSWER_SECONDS:.0f} s")
+
+    async def _ask(self, one: FleetErasure, upstreams: list[Upstream]) -> None:
+        answers = await asyncio.gather(*(self._get(one.call, upstream, one.path) for upstream in upstreams))
+        for upstream, answer in zip(upstreams, answers, strict=True):
+            one.note(upstream.url, answer)
+
+    async def _repeat(self) -> None:
+        """Ask replicas that did not answer, when they take requests. Ends when there are none."""
+        pause = _PAUSE
+        while any(self._waits_for(one) for one in self._known):
+            await asyncio.sleep(pause)
+            healthy = {upstream.url: upstream for upstream in self._router.healthy() if upstream.kind == "foreword"}
+            asked = [(one, [healthy[url] for url in one.open if url in healthy]) for one in self._known]
+            for one, upstreams in asked:
+                await self._ask(one, upstreams)
+            refused = any(upstream.url in one.open for one, upstreams in asked for upstream in upstreams)
+            pause = min(2 * pause, _LONGEST_PAUSE) if refused else _PAUSE
+
+    def _waits_for(self, one: FleetErasure) -> bool:
+        """Whether a replica may answer later: one that has left, or is no Foreword server, does not."""
+        known = [self._router.upstreams.get(url) for url in one.open]
+        return any(one is not None and (one.info is None or one.kind == "foreword") for one in known)
+
+
+def add_routes(routes: Routes[Handler], router: Router) -> None:
+    erasures = FleetErasures(router)
+
+    @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    async def clear_cache(call: Call) -> Answer:
+        """Remove the tenant's blocks from all replicas, and return the receipt of each. The status is 207 while a replica has
+        not answered, or a place of one is open: such a replica is asked again as soon as it takes requests."""
+        if not any(call.query("cache_salt")):
+            router.responses.forget(call.tenant.salt)
+        return await erasures.erase(call)
+
+    @routes.add("GET", "/v1/cache/erasures/{name}", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    async def erasure(call: Call) -> Answer:
+        """The receipt of an erasure, so far, by its `id`, or by that in the receipt of a replica."""
+        return await erasures.show(call)
