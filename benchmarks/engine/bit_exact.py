@@ -9,10 +9,10 @@ Each prompt is computed once alone, cold and in one step. Each pair computes one
 random source, in chunks of a random size and in a random batch, and compares the logits of its tokens with those of the first
 computation: all logits of the token after the prompt and of those generated after it, bit for bit. Sources: recomputed,
 this engine's device, its memory tier, what another engine wrote to a disk, Redis or an object store and this one loads,
-answers that outgrow the memory and are preempted, a prompt that another instance prefills, and a request that migrates
-between two instances while it generates 32 tokens. The campaign has rounds of 200 pairs with prompts of their own, seeded by
-`--seed` and the round's number. `--kinds` makes small random models of these kinds; each has a share of the pairs in each
-dtype.
+what another instance has on its device (`peer`), answers that outgrow the memory and are preempted, a prompt that another
+instance prefills, and a request that migrates between two instances while it generates 32 tokens. The campaign has rounds of
+200 pairs with prompts of their own, seeded by `--seed` and the round's number. `--kinds` makes small random models of these
+kinds; each has a share of the pairs in each dtype.
 
 `--speed` measures the engine with default settings against the same engine in its fastest mode (`batch_invariant` off), by
 turns: prefill of 512, 2,048 and 8,192 tokens, decode after 128 tokens at batch 1, 16 and 64, after 8,192 tokens, and of 16
@@ -60,10 +60,14 @@ Seen = dict[tuple[tuple[int, ...], int], bytes]
 class Engine:
     """An LLM whose logits are recorded."""
 
-    def __init__(self, model: str | None, **options: Any) -> None:
+    def __init__(self, model: str | None, stores: Sequence[str] = (), **options: Any) -> None:
         from foreword import LLM
+        from foreword.config import StoreConfig
 
-        self.llm: Any = LLM(model, **options)
+        patient = StoreConfig(urls=tuple(stores), lookup_timeout=60.0, load_timeout=60.0)
+        self.llm: Any = LLM(model, store=patient, **options)
+        if self.llm.offload is not None:
+            self.llm.offload.costs.prefill_rate = float  # load what there is, however fast it is computed
         self.seen = record(self.llm._core)
 
     def compute(self, prompts: Sequence[list[int]], new_tokens: int, chunk: int = 512) -> list[Found]:
@@ -102,6 +106,18 @@ class Pair:
         self.pair = InstancePair(model, **options)
         self._engines = (self.pair.first, self.pair.second)
         self._seen = [record(engine._core) for engine in self._engines]
+
+    @property
+    def url(self) -> str:
+        """Of the first one, as a store."""
+        assert self.pair.first.instance is not None
+        return f"peer://{self.pair.first.instance.address}"
+
+    def compute(self, prompts: Sequence[list[int]], chunk: int) -> None:
+        """Have these at the first one, and nothing else."""
+        self.pair.clear()
+        self._engines[0]._core.scheduler._max_batch_tokens = chunk
+        self.pair.compute(prompts, greedy(1))
 
     def hit(
         self, source: str, prompts: Sequence[list[int]], warm: Sequence[list[int]], new_tokens: int, chance: Random
@@ -161,15 +177,16 @@ class Campaign:
         self._truth = Engine(model, **options, enable_prefix_caching=False)
         self._vocabulary = self._truth.llm.info.vocab_size
         self._engines = {"computed": self._truth, "device": Engine(model, **options)}
-        self._engines["memory"] = Engine(model, **options, store="memory://?size=64MiB")
+        self._engines["memory"] = Engine(model, ["memory://?size=64MiB"], **options)
         small = {"kv_memory": f"{LONGEST + 2 * LONG_OUTPUT} tokens", "reserve": 0.0, "lookahead_blocks": 0}
         self._engines["preempted"] = Engine(model, **options | small)
         self._pair = Pair(model, **options)
+        self._engines["peer"] = Engine(model, [self._pair.url], **options)
         given = {"disk": f"disk://{folder}/store", "redis": arguments.redis, "s3": arguments.s3}
         stores = {name: url for name, url in given.items() if url}
-        self._writer = Engine(model, **options, store=list(stores.values()))
+        self._writer = Engine(model, [*stores.values()], **options)
         for source, url in stores.items():
-            self._engines[source] = Engine(model, **options, store=url + "?read_only=1" * (source == "disk"))
+            self._engines[source] = Engine(model, [url + "?read_only=1" * (source == "disk")], **options)
         known = [*self._engines, "prefilled", "migrated"]
         self.counts = {source: Counter[str]() for source in known if source in (arguments.sources or known)}
 
@@ -206,12 +223,14 @@ class Campaign:
         parts = [prompt[: chance.randint(1, len(prompt))] for prompt in prompts]
         if source in ("prefilled", "migrated"):
             return self._pair.hit(source, prompts, parts if chance.random() < 0.5 else [], new_tokens, chance)
+        if source == "peer":
+            self._pair.compute(parts, chance.choice(CHUNKS))
         return self._engines[source].hit(prompts, parts if source in ("device", "memory") else [], new_tokens, chance)
 
     def close(self) -> None:
-        self._pair.pair.__exit__()
         for engine in [*self._engines.values(), self._writer]:
             engine.llm.close()
+        self._pair.pair.__exit__()
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> str:

@@ -57,6 +57,10 @@ class InstancePair:
 
         asyncio.run(both())
 
+    def compute(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Found]:
+        """Complete prompts on the first engine, together."""
+        return self._all(prompts, lambda prompt: self._compute(prompt, params))
+
     def prefill(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Found]:
         """Complete prompts on the second engine, together; the first one computes them, or has them cached."""
         return self._all(prompts, lambda prompt: self._prefill(prompt, params))
@@ -73,6 +77,11 @@ class InstancePair:
 
     def _request(self, prompt: list[int], params: SamplingParams, prefill: str = "") -> Request:
         return Request(f"p{next(self._ids)}", tuple(prompt), params, want_cache_report=True, prefill=prefill)
+
+    async def _compute(self, prompt: list[int], params: SamplingParams) -> Found:
+        found = Found()
+        await _read(self.first.generate(self._request(prompt, params)), found)
+        return found
 
     async def _prefill(self, prompt: list[int], params: SamplingParams) -> Found:
         assert self.first.instance is not None

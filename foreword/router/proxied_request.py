@@ -447,13 +447,14 @@ class ProxiedRequest(RoutedRequest):
 
 async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
     """Await a response; the router's watchdog may abort it. Raises ReplicaFailed if it does."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
     awaited = AwaitedResponse(task.cancel, clock())
     upstream.awaited.add(awaited)
     try:
-        return await task
+        return await work
     except asyncio.CancelledError:
-        if awaited.aborted:
+        if awaited.aborted and not task.uncancel():  # unless it was cancelled for another reason too
             raise ReplicaFailed(awaited.aborted) from None
         raise
     finally:

@@ -367,8 +367,9 @@ class AwaitedResponse:
     aborted: str = ""
 
     def abort(self, reason: str) -> None:
-        self.aborted = reason
-        self.cancel()
+        if not self.aborted:  # a task that is cancelled twice does not know why
+            self.aborted = reason
+            self.cancel()
 
 
 def stamp_of(weights: str) -> str:

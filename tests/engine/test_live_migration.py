@@ -296,8 +296,7 @@ def test_stop_string_across_a_migration(nodes: tuple[Node, Node]) -> None:
     """A stop string that starts before the migration and is completed after it ends the text at the same place."""
 
     async def main() -> None:
-        tokens = prompt(20, 5)
-        sampling = dataclasses.replace(PARAMS["seeded"], max_tokens=60)
+        tokens, sampling = prompt(20, 5), PARAMS["seeded"]
         text = (await alone(nodes, tokens, sampling)).text
         # It starts before the migration: the text that may be part of it is held back.
         params = dataclasses.replace(sampling, stop=(text[2 : len(text) // 2],))
