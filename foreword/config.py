@@ -37,6 +37,8 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "
 ENV_PREFIX = "FOREWORD_"
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
+# As browsers send it: in lower case, without a path.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 ROLES = ("prefill", "decode", "both")
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
 
@@ -289,6 +291,11 @@ class ServerConfig:
         for key, text in (("admin_key", self.admin_key), ("router_key", self.router_key)):
             if text is not None:
                 self.check_key(f"server.{key}", text)
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"{origin!r} is not an origin; write it as https://chat.example.org (--allowed-origins)"
+                )
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("server.kv_events_replay needs server.kv_events")

@@ -162,6 +162,8 @@ SERVE = [
     ("--max-body 0", "server.max_body (--max-body) must be at least one byte"),
     ("--store-staging 0", "must have room for a block"),
     ("--threads 0", "engine.threads must be at least 1"),
+    ("--threads 100000", "and this machine has"),
+    ("--allowed-origins https://chat.example.org/", "is not an origin"),
     ("--prefix-retain-tenant-share nan", "prefixes.retain_tenant_share must be between"),
     # More of stores
     ("--store redis+cluster://", "a cluster URL names hosts: redis+cluster://host1,host2"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -46,6 +47,8 @@ def check(
     if config.model is not None:
         check_model(config.model)
     check_device(config.device)
+    if config.threads is not None and config.threads > (cores := os.cpu_count() or config.threads):
+        raise ConfigError(f"engine.threads is {config.threads} (--threads), and this machine has {cores} cores")
     if config.kernels == "triton" and config.device == "cpu":
         raise ConfigError("engine.kernels is triton, which needs --device cuda")
     if config.audit_reports is not None:
