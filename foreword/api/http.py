@@ -76,6 +76,8 @@ def url_of(listener: socket.socket) -> str:
 
 def configure_logging(level: str) -> None:
     """Log to standard error from `level` on."""
+    # Nothing in the format needs where a line was logged, which is a third of its cost (docs.python.org, "Logging HOWTO").
+    logging._srcfile = None
     logging.basicConfig(
         level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
     )

@@ -8,10 +8,10 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from foreword.api.dialects.answer_reader import UsageCounts
@@ -53,8 +53,7 @@ def record_finished(write: Callable[[RequestRecord], None]) -> Callable[[PlacedR
     return record
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRequest:
+class ServedRequest(Struct, frozen=True):
     """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
 
     id: str

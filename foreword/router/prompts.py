@@ -16,13 +16,13 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import aiohttp
 import msgspec
+from msgspec import Struct
 
 from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
@@ -162,8 +162,7 @@ class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
+class TokenizedPrompt(Struct, frozen=True):
     """A prompt as tokens.
 
     Attributes:

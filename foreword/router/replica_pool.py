@@ -11,9 +11,10 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+from msgspec import Struct
 
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
@@ -40,8 +41,7 @@ _DEFAULT_BLOCK_SIZE: Final = 16
 _OVERLOADED: Final = "overloaded"
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(Struct, frozen=True):
     """A request to place.
 
     Attributes:

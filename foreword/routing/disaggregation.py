@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from foreword.errors import ConfigError
 from foreword.routing.placement import Candidate, CostEstimate, Decision, PlacementQuery, Policy
 
@@ -81,4 +83,4 @@ def _as_receiver(candidate: Candidate) -> Candidate:
 
 def _with_estimates(decision: Decision, unavailable: Decision) -> Decision:
     estimates: tuple[CostEstimate, ...] = (*unavailable.estimates, *decision.estimates)
-    return decision if decision.estimate is not None else replace(decision, estimates=estimates)
+    return decision if decision.estimate is not None else structs.replace(decision, estimates=estimates)

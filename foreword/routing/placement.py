@@ -36,9 +36,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
+
+from msgspec import Struct
 
 from foreword.errors import ConfigError
 from foreword.routing.costs import DEFAULT_COSTS, ReplicaCosts
@@ -56,6 +58,7 @@ _REASONS: Final = {
 }
 _TIE_SECONDS: Final = 0.005
 _MAX_REASONS: Final = 32
+_SHOWN_SECONDS: Final = 0.005  # parts of an estimate that are less are not worth a word
 _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 
 
@@ -63,8 +66,7 @@ _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 KeySpace = tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementQuery:
+class PlacementQuery(Struct, frozen=True):
     """A request to place.
 
     Attributes:
@@ -84,10 +86,10 @@ class PlacementQuery:
     block_size: int
     session: str | None = None
     max_output: int | None = None
-    other_keys: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
+    other_keys: Mapping[KeySpace, Sequence[bytes]] = {}
     weights: str = ""
     required_weights: str | None = None
-    public_keys: Mapping[KeySpace, Sequence[bytes]] = field(default_factory=dict)
+    public_keys: Mapping[KeySpace, Sequence[bytes]] = {}
 
     @property
     def key_space(self) -> KeySpace:
@@ -177,24 +179,28 @@ class CostEstimate(NamedTuple):
         """Such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728 tokens)`."""
         if self.excluded:
             return self.excluded
-        tiers = [(tokens, name) for tokens, name in zip(self.from_tiers[1:], _TIER_NAMES[1:], strict=True) if tokens]
-        source = " and ".join(f"{tokens} from {name}" for tokens, name in tiers)
-        length = self.computed + self.reused
-        parts = [
-            (self.queue, "queued"),
-            (self.memory, "waiting for KV memory"),
-            (self.load, f"loading {source}"),
-            (self.transfer, "KV transfer"),
-            (self.compute, f"computing {self.computed} of {length} tokens"),
-            (self.decode, "decode interference"),
-        ]
-        listed = ", ".join(f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= 0.005)
-        others = f", and {self.others:.2f} s for those that wait" if self.others >= 0.005 else ""
+        _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, _, behind = self
+        source = _loading(from_tiers) if load >= _SHOWN_SECONDS else ""
+        parts = (
+            (queue, "queued"),
+            (memory, "waiting for KV memory"),
+            (load, source),
+            (transfer, "KV transfer"),
+            (compute, f"computing {computed} of {computed + reused} tokens"),
+            (decode, "decode interference"),
+        )
+        listed = ", ".join([f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= _SHOWN_SECONDS])
+        delayed = behind * (load + compute)
+        others = f", and {delayed:.2f} s for those that wait" if delayed >= _SHOWN_SECONDS else ""
         return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+def _loading(from_tiers: tuple[int, ...]) -> str:
+    tiers = zip(from_tiers[1:], _TIER_NAMES[1:], strict=True)
+    return f"loading {' and '.join(f'{tokens} from {name}' for tokens, name in tiers if tokens)}"
+
+
+class Decision(Struct, frozen=True):
     """Where a request goes.
 
     Attributes:
@@ -215,7 +221,10 @@ class Decision:
     @property
     def estimate(self) -> CostEstimate | None:
         """The estimate of the chosen replica."""
-        return next((one for one in self.estimates if one.replica == self.replica and not one.excluded), None)
+        for one in self.estimates:
+            if one.replica == self.replica and not one.excluded:
+                return one
+        return None
 
     @property
     def expected_cached(self) -> int:
@@ -224,14 +233,15 @@ class Decision:
 
     def in_words(self) -> str:
         """One sentence that explains the decision."""
-        if self.replica is None or self.estimate is None:
+        estimate = self.estimate
+        if self.replica is None or estimate is None:
             reasons = "; ".join(f"{one.replica}: {one.excluded}" for one in self.estimates[:_MAX_REASONS])
             more = len(self.estimates) - _MAX_REASONS
             reasons += f"; and {more} more" if more > 0 else ""
             return f"no replica takes requests: {reasons}" if reasons else "there is no replica"
         where = f"{self.replica} after {self.prefill}" if self.prefill else self.replica
-        reason = "priced" if self.reason == "cheapest" and self.estimate.others else self.reason
-        return f"{where}: {_REASONS.get(reason, reason)}, {self.estimate.in_words()}{self._runner_up()}"
+        reason = "priced" if self.reason == "cheapest" and estimate.others else self.reason
+        return f"{where}: {_REASONS.get(reason, reason)}, {estimate.in_words()}{self._runner_up()}"
 
     def _runner_up(self) -> str:
         available = (one for one in self.estimates if not one.excluded and one.replica != self.replica)
