@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -280,6 +281,34 @@ def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, "-m", "foreword", "conform", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
+
+
+def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
+    """Who has started scripts is killed, and so is the process that forked them: the scripts end, and what they have started."""
+    (tmp_path / "script.py").write_text(
+        "import subprocess, sys\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "print(other.pid, flush=True)\n"
+        "other.wait()\n"
+    )
+    (tmp_path / "driver.py").write_text(
+        "import os, sys\n"
+        "from foreword.referee.process import Forks\n"
+        "forks = Forks(sys.executable, os.environ, ())\n"
+        "script = forks.start(['script.py'], stderr=sys.stderr)\n"
+        "print(script.pid, script.stdout.readline(), flush=True)\n"
+        "script.wait()\n"
+    )
+    command = [sys.executable, "driver.py"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        started = [os.pidfd_open(int(number)) for number in driver.stdout.readline().split()]
+        assert len(started) == 2
+        driver.kill()
+    for process in started:
+        assert select.select([process], [], [], 60)[0]
+        os.close(process)
 
 
 def test_an_interpreter_that_does_not_exist() -> None:

@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -61,13 +62,21 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
 
 
 def _become_script(descriptors: list[int]) -> None:
-    """Fork once more. The child returns, with the standard streams of the request; this process waits for it and reports."""
+    """Fork once more. The child returns, with the standard streams of the request; this process waits for it and reports. It
+    ends the child and its group when nobody can read the report: whoever asked for the script has died."""
     *streams, report = descriptors
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = os.fork()
     if process:
         for stream in streams:
             os.close(stream)
+        events = select.poll()
+        events.register(ended := os.pidfd_open(process), select.POLLIN)
+        events.register(report, 0)  # only that the pipe is broken
+        if ended not in dict(events.poll()):
+            for kill in (os.killpg, os.kill):  # it may not have its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process, signal.SIGKILL)
         _, status = os.waitpid(process, 0)
         with contextlib.suppress(BrokenPipeError):
             os.write(report, b"%d\n" % os.waitstatus_to_exitcode(status))
