@@ -6,16 +6,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
-from foreword.cli.probe import Kind, Metrics, NoAnswer, ProbeAnswer, ProbedServer, new_prompt
+from foreword.cli.probe import Kind, Metrics, NoAnswer, ProbeAnswer, ProbedServer, body_of, error_of, new_prompt
 
 _WRITE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.2
+_SHARED_SECONDS: Final = 3.0
 _BLOCKS: Final = 4
 _FEWEST_TOKENS: Final = 129
 _MOST_TOKENS: Final = 4096
@@ -51,11 +52,12 @@ _STATES: Final = {
     "full": ("finds no room for blocks", "`size=` in the store's URL, the room on its disk, or Redis's `maxmemory`"),
     "suspended": ("is suspended: an audit found a wrong block that came from it", "docs/operations/audit.md"),
 }
+_BETWEEN: Final = "what stands between here and the server; the server's log"
 _REFUSED: Final = {
     413: "`--max-body`",
     429: "`--quota`, `--max-queue`",
     503: "what is said of each replica, or a time limit of the router",
-    504: "the replicas: their `--quota` and `--max-queue`, and what keeps them busy",
+    504: "the replicas: their `--quota` and `--max-queue`, and what keeps them busy; `--request-timeout` of the router",
 }
 # Tokenizers differ in the number of its tokens.
 _TEXT: Final = "Which way is north? Über 1024 Wege, π/2 weit: {'a': [1, 2]}\n" * 8
@@ -95,11 +97,18 @@ class Broken(Exception):  # control flow of a chain; never leaves `until_broken`
         self.link = CheckedLink(name, text, False, setting)
 
 
+def at_once(call: Callable[[], Any], count: int = 8) -> list[Any]:
+    """Call several times at once: several connections reach several servers behind one address."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(lambda _: call(), range(count)))
+
+
 class Chain:
     """What servers and routers have in common: a prompt is sent, sent again, and sent with another salt."""
 
     block = DEFAULT_BLOCK
     longest = _MOST_TOKENS
+    unready = "nothing: wait until the model is loaded; start a server that drains again; or read the server's log"
 
     def __init__(self, target: ProbedServer) -> None:
         self.target = target
@@ -112,31 +121,30 @@ class Chain:
     def ready(self) -> Iterator[CheckedLink]:
         answer = self.target.call("GET", "/ready")
         if answer.status_code == 503:
-            reason = answer.json().get("reason", "")
-            raise Broken("server", f"{self.target.url} is not ready: {reason}", self.unready_setting(reason))
+            reason = body_of(answer).get("reason") or error_of(answer)
+            raise Broken("server", f"{self.target.url} is not ready: {reason}", self.unready)
         models = self.target.call("GET", "/v1/models")
         if models.status_code in (401, 403):
-            text = (
-                f"{self.target.url} refuses the API key"
-                if self.target.has_key
-                else f"{self.target.url} wants an API key"
+            raise Broken(
+                "server",
+                f"{self.target.url} {'refuses the' if self.target.has_key else 'wants an'} API key",
+                "`--api-key` of this command; `--api-keys` of the server; a proxy that drops `authorization`",
             )
-            raise Broken("server", text, "`--api-key` of this command; `--api-keys` of the server")
-        cards = (models.json().get("data") or []) if models.is_success else []
+        if not models.is_success:
+            raise Broken("server", f"{self.target.url}/v1/models: {error_of(models)}", _BETWEEN)
+        cards = body_of(models).get("data") or []
         names = [card["id"] for card in cards]
         if self.target.model is None and names:
             self.target.model = names[0]
         if self.target.model not in names:
-            text = f"{self.target.url} does not serve {self.target.model!r}; it serves {', '.join(names) or 'no model'}"
-            raise Broken("server", text, "`--model` of this command")
-        lengths = [
-            card["max_model_len"] for card in cards if card["id"] == self.target.model and card.get("max_model_len")
-        ]
-        self.longest = min(lengths, default=_MOST_TOKENS)
+            raise Broken(
+                "server",
+                f"{self.target.url} does not serve {self.target.model!r}; it serves {', '.join(names) or 'no model'}",
+                "`--model` of this command",
+            )
+        mine = (card.get("max_model_len") for card in cards if card["id"] == self.target.model)
+        self.longest = min(filter(None, mine), default=_MOST_TOKENS)
         yield CheckedLink("server", f"{self.target.url} serves {self.target.model}")
-
-    def unready_setting(self, reason: str) -> str:
-        return "nothing: wait until the model is loaded; start a server that drains again; or read the server's log"
 
     def new_prompt(self, length: int = 0) -> None:
         self.prompt = new_prompt(min(max(length, _BLOCKS * self.block + 1, _FEWEST_TOKENS), self.longest - 2))
@@ -144,13 +152,25 @@ class Chain:
     def computed(self) -> Iterator[CheckedLink]:
         """A prompt that was never sent before is computed."""
         if self.longest < 2 * self.block:
-            text = f"prompts of up to {self.longest} tokens do not fill two blocks of {self.block}"
-            raise Broken("computed", text, "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`")
+            raise Broken(
+                "computed",
+                f"prompts of up to {self.longest} tokens do not fill two blocks of {self.block}",
+                "a smaller `--block-size`, or a larger `--max-model-len` or `--kv-memory`",
+            )
         self.new_prompt()
         first = self.ask()
         if first.cached is not None and first.cached >= self.block:
-            text = f"{first.cached} tokens of a prompt that was never sent before count as cached"
-            raise Broken("computed", text, "what stands between here and the server: it changes or replays requests")
+            raise Broken(
+                "computed",
+                f"{first.cached} tokens of a prompt that was never sent before count as cached",
+                "what stands between here and the server: it changes or replays requests",
+            )
+        if first.tokens != len(self.prompt):
+            raise Broken(
+                "computed",
+                f"a prompt of {len(self.prompt)} tokens was computed as one of {first.tokens}",
+                "what stands between here and the server: it changes requests",
+            )
         self.first = first
         yield CheckedLink("computed", f"a new prompt of {first.tokens} tokens")
 
@@ -160,16 +180,22 @@ class Chain:
         if answer.error:
             behind = (self.target.json("/v1/router/state", admin=True) or {}).get("replicas", ())
             reasons = "".join(f"; {one['replica']}: {one['reason']}" for one in behind if one["reason"])
-            text = f"a prompt was refused ({answer.status}): {answer.error}{reasons}"
-            raise Broken("answer", text, _REFUSED.get(answer.status, "see the server's log"))
+            raise Broken(
+                "answer",
+                f"a prompt was refused ({answer.status}): {answer.error}{reasons}",
+                _REFUSED.get(answer.status, _BETWEEN),
+            )
         return answer
 
     def kept_apart(self) -> Iterator[CheckedLink]:
         """A request with another salt finds nothing of it."""
         other = self.ask(self.other_salt)
         if (other.cached or 0) >= self.block:
-            text = f"a request with another cache_salt found {other.cached} tokens of it"
-            raise Broken("salt", text, "what stands between here and the server: it drops `cache_salt`")
+            raise Broken(
+                "salt",
+                f"a request with another cache_salt found {other.cached} tokens of it",
+                "what stands between here and the server: it drops `cache_salt`",
+            )
         yield CheckedLink("salt", "a request with another cache_salt found nothing of it")
 
     def template(self) -> Iterator[CheckedLink]:
@@ -181,15 +207,18 @@ class Chain:
             if number:
                 time.sleep(1.1)  # a template that shows the time shows another one
             answer = self.target.call("POST", path, body)
-            if not answer.is_success:
+            if "tokens" not in body_of(answer):
                 self.untokenized(answer.status_code)
                 return
             texts.append(answer.json()["tokens"])
         one, two = texts
         same = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
         if one != two:
-            text = f"the same chat has other tokens a second later, from token {same} of {len(one)} on"
-            raise Broken("template", text, "the model's chat template: move what changes to the end, or remove it")
+            raise Broken(
+                "template",
+                f"the same chat has other tokens a second later, from token {same} of {len(one)} on",
+                "the model's chat template: move what changes to the end, or remove it",
+            )
         yield CheckedLink("template", "a chat has the same tokens each time")
 
     vllm_paths = False
@@ -214,10 +243,16 @@ class ServerChain(Chain):
 
     def links(self) -> Iterator[CheckedLink]:
         yield from self.ready()
+        self.next_step()
         self.before = self.target.metrics()
         size = self.before.labels("vllm:cache_config_info").get("block_size", "")
         self.block = int(size) if size.isdigit() and int(size) else DEFAULT_BLOCK
-        for step in (self.computed, self.on_device, self.kept_apart, self.earlier, self.tiers, self.template):
+        yield from self.computed()
+        started = at_once(lambda: self.target.metrics().total("process_start_time_seconds"))
+        if len(set(started)) > 1:
+            yield self.several()
+            return
+        for step in (self.on_device, self.kept_apart, self.earlier, self.tiers, self.template):
             yield from step()
 
     def count(self, what: str, metrics: Metrics, **labels: str) -> float:
@@ -225,17 +260,43 @@ class ServerChain(Chain):
         name = self._names[what]
         return metrics.total(name, **labels) - self.before.total(name, **labels) if name else 0.0
 
+    def next_step(self) -> None:
+        """vLLM publishes what its connector has counted with its next step."""
+        if self.vllm:
+            self.target.ask(new_prompt(2), self.other_salt)
+
+    def found(self, answer: ProbeAnswer, before: Metrics, name: str) -> int:
+        """Cached tokens of a prompt: by a counter if the answer does not say."""
+        if answer.cached is not None:
+            return answer.cached
+        return int(self.target.metrics().total(name) - before.total(name))
+
+    def several(self) -> CheckedLink:
+        """Several servers answer, so that no counter can be compared. Raises Broken if they do not share what they hold."""
+        time.sleep(_SHARED_SECONDS)
+        answers = at_once(lambda: self.ask(report=True))
+        if missed := sum(one.cached is not None and one.cached < self.block for one in answers):
+            raise Broken(
+                "placed",
+                f"several servers answer at {self.target.url}: the same prompt again missed {missed} of {len(answers)} times",
+                "`foreword route` in front of them, or a store that they share",
+            )
+        return CheckedLink(
+            "placed",
+            "several servers answer here, and none says that it missed the prompt; the rest holds for one of them only",
+            None,
+            "the URL of one of them",
+        )
+
     def on_device(self) -> Iterator[CheckedLink]:
         """The same prompt again is found on the device."""
         metrics = self.target.metrics()
         again = self.ask(report=True)
-        cached, unsaid = again.cached, ""
-        if cached is None:  # vLLM without --enable-prompt-tokens-details
-            name = "vllm:prefix_cache_hits_total"
-            cached = int(self.target.metrics().total(name) - metrics.total(name))
-            unsaid = "; the server does not say it in its answers (`--enable-prompt-tokens-details`)"
-        if cached >= self.block:
-            yield CheckedLink("device", f"the same prompt again: {cached} of {again.tokens} tokens found{unsaid}")
+        self.held = self.found(again, metrics, "vllm:prefix_cache_hits_total")
+        if self.held >= self.block:
+            said = again.cached is not None
+            unsaid = "" if said else "; the server does not say it in its answers (`--enable-prompt-tokens-details`)"
+            yield CheckedLink("device", f"the same prompt again: {self.held} of {again.tokens} tokens found{unsaid}")
             return
         config = metrics.labels("vllm:cache_config_info")
         report = again.report or {}
@@ -243,10 +304,17 @@ class ServerChain(Chain):
             raise Broken("device", "prefix caching is switched off", "`--enable-prefix-caching`")
         blocks = config.get("num_gpu_blocks", "")
         if blocks.isdigit() and int(blocks) * self.block < 2 * len(self.prompt):
-            text = f"the KV memory of {int(blocks) * self.block} tokens does not keep a prompt of {len(self.prompt)}"
-            raise Broken("device", text, "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)")
+            raise Broken(
+                "device",
+                f"the KV memory of {int(blocks) * self.block} tokens does not keep a prompt of {len(self.prompt)}",
+                "`--kv-memory` (vLLM: `--gpu-memory-utilization`, `--kv-cache-memory-bytes`)",
+            )
         reason = report.get("detail") or "the same prompt again found nothing"
-        raise Broken("device", reason, "a larger `--kv-memory`, or what stands in front of the server")
+        raise Broken(
+            "device",
+            reason,
+            "what stands in front of the server, if it changes prompts or salts; on a busy server a larger `--kv-memory`",
+        )
 
     def earlier(self) -> Iterator[CheckedLink]:
         """Blocks that could not be used before the probe, of other tenants than its own. Nothing to say if there were none."""
@@ -254,14 +322,18 @@ class ServerChain(Chain):
         for tier in self.before.by("tier", name):
             for kind, failed in self.before.by("kind", name, tier=tier).items():
                 if failed and kind in _KEYS:
-                    text = f"{tier}: {failed:.0f} blocks or calls failed before ({kind})"
-                    yield CheckedLink("earlier", text, None, _KEYS[kind])
+                    yield CheckedLink(
+                        "earlier", f"{tier}: {failed:.0f} blocks or calls failed before ({kind})", None, _KEYS[kind]
+                    )
 
     def tiers(self) -> Iterator[CheckedLink]:
         """What is written reaches every tier, and is loaded from there."""
         if self.vllm and "vllm:foreword_" not in self.before.text:
-            text = "vLLM runs without Foreword's connector, or it has not started"
-            raise Broken("stores", text, "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md")
+            raise Broken(
+                "stores",
+                "vLLM runs without Foreword's connector, or it has not started",
+                "`--kv-transfer-config` of vLLM, see docs/guides/vllm.md",
+            )
         if not self.vllm and not self.before.tier_states():
             yield CheckedLink("stores", "none: KV is kept until the device evicts it, or the server ends (`--store`)")
             return
@@ -283,26 +355,31 @@ class ServerChain(Chain):
             missing, metrics = self._written_within(_WRITE_SECONDS)
         states = metrics.tier_states()
         if self.vllm and not states:
-            text = "nothing was written, and vLLM publishes no state of a tier"
-            raise Broken("written", text, '`"store"` in kv_connector_extra_config; the log of the workers')
+            raise Broken(
+                "written",
+                "nothing was written, and vLLM publishes no state of a tier",
+                '`"store"` in kv_connector_extra_config; the log of the workers',
+            )
         for tier, seen in states.items():
             for state, (text, setting) in _STATES.items():
                 if state in seen:
                     kinds = "" if self.vllm else ", ".join(self._grown("kind", metrics, tier))
                     raise Broken("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", setting)
         if keyless := [tier for tier in states if "store_without_keys" in self._grown("kind", metrics, tier)]:
-            text = f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer"
-            raise Broken("written", text, "`--encryption-key-store`, or the server or disk behind it")
+            raise Broken(
+                "written",
+                f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer",
+                "`--encryption-key-store`, or the server or disk behind it",
+            )
         read_only = [tier for tier, seen in states.items() if "read_only" in seen]
         missing += [tier for tier in read_only if self.count("errors", metrics, tier=tier)]
         if read_only and len(read_only) == len(states) and not missing:
-            text = (
-                f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only"
+            yield CheckedLink(
+                "written",
+                f"{', '.join(read_only)}: nothing may be written, what this server computes is kept on its device only",
+                None,
+                "`read_only=` in the store's URL, the rights of its folder, its key store, or a store beside `peer://`",
             )
-            setting = (
-                "`read_only=` in the store's URL, the rights of its folder, its key store, or a store beside `peer://`"
-            )
-            yield CheckedLink("written", text, None, setting)
             return
         if missing:
             raise self._unwritten(missing[0], metrics)
@@ -322,8 +399,7 @@ class ServerChain(Chain):
         deadline = min(time.monotonic() + seconds, self.target.deadline - _POLL_SECONDS)
         wanted = 1 if self.vllm else len(self.prompt) // self.block
         while True:
-            if self.vllm:
-                self._nudge()
+            self.next_step()
             metrics = self.target.metrics()
             writable = [tier for tier, seen in metrics.tier_states().items() if not seen & {"read_only", "holding"}]
             counts = {tier: self.count("written", metrics, tier=tier) for tier in writable}
@@ -345,10 +421,6 @@ class ServerChain(Chain):
         wanted = len(self.prompt) // self.block
         return 0 < blocks < wanted and budget > 0 and size * (blocks + 1) > budget * blocks
 
-    def _nudge(self) -> None:
-        """vLLM publishes what its connector has counted with its next step."""
-        self.target.ask(new_prompt(2), self.other_salt)
-
     def _grown(self, label: str, metrics: Metrics, tier: str) -> list[str]:
         name = self._names["errors"]
         before = self.before.by(label, name, tier=tier)
@@ -358,36 +430,48 @@ class ServerChain(Chain):
         if self.count("errors", metrics, tier=tier):
             kinds = "" if self.vllm else f" ({', '.join(self._grown('kind', metrics, tier))})"
             return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
-        refused = [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]
-        if refused:
+        if refused := [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]:
             return Broken("written", f"{tier} refuses the prompt's blocks ({refused[0]})", _RULES[refused[0]])
         if self._is_small(tier, metrics):
-            text = f"{tier} has no room for a prompt of {len(self.prompt)} tokens"
-            return Broken("written", text, "a larger `size=` in the store's URL")
+            return Broken(
+                "written",
+                f"{tier} has no room for a prompt of {len(self.prompt)} tokens",
+                "a larger `size=` in the store's URL",
+            )
         if self.count("dropped", metrics):
-            text = f"{tier}: blocks are dropped, because the queue of writes is full"
-            return Broken("written", text, "a faster tier, or a larger `--store-staging`")
+            return Broken(
+                "written",
+                f"{tier}: blocks are dropped, because the queue of writes is full",
+                "a faster tier, or a larger `--store-staging`",
+            )
         count = f"{self.count('written', metrics, tier=tier):.0f} of {len(self.prompt) // self.block} blocks were"
-        text = f"{'nothing was' if self.vllm else count} written to {tier} within {_WRITE_SECONDS:.0f} s"
-        if self.vllm:
-            rules = "`admit=`, `min_tokens=` or `write_rate=` in the store's URL"
-            return Broken("written", text, f"{rules}; the store itself, see the log of vLLM's workers")
-        setting = "a faster store, or a larger `tenant_quota=` in its URL; see the server's log"
-        return Broken("written", text, setting)
+        return Broken(
+            "written",
+            f"{'nothing was' if self.vllm else count} written to {tier} within {_WRITE_SECONDS:.0f} s",
+            "`admit=`, `min_tokens=` or `write_rate=` in the store's URL; the store itself, see the log of vLLM's workers"
+            if self.vllm
+            else "a faster store, or a larger `tenant_quota=` in its URL; see the server's log",
+        )
 
     def loaded(self) -> Iterator[CheckedLink]:
         """Once it is gone from the device, it is loaded from a tier."""
-        untried = self._empty_device()
-        if untried:
+        if untried := self._empty_device():
             yield CheckedLink("loaded", f"not tried: {untried}", None)
             return
         before = self.target.metrics()
         answer = self.ask(report=True)
         loaded = (answer.report or {}).get("loaded_tokens") or {}
-        cached = sum(loaded.values()) or (answer.cached or 0 if self.vllm else 0)
+        cached = sum(loaded.values())
+        if self.vllm:
+            cached = self.found(answer, before, "vllm:external_prefix_cache_hits_total")
         if cached >= self.block:
             places = " and ".join(loaded) or "the stores"
-            yield CheckedLink("loaded", f"gone from the device, {cached} of {answer.tokens} tokens came from {places}")
+            text = f"gone from the device, {cached} of {answer.tokens} tokens came from {places}"
+            whole = 2 * cached > self.held
+            partly = (
+                "if it stays so: `write_rate=`, `tenant_quota=` or `size=` in the store's URL, or a faster tier first"
+            )
+            yield CheckedLink("loaded", text, whole or None, "" if whole else partly)
             return
         after = self.target.metrics()
         name = self._names["lookups"]
@@ -402,8 +486,11 @@ class ServerChain(Chain):
                 self._written_within(_WRITE_SECONDS)
                 yield from self.loaded()
                 return
-            text = "gone from the device, found, and not loaded in time"
-            raise Broken("loaded", text, "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first")
+            raise Broken(
+                "loaded",
+                "gone from the device, found, and not loaded in time",
+                "`--store-load-timeout` (vLLM: `load_timeout`), or a faster tier first",
+            )
         if after.total(self._names["declined"]) > before.total(self._names["declined"]) or outcome == "found":
             yield CheckedLink("loaded", "found, and computed: that is faster here than loading so few tokens", None)
             return
@@ -444,6 +531,8 @@ def until_broken(chain: Chain) -> Iterator[CheckedLink]:
 class RouterChain(Chain):
     """A router: the same replica serves a prompt again, and each replica keeps it."""
 
+    unready = "`--replica`, and the replicas: are they up, and reachable from the router?"
+
     def links(self) -> Iterator[CheckedLink]:
         yield from self.ready()
         state = self.target.json("/v1/router/state", admin=True) or {}
@@ -465,9 +554,6 @@ class RouterChain(Chain):
         ):
             yield from step()
 
-    def unready_setting(self, reason: str) -> str:
-        return "`--replica`, and the replicas: are they up, and reachable from the router?"
-
     def in_service(self) -> Iterator[CheckedLink]:
         """All replicas take requests and have the same weights."""
         for one in self.replicas:
@@ -480,32 +566,59 @@ class RouterChain(Chain):
             return
         weights = {one["weights"] for one in self.replicas if one.get("weights") not in (None, "unknown")}
         if len(weights) > 1:
-            text = f"the replicas of {self.target.model} have {len(weights)} different weights, and share nothing"
-            raise Broken("replicas", text, "the weights that the replicas serve: docs/guides/router.md")
+            raise Broken(
+                "replicas",
+                f"the replicas of {self.target.model} have {len(weights)} different weights, and share nothing",
+                "the weights that the replicas serve: docs/guides/router.md",
+            )
         yield CheckedLink("replicas", f"{len(self.replicas)} take requests")
+        if len(sizes := sorted({size for one in self.replicas if (size := one.get("block_size"))})) > 1:
+            yield CheckedLink(
+                "replicas",
+                f"blocks of {' and '.join(map(str, sizes))} tokens: these replicas find nothing of each other in a store",
+                None,
+                "`--block-size` of the replicas: the same",
+            )
 
     def found_again(self) -> Iterator[CheckedLink]:
         """The same prompt goes to the replica that has it, and is found."""
-        with ThreadPoolExecutor() as at_once:  # several connections reach several servers behind one address
-            answers = list(at_once.map(lambda _: self.ask(report=True), range(3)))
+        answers = at_once(lambda: self.ask(report=True), 3)
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)
         if named in _BLIND and len(self.replicas) != 1:
-            text = f"the policy {named} places prompts without a look at what replicas hold"
-            raise Broken("placed", text, "`--policy cost`")
+            raise Broken(
+                "placed", f"the policy {named} places prompts without a look at what replicas hold", "`--policy cost`"
+            )
         if best.cached is None:
-            text = f"{best.replica} does not say what was cached, so the router cannot learn it"
-            raise Broken("placed", text, "vLLM's `--enable-prompt-tokens-details`")
+            raise Broken(
+                "placed",
+                f"{best.replica or 'a replica'} does not say what was cached, so the router cannot learn it",
+                "vLLM's `--enable-prompt-tokens-details`",
+            )
+        if not best.replica:
+            yield CheckedLink(
+                "placed",
+                f"{best.cached} of {best.tokens} tokens found; the answers do not name the replica",
+                None,
+                "what stands in front of the router: it drops `x-foreword-route`",
+            )
+            return
         if any((one.cached or 0) < self.block <= best.cached for one in answers if one.replica == self.first.replica):
-            text = f"{self.first.replica} found a prompt that it had computed, and found nothing of it at the same time"
-            where = "`--replica`: several servers behind one address; name each, or use `--replica-dns`"
-            raise Broken("placed", text, where)
+            raise Broken(
+                "placed",
+                f"{self.first.replica} found a prompt that it had computed, and found nothing of it at the same time",
+                "`--replica`: several servers behind one address; name each, or use `--replica-dns`",
+            )
         if best.cached < self.block:
             yield from self.behind(best.replica)
-            text = f"{best.replica} has it, and nothing was found through the router"
-            raise Broken("placed", text, "see `foreword explain` for that replica")
-        text = f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
-        yield CheckedLink("placed", text)
+            raise Broken(
+                "placed",
+                f"{best.replica} has it, and nothing was found through the router",
+                "see `foreword explain` for that replica",
+            )
+        yield CheckedLink(
+            "placed", f"the same prompt again went to {best.replica}: {best.cached} of {best.tokens} tokens found"
+        )
 
     def tokens(self) -> Iterator[CheckedLink]:
         """The router sees the replica's tokens."""
@@ -515,18 +628,24 @@ class RouterChain(Chain):
             "/v1/completions",
             {"model": self.target.model, "prompt": _TEXT, "max_tokens": 1, "cache_salt": self.other_salt},
         )
-        made = answer.json()["usage"]["prompt_tokens"] if answer.is_success else 0
+        made = (body_of(answer).get("usage") or {}).get("prompt_tokens", 0)
         last = self.target.json("/v1/router/decisions?last=20", admin=True) or {}
         for one in last.get("data", ()):
-            known = made and one["request_id"] == answer.headers["x-request-id"] and one["tokens_from"] == "tokenizer"
+            known = (
+                made and one["request_id"] == answer.headers.get("x-request-id") and one["tokens_from"] == "tokenizer"
+            )
             if known and (read := one["prompt_tokens"]) != made:
-                text = f"the router's tokenizer makes {read} tokens of a text of {made}, so it finds no prefix again"
-                raise Broken("tokens", text, "`--tokenizer` of the router: the replicas', or none")
+                raise Broken(
+                    "tokens",
+                    f"the router's tokenizer makes {read} tokens of a text of {made}, so it finds no prefix again",
+                    "`--tokenizer` of the router: the replicas', or none",
+                )
 
     def untokenized(self, status: int) -> None:
         if status == 503:
-            text = "no replica tokenizes, so the router compares prompts as text"
-            raise Broken("tokens", text, "`--tokenizer` of the router")
+            raise Broken(
+                "tokens", "no replica tokenizes, so the router compares prompts as text", "`--tokenizer` of the router"
+            )
 
     def events(self) -> Iterator[CheckedLink]:
         """Events arrive from the replicas that publish them. Nothing to say if they do."""
@@ -551,10 +670,7 @@ class RouterChain(Chain):
 
     def behind(self, only: str = "") -> Iterator[CheckedLink]:
         """The chain of each replica that can be reached from here."""
-        for one in self.replicas[:_REPLICAS]:
-            url = one["replica"]
-            if only and url != only:
-                continue
+        for url in (one["replica"] for one in self.replicas[:_REPLICAS] if only in ("", one["replica"])):
             target = self.target.other(url)
             try:
                 kind = target.kind()
@@ -576,9 +692,6 @@ def _for_replica(one: dict[str, Any]) -> str:
     return "the replica: is it up, and reachable from the router? `--replica-key`, if it wants a key"
 
 
-def chain_of(target: ProbedServer, *, reset: bool = False) -> Chain | None:
-    """The chain of a server or router; None if it is none of them. Raises NoAnswer."""
-    kind = target.kind()
-    if kind is None:
-        return None
+def chain_of(target: ProbedServer, kind: Kind, *, reset: bool = False) -> Chain:
+    """The chain of a server or router."""
     return RouterChain(target) if kind == "router" else ServerChain(target, kind, reset=reset)

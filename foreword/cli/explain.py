@@ -83,13 +83,18 @@ def follow(target: ProbedServer, *, reset: bool = False) -> Iterator[CheckedLink
     from foreword.cli.probe import NoAnswer
 
     try:
-        chain = chain_of(target, reset=reset)
-        if chain is None:
-            yield CheckedLink("server", f"{target.url} is neither a vLLM nor of Foreword's", False, "the URL")
+        kind = target.kind()
+        if kind is None:
+            text = f"{target.url} is neither a vLLM nor of Foreword's, or something in front of it hides `/metrics`"
+            yield CheckedLink("server", text, False, "the server's own URL")
+        elif kind == "sglang":
+            yield CheckedLink(
+                "server", f"{target.url} is an SGLang, which is not followed: docs/guides/sglang.md", None
+            )
         else:
-            yield from until_broken(chain)
+            yield from until_broken(chain_of(target, kind, reset=reset))
     except NoAnswer as error:
-        setting = "the URL; `--host` and `--port` of the server; its log"
+        setting = error.setting or "the URL; `--host` and `--port` of the server; its log"
         parts = urlsplit(target.url)
         if (proxy := getproxies().get(parts.scheme)) and not proxy_bypass(parts.hostname or ""):
             setting = (

@@ -15,15 +15,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.cli.server_client import is_secure
 from foreword.errors import ForewordError, reason_of
 
-Kind = Literal["server", "router", "vllm"]
+Kind = Literal["server", "router", "vllm", "sglang"]
 
 # Token ids that every vocabulary has.
 _TOKENS: Final = range(100, 250)
 _CONNECT_SECONDS: Final = 5.0
+# How the names of metrics begin; a Foreword server has vLLM's, too.
+_KINDS: Final[dict[Kind, str]] = {
+    "router": "\nforeword:router_",
+    "server": "\nforeword:",
+    "vllm": "\nvllm:",
+    "sglang": "\nsglang:",
+}
 
 
 class NoAnswer(ForewordError, code="no_answer", fault="operator"):
-    """Nothing answers at the address, or not in time."""
+    """Nothing answers at the address, or not in time, or something else does. `setting`: what to change, "" if not known."""
+
+    def __init__(self, message: str, setting: str = "") -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class Metrics:
     """What `/metrics` had at one time."""
 
     def __init__(self, text: str) -> None:
+        """Raises ValueError."""
         self.text = text
         self._samples = [
             (one.name, one.labels, one.value)
@@ -126,33 +138,32 @@ class ProbedServer:
     def json(self, path: str, *, admin: bool = False) -> Any:
         """The JSON behind a path; None for an error, and for anything that is no JSON."""
         answer = self.call("GET", path, admin=admin)
-        try:
-            return answer.json() if answer.is_success else None
-        except ValueError:
-            return None
+        return body_of(answer) or None if answer.is_success else None
 
     def kind(self) -> Kind | None:
         """What it is; None if it is none of them."""
-        page = self.json("/ui/data/kind")
-        if isinstance(page, dict) and page.get("kind") in ("server", "router"):
-            return page["kind"]  # type: ignore[no-any-return]
-        return "vllm" if "\nvllm:" in self.call("GET", "/metrics").text else None
+        known = (self.json("/ui/data/kind") or {}).get("kind")
+        text = self.call("GET", "/metrics").text
+        # What stands in front of a server may hide its pages.
+        return next((kind for kind, name in _KINDS.items() if known == kind or name in text), None)
 
     def metrics(self) -> Metrics:
-        return Metrics(self.call("GET", "/metrics").text)
+        answer = self.call("GET", "/metrics")
+        try:
+            return Metrics(answer.raise_for_status().text)
+        except (httpx.HTTPStatusError, ValueError):
+            text = f"{self.url}/metrics has no metrics (HTTP status {answer.status_code})"
+            raise NoAnswer(text, "what stands in front of the server, or the server's own URL here") from None
 
     def ask(self, prompt: Sequence[int], salt: str, *, report: bool = False) -> ProbeAnswer:
         """Compute one token after a prompt."""
         body: dict[str, Any] = {"model": self.model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
         body |= {"cache_salt": salt, **({"cache_report": True} if report else {})}
         answer = self.call("POST", "/v1/completions", body)
-        try:
-            found = answer.json()
-        except ValueError:
-            found = {}
-        if not answer.is_success:
+        found = body_of(answer)
+        if "usage" not in found:  # a page to log in has status 200, too
             return ProbeAnswer(answer.status_code, error_of(answer), 0, None, None, "")
-        usage = found.get("usage") or {}
+        usage = found["usage"] or {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         route = answer.headers.get("x-foreword-route", "")
         return ProbeAnswer(200, "", usage.get("prompt_tokens", 0), cached, found.get("cache_report"), route)
@@ -160,13 +171,19 @@ class ProbedServer:
 
 def error_of(answer: httpx.Response) -> str:
     """What an error response says, in a line."""
-    try:
-        body = answer.json()
-    except ValueError:
-        body = None
-    error = body.get("error", body.get("message")) if isinstance(body, dict) else None
+    body = body_of(answer)
+    error = body.get("error", body.get("message"))
     text = error.get("message") if isinstance(error, dict) else error
-    return " ".join(str(text or f"HTTP status {answer.status_code}").split())
+    return " ".join(str(text or f"HTTP status {answer.status_code}{'' if body else ', and no JSON'}").split())
+
+
+def body_of(answer: httpx.Response) -> dict[str, Any]:
+    """The JSON object of a response; an empty one for anything else."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def new_prompt(length: int) -> list[int]:

@@ -63,7 +63,7 @@ def _serve(requests: socket.socket) -> dict[str, Any] | None:
 
 def _become_script(descriptors: list[int]) -> None:
     """Fork once more. The child returns, with the standard streams of the request; this process waits for it and reports. It
-    ends the child and its group when nobody can read the report: whoever asked for the script has died."""
+    ends the child and its group when the report cannot be read any more: the process that asked for the script has died."""
     *streams, report = descriptors
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = os.fork()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from foreword.cli import main as cli
 
-_FILES = ("serving/test_explain.py", "integrations/test_explain_vllm.py")
+_FILES = ("serving/test_explain.py", "integrations/test_explain_vllm.py", "serving/test_explain_router_vllm.py")
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import shutil
 import threading
@@ -21,6 +22,7 @@ from router_parts import Loop, RouterProcess
 from safetensors.torch import load_file, save_file
 from scripted_replica import ScriptedReplica
 from server_process import ControlledProcess, ServerProcess
+from servers import RedisServer
 from shared_server import until
 
 import foreword
@@ -214,34 +216,197 @@ def web(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterat
             thread.join()
 
 
+Change = Callable[[BaseHTTPRequestHandler, dict[str, Any]], tuple[int, bytes] | None]
+
+
 @contextmanager
-def proxy(url: str, change: Callable[[dict[str, Any]], object]) -> Iterator[str]:
-    """A proxy in front of a server that changes the bodies of completions."""
+def proxy(url: str, change: Change, after: Callable[[bytes], bytes] = bytes) -> Iterator[str]:
+    """A proxy in front of a server.
+
+    Args:
+        change: changes the JSON of a request, or answers it.
+        after: changes the bodies of the server's answers.
+    """
 
     def forward(handler: BaseHTTPRequestHandler) -> tuple[int, bytes]:
         data = handler.rfile.read(int(handler.headers.get("content-length", 0)))
-        if handler.path == "/v1/completions":
-            body = json.loads(data)
-            change(body)
-            data = json.dumps(body).encode()
-        headers = {"content-type": "application/json"} if data else {}
+        body = json.loads(data) if data else {}
+        if (answered := change(handler, body)) is not None:
+            return answered
+        headers = {name: handler.headers[name] for name in ("content-type", "authorization") if name in handler.headers}
+        data = json.dumps(body).encode() if data else b""
         answer = httpx.request(handler.command, url + handler.path, content=data, headers=headers, timeout=60)
-        return answer.status_code, answer.content
+        return answer.status_code, after(answer.content)
 
     with web(forward) as address:
         yield address
 
 
-def test_a_proxy_that_changes_requests() -> None:
-    """Salts that are dropped on the way are named, and prompts that are changed."""
+@contextmanager
+def balanced(*urls: str) -> Iterator[str]:
+    """A balancer, which takes the next of these servers for each connection."""
+    loop, ports = Loop(), itertools.cycle(int(url.rpartition(":")[2]) for url in urls)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", next(ports))
+        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer), return_exceptions=True)
+
+    balancer = loop.call(lambda: asyncio.start_server(forward, "127.0.0.1", 0))
+    yield f"http://127.0.0.1:{balancer.sockets[0].getsockname()[1]}"
+
+
+def hidden(*paths: str) -> Change:
+    """Answers 404 for paths that begin so."""
+    return lambda handler, body: (404, b"not found") if handler.path.startswith(paths) else None
+
+
+def instead(answer: tuple[int, bytes]) -> Change:
+    """Answers completions so."""
+    return lambda handler, body: answer if handler.path == "/v1/completions" else None
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> Change:
+    """Changes the bodies of completions."""
+
+    def apply(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        if handler.path == "/v1/completions":
+            change(body)
+
+    return apply
+
+
+PROXIES = [
+    (changed(lambda body: body.pop("cache_salt")), "salt", "it drops `cache_salt`"),
+    (changed(lambda body: body.update(cache_salt=f"{next(_numbers)}")), "device", "changes prompts or salts"),
+    (
+        changed(lambda body: body["prompt"].__setitem__(0, 100 + next(_numbers) % 100)),
+        "device",
+        "changes prompts or salts",
+    ),
+    (changed(lambda body: body["prompt"].insert(64, 100 + next(_numbers) % 100)), "computed", "it changes requests"),
+    (changed(lambda body: body.update(prompt=body["prompt"][-10:])), "computed", "as one of 10"),
+    (hidden("/metrics"), "server", "/metrics has no metrics (HTTP status 404)"),
+    (hidden("/metrics", "/ui"), "server", "something in front of it hides `/metrics`"),
+    (instead((502, b"<html>bad gateway</html>")), "answer", "what stands between here and the server"),
+    (instead((200, b"<html>log in</html>")), "answer", "what stands between here and the server"),
+    (lambda handler, body: (200, b"<html>log in</html>"), "server", "is neither a vLLM nor of Foreword's"),
+]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[str]:
+    """A server without stores."""
     with serving() as url:
-        with proxy(url, lambda body: body.pop("cache_salt")) as changed:
-            broken(explain(changed), "salt", "it drops `cache_salt`")
-        with proxy(url, lambda body: body.update(prompt=[101, 102] * 100, cache_salt="one")) as changed:
-            explain(changed)
-            broken(explain(changed), "computed", "it changes or replays requests")
-        with proxy(url, lambda body: body["prompt"].insert(0, 100 + next(_numbers) % 100)) as changed:
-            broken(explain(changed), "device", "what stands in front of the server")
+        yield url
+
+
+@pytest.mark.parametrize(("change", "link", "words"), PROXIES)
+def test_a_proxy_that_changes_requests(one: str, change: Change, link: str, words: str) -> None:
+    """A proxy that changes or answers requests is named."""
+    with proxy(one, change) as url:
+        broken(explain(url), link, words)
+
+
+@pytest.mark.slow
+def test_proxies_that_repeat_themselves(one: str) -> None:
+    """One that makes all prompts the same, and one that answers a completion with the answer to another."""
+    with proxy(one, changed(lambda body: body.update(prompt=[101, 102] * 100, cache_salt="one"))) as url:
+        explain(url)
+        broken(explain(url), "computed", "it changes or replays requests")
+    answers: list[bytes] = []
+
+    def keep(content: bytes) -> bytes:
+        if b"text_completion" in content:
+            answers.append(content)
+            return answers[0]
+        return content
+
+    with proxy(one, hidden("/none"), keep) as url:
+        broken(explain(url), "device", "what stands in front of the server")
+
+
+@pytest.mark.slow
+def test_a_proxy_that_drops_keys() -> None:
+    """The server gets no key, though the command has one."""
+
+    def drop(handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        del handler.headers["authorization"]
+
+    with serving(*KEYED) as server, proxy(server, drop) as url:
+        broken(explain(url, "--api-key", KEY), "server", "a proxy that drops `authorization`")
+
+
+HEALTHY_PROXIES = [
+    (hidden("/none"), bytes),
+    (hidden("/ui"), bytes),
+    (hidden("/v1/cache"), bytes),
+    (hidden("/v1/tokenize"), bytes),
+    (hidden("/none"), lambda content: content.replace(b"cached_tokens", b"other_tokens")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "after"), HEALTHY_PROXIES)
+def test_a_proxy_that_hides_little(tmp_path: Path, change: Change, after: Callable[[bytes], bytes]) -> None:
+    """A proxy that changes nothing of a completion is not accused, nor is a URL that ends as those of clients do."""
+    with serving("--store", f"disk://{tmp_path}/kv?size=64MiB") as server, proxy(server, change, after) as url:
+        sound(explain(url))
+        sound(explain(f"{url}/v1/"))
+
+
+@pytest.mark.slow
+def test_servers_behind_a_balancer(two: list[str], tmp_path: Path) -> None:
+    """A balancer in front of servers that share nothing is named; with a store that all share it is not, and one server behind
+    it is looked at as ever."""
+    with balanced(*two) as url:
+        broken(explain(url), "placed", "`foreword route` in front of them")
+    with balanced(two[0]) as url:
+        said = explain(url)
+        sound(said)
+        assert "loaded" in said.names
+    shared = ("--store", f"disk://{tmp_path}/kv?size=64MiB")
+    with serving(*shared) as first, serving(*shared) as second, balanced(first, second) as url:
+        said = explain(url)
+        sound(said)
+        assert said.last["name"] == "placed" and "several servers answer here" in said.last["text"]
+
+
+@pytest.mark.slow
+def test_redis(tmp_path: Path) -> None:
+    """A server over a Redis with room, and over one without."""
+    small = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
+    with ExitStack() as stack:
+        room, full = (RedisServer(tmp_path / f"{len(options)}", *options) for options in ((), small))
+        stack.callback(room.kill)
+        stack.callback(full.kill)
+        sound(explain(stack.enter_context(serving("--store", room.url))))
+        broken(explain(stack.enter_context(serving("--store", full.url))), "written", "Redis's `maxmemory`")
+
+
+@pytest.mark.slow
+def test_encrypted_tenants(tmp_path: Path) -> None:
+    """Two tenants of a server whose store is encrypted."""
+    (tmp_path / "masters").write_text(f"1:{'11' * 32}\n")
+    keys = ("--encryption-key-store", f"disk://{tmp_path}/keys", "--encryption-master-key-file", f"{tmp_path}/masters")
+    other = KEY[::-1]
+    with serving(*KEYED, "--api-keys", f"bob={other}", "--store", f"disk://{tmp_path}/kv?size=64MiB", *keys) as url:
+        for key in (KEY, other):
+            said = explain(url, "--api-key", key)
+            sound(said)
+            assert "loaded" in said.names
+
+
+def test_sglang() -> None:
+    """An SGLang is told from what is unknown, and not accused."""
+    with web(lambda handler: (200, b"# TYPE x counter\nsglang:num_running_reqs 0.0\n")) as url:
+        said = explain(url)
+        sound(said)
+        assert "docs/guides/sglang.md" in said.last["text"]
 
 
 _numbers = iter(range(1 << 30))
@@ -276,6 +441,9 @@ BROKEN_ROUTERS = [
     (("--policy", "round-robin"), (), "placed", "`--policy cost`"),
     slow(("--policy", "least-loaded"), (), "placed", "`--policy cost`"),
     slow(("--policy", "random"), (), "placed", "`--policy cost`"),
+    slow(("--policy", "round-robin", "--admin-key", "the key of an operator"), (), "placed", "`--policy cost`"),
+    slow(("--request-timeout", "0.001"), (), "answer", "`--request-timeout` of the router"),
+    slow(("--max-body", "300"), (), "answer", "`--max-body`"),
 ]
 
 
@@ -317,6 +485,26 @@ def test_replicas_out_of_service(two: list[str]) -> None:
         broken(explain(url), "replicas", "`POST /v1/router/undrain`")
     with routing(0, *given([f"http://{NOWHERE}"])) as url:
         broken(explain(url), "server", "`--replica`")
+
+
+@pytest.mark.slow
+def test_routers_in_other_places(two: list[str], tmp_path: Path) -> None:
+    """One replica by turns, a router in front of a router, one behind a proxy that drops headers, and replicas with blocks of
+    different sizes: nothing is accused, and what restricts is said."""
+    with routing(1, *given(two[:1]), "--policy", "round-robin") as url:
+        sound(explain(url))
+        with routing(1, *given([url])) as outer:
+            sound(explain(outer))
+    with routing(2, *given(two)) as router, proxy(router, hidden("/none")) as url:
+        said = explain(url)
+        sound(said)
+        assert "it drops `x-foreword-route`" in "".join(link["setting"] for link in said.links if link["ok"] is None)
+    larger = ("--block-size", "32", "--store", f"disk://{tmp_path}/kv?size=64MiB")
+    with serving(*larger) as other, routing(2, *given([two[0], other])) as url:
+        said = explain(url)
+        sound(said)
+        [note] = [link for link in said.links if link["ok"] is None]
+        assert "blocks of 16 and 32 tokens" in note["text"] and "`--block-size`" in note["setting"]
 
 
 @pytest.mark.slow
@@ -380,20 +568,7 @@ def test_replicas_with_other_weights(two: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_servers_behind_one_address(two: list[str]) -> None:
     """A replica that is a balancer, which takes another of two servers for each connection."""
-    loop = Loop()
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-        writer.close()
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        port = int(two[next(_numbers) % 2].rpartition(":")[2])
-        there = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(copy(reader, there[1]), copy(there[0], writer), return_exceptions=True)
-
-    balancer = loop.call(lambda: asyncio.start_server(forward, "127.0.0.1", 0))
-    with routing(1, *given([f"http://127.0.0.1:{balancer.sockets[0].getsockname()[1]}"])) as url:
+    with balanced(*two) as balancer, routing(1, *given([balancer])) as url:
         broken(explain(url), "placed", "several servers behind one address")
 
 
