@@ -6,18 +6,26 @@ weights in the folder of downloaded models.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import typer
 from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, steps
+
+from foreword.cli.main import app
 
 PAGES = [
     "README.md",
@@ -29,7 +37,12 @@ PAGES = [
     ),
 ]
 # Sections that start vLLM.
-VLLM = {"README.md": "Under vLLM", "docs/quickstart.md": "Under vLLM: three minutes", "docs/guides/vllm.md": ""}
+VLLM = {
+    "README.md": "Under vLLM",
+    "docs/quickstart.md": "Under vLLM: three minutes",
+    "docs/guides/cache-control.md": "Under vLLM",
+    "docs/guides/vllm.md": "",
+}
 # Pages that run in an interpreter of their own, which a variable names.
 OWN = {
     "docs/guides/llama-cpp.md": "FOREWORD_LLAMA_PYTHON",
@@ -113,6 +126,44 @@ def test_blocks_have_a_language(page: str) -> None:
     blocks = [step for step in steps((ROOT / page).read_text(encoding="utf-8")) if step.kind not in DIRECTIVES]
     assert not [f"{page}:{block.line}" for block in blocks if block.kind not in LANGUAGES]
     assert not [f"{page}:{block.line}" for block in blocks if block.skipped and len(block.skipped) < 10]
+
+
+def shell_words(text: str) -> Iterator[list[str]]:
+    """The words of each command of a block, without assignments before it."""
+    command = ""
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        command += f"{line}\n"
+        with contextlib.suppress(ValueError):  # a quotation that goes on in the next line
+            yield list(itertools.dropwhile(re.compile(r"\w+=").match, shlex.split(command, comments=True)))
+            command = ""
+
+
+def lacking(words: list[str]) -> set[str]:
+    """Options, scripts and targets that a command names and that do not exist."""
+    flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+    for value in (word for word in words if word.lstrip().startswith("{")):
+        json.loads(value)
+    if words[:1] == ["foreword"]:
+        command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+        return flags - {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    if words[:1] == ["python"]:
+        path = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+        return flags - set(re.findall(r'"(--[\w-]+)"', (ROOT / path).read_text(encoding="utf-8")))
+    if words[:1] == ["make"]:
+        rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+        return {one for one in words[1:] if not re.search(rf"^{one.partition('=')[0]}(:| \?=)", rules, re.MULTILINE)}
+    return set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_exists(page: str) -> None:
+    """Commands that are not run have options, scripts, targets and JSON that are right, and the files in the reasons exist."""
+    for block in steps((ROOT / page).read_text(encoding="utf-8")):
+        if block.skipped:
+            paths = re.findall(r"(?:tests|examples|\.ci)/[\w./-]*\w", block.skipped)
+            assert [path for path in paths if not (ROOT / path).exists()] == []
+            for words in shell_words(block.text if block.kind == "sh" else ""):
+                assert (block.line, lacking(words)) == (block.line, set())
 
 
 @pytest.mark.parametrize(

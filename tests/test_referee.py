@@ -284,7 +284,7 @@ def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
-    """Who has started scripts is killed, and so is the process that forked them: the scripts end, and what they have started."""
+    """The process that has started a script is killed: the script ends, and what it has started."""
     (tmp_path / "script.py").write_text(
         "import subprocess, sys\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
