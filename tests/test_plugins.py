@@ -9,7 +9,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+import httpx
 import pytest
+from servers import wait_until
 from vllm_process import CHECKOUT, answers, attempt, make_model, needs_vllm, prompts, result
 
 from foreword.errors import ConfigError
@@ -90,6 +92,22 @@ def test_an_engine_uses_a_store_of_another_package(path: str, tmp_path: Path) ->
     assert first == 0 and second > 100
     shown = foreword(path, "inspect", url)
     assert shown.returncode == 0 and "stdlib-nano" in shown.stdout
+
+
+@pytest.mark.slow
+def test_explain_follows_a_store_of_another_package(path: str, tmp_path: Path) -> None:
+    """`foreword explain` sees that what is gone from the device comes back from such a store."""
+    options = ("--port", "0", "--kv-memory", "4096 tokens", "--threads", "1", "--store", f"sqlite://{tmp_path}/kv.db")
+    command, environment = [sys.executable, "-m", "foreword", "serve", *options], {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stderr is not None
+            url = next(found[0] for line in server.stderr if (found := re.search(r"http://\S+:\d+", line)))
+            wait_until(lambda: httpx.get(f"{url}/ready").is_success, "the model")
+            done = foreword(path, "explain", url)
+        finally:
+            server.kill()
+    assert done.returncode == 0 and "tokens came from sqlite" in done.stdout, done.stdout
 
 
 @pytest.mark.extended
