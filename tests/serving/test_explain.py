@@ -216,6 +216,7 @@ def web(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterat
             thread.join()
 
 
+_numbers = itertools.count()
 Change = Callable[[BaseHTTPRequestHandler, dict[str, Any]], tuple[int, bytes] | None]
 
 
@@ -282,19 +283,15 @@ def changed(change: Callable[[dict[str, Any]], object]) -> Change:
 
 PROXIES = [
     (changed(lambda body: body.pop("cache_salt")), "salt", "it drops `cache_salt`"),
-    (changed(lambda body: body.update(cache_salt=f"{next(_numbers)}")), "device", "changes prompts or salts"),
-    (
-        changed(lambda body: body["prompt"].__setitem__(0, 100 + next(_numbers) % 100)),
-        "device",
-        "changes prompts or salts",
-    ),
+    slow(changed(lambda body: body.update(cache_salt=f"{next(_numbers)}")), "device", "changes prompts or salts"),
+    slow(changed(lambda body: body["prompt"].__setitem__(0, 100 + next(_numbers) % 100)), "device", "changes prompts"),
     (changed(lambda body: body["prompt"].insert(64, 100 + next(_numbers) % 100)), "computed", "it changes requests"),
-    (changed(lambda body: body.update(prompt=body["prompt"][-10:])), "computed", "as one of 10"),
+    slow(changed(lambda body: body.update(prompt=body["prompt"][-10:])), "computed", "as one of 10"),
     (hidden("/metrics"), "server", "/metrics has no metrics (HTTP status 404)"),
-    (hidden("/metrics", "/ui"), "server", "something in front of it hides `/metrics`"),
-    (instead((502, b"<html>bad gateway</html>")), "answer", "what stands between here and the server"),
+    slow(hidden("/metrics", "/ui"), "server", "something in front of it hides `/metrics`"),
+    slow(instead((502, b"<html>bad gateway</html>")), "answer", "what stands between here and the server"),
     (instead((200, b"<html>log in</html>")), "answer", "what stands between here and the server"),
-    (lambda handler, body: (200, b"<html>log in</html>"), "server", "is neither a vLLM nor of Foreword's"),
+    slow(lambda handler, body: (200, b"<html>log in</html>"), "server", "is neither a vLLM nor of Foreword's"),
 ]
 
 
@@ -407,9 +404,6 @@ def test_sglang() -> None:
         said = explain(url)
         sound(said)
         assert "docs/guides/sglang.md" in said.last["text"]
-
-
-_numbers = iter(range(1 << 30))
 
 
 def test_a_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
