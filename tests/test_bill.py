@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -88,6 +89,40 @@ def test_sums_and_costs(tmp_path: Path, seed: int) -> None:
     for row in rows:
         assert Decimal(row["ListUnitPrice"]) * Decimal(row["PricingQuantity"]) == Decimal(row["ListCost"])
         assert row["BillingPeriodStart"] <= row["ChargePeriodStart"] < row["ChargePeriodEnd"] <= row["BillingPeriodEnd"]
+
+
+# What FOCUS 1.2 says of columns, by the rules of its own validator (focus_validator 2.0.1, model-1.2.json): what must be in
+# every file and what must be there of prices, quantities and tenants; what is a decimal; and what must not be empty.
+DECIMAL = {
+    *("BilledCost", "ContractedCost", "EffectiveCost", "ListCost", "ContractedUnitPrice", "ListUnitPrice"),
+    *("ConsumedQuantity", "PricingQuantity"),
+}
+TIMES = {"BillingPeriodStart", "BillingPeriodEnd", "ChargePeriodStart", "ChargePeriodEnd"}
+FILLED = DECIMAL | TIMES | {
+    *("BillingAccountId", "BillingAccountName", "BillingCurrency", "ChargeCategory", "ChargeDescription"),
+    *("ConsumedUnit", "InvoiceIssuerName", "PricingCategory", "PricingUnit", "ProviderName", "PublisherName"),
+    *("ServiceCategory", "ServiceName", "ServiceSubcategory", "SkuId", "SkuMeter", "SkuPriceId", "ResourceId"),
+    *("ResourceName", "ResourceType", "SubAccountId", "SubAccountName", "ChargeFrequency"),
+}  # fmt: skip
+NULL = {"ChargeClass", "InvoiceId"}  # not a correction, on no invoice
+JSON = {"SkuPriceDetails", "Tags"}
+
+
+def test_focus_rows_are_valid(tmp_path: Path) -> None:
+    """The FOCUS file has every column that the specification asks of it, and no other; each cell is of its column's type. Its
+    numbers are decimals also where all are whole, so that readers that guess types do not take a column for integers."""
+    (tmp_path / "usage.jsonl").write_text(line(usage={"prompt": 3_000_000, "output": 1_000_000, "model": "small"}))
+    bill(tmp_path, "--focus", str(tmp_path / "bill.csv"))
+    rows = list(csv.DictReader((tmp_path / "bill.csv").open()))
+    assert [row["BilledCost"] for row in rows] == ["3.0", "2.0"]
+    for row in rows:
+        assert row.keys() == FILLED | NULL | JSON
+        assert all(re.fullmatch(r"\d+\.\d+", row[name]) for name in DECIMAL)
+        assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row[name]) for name in TIMES)
+        assert all(row[name] for name in FILLED) and not any(row[name] for name in NULL)
+        assert all(isinstance(json.loads(row[name]), dict) for name in JSON)
+        assert all(key.startswith("x_") for key in json.loads(row["SkuPriceDetails"]))  # no key of the specification
+        assert (row["ServiceCategory"], row["ServiceSubcategory"]) == ("AI and Machine Learning", "Generative AI")
 
 
 NO_PRICES = (

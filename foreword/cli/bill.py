@@ -169,15 +169,17 @@ def focus_rows(charges: Charges, prices: Prices) -> Iterator[dict[str, Any]]:
                 yield {
                     **dict.fromkeys(("BilledCost", "ContractedCost", "EffectiveCost", "ListCost"), cost),
                     **dict.fromkeys(("ContractedUnitPrice", "ListUnitPrice"), price / _PER_TOKENS),
-                    **dict.fromkeys(("ConsumedQuantity", "PricingQuantity"), tokens[kind]),
+                    **dict.fromkeys(("ConsumedQuantity", "PricingQuantity"), Decimal(tokens[kind])),
                     **dict.fromkeys(("ConsumedUnit", "PricingUnit"), "Tokens"),
                     **dict.fromkeys(("InvoiceIssuerName", "ProviderName", "PublisherName", "ServiceName"), "Foreword"),
                     "BillingAccountId": "foreword", "BillingAccountName": "Foreword", "BillingCurrency": prices.currency,
                     "BillingPeriodStart": billed, "BillingPeriodEnd": until, "ChargeCategory": "Usage", "ChargeClass": "",
                     "ChargeDescription": f"{model}: {text}", "ChargeFrequency": "Usage-Based", "ChargePeriodStart": start,
-                    "ChargePeriodEnd": end, "PricingCategory": "Standard", "ResourceId": model, "ResourceName": model,
-                    "ResourceType": "Model", "ServiceCategory": "AI and Machine Learning", "SkuId": f"{model}/{kind}",
-                    "SkuPriceId": f"{model}/{kind}", "SubAccountId": tenant, "SubAccountName": tenant, "Tags": "{}",
+                    "ChargePeriodEnd": end, "InvoiceId": "", "PricingCategory": "Standard", "ResourceId": model,
+                    "ResourceName": model, "ResourceType": "Model", "ServiceCategory": "AI and Machine Learning",
+                    "ServiceSubcategory": "Generative AI", "SkuId": f"{model}/{kind}", "SkuMeter": text,
+                    "SkuPriceDetails": f'{{"x_Tokens": "{kind}"}}', "SkuPriceId": f"{model}/{kind}",
+                    "SubAccountId": tenant, "SubAccountName": tenant, "Tags": "{}",
                 }  # fmt: skip
 
 
@@ -207,8 +209,13 @@ def bill(
             with focus.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, sorted(rows[0]) if rows else [])
                 writer.writeheader()
+                # Readers of CSV take a number without a point for an integer, which FOCUS allows in none of its columns.
                 writer.writerows(
-                    {name: f"{one:f}" if isinstance(one, Decimal) else one for name, one in row.items()} for row in rows
+                    {
+                        name: f"{one + Decimal('0.0'):f}" if isinstance(one, Decimal) else one
+                        for name, one in row.items()
+                    }
+                    for row in rows
                 )
         except OSError as error:
             raise ConfigError(f"cannot write {focus}: {error.strerror}") from error
