@@ -85,14 +85,13 @@ def _error(asked: Asked) -> dict[str, Any]:
     return error
 
 
-def _line(ledger: Path, before: int) -> Any:
-    """The line after the first `before`, once it is there. There is no other."""
+def _lines(ledger: Path, name: str, count: int) -> list[Any]:
+    """Those of requests whose ids begin with this name, once there are so many."""
     deadline = time.monotonic() + 30
-    while (lines := ledger.read_bytes().split(b"\n")[:-1])[before:] == []:
-        assert time.monotonic() < deadline, "the request is not in the usage ledger"
+    while len(found := [line for line in ledger.read_bytes().split(b"\n")[:-1] if name.encode() in line]) < count:
+        assert time.monotonic() < deadline, "a request is not in the usage ledger"
         time.sleep(0.01)
-    assert len(lines) == before + 1
-    return json.loads(lines[before])
+    return [json.loads(line) for line in found]
 
 
 class FrontContract:
@@ -161,24 +160,24 @@ class FrontContract:
         status, and with the tokens that its answer names."""
         if front.ledger is None:
             pytest.skip("this front has no usage ledger")
-        for route in front.routes:
-            if route.meter is Meter.FREE or route.path in front.unserved or route.path not in front.bodies:
-                continue
+        asked: list[tuple[Route[Any], str, Asked]] = []
+        served = front.bodies.keys() - front.unserved
+        for route in (one for one in front.routes if one.meter is not Meter.FREE and one.path in served):
             for body in (front.bodies[route.path], b"{"):
-                before = front.ledger.read_bytes().count(b"\n")
-                asked = front.ask(route, front.tenant, body)
-                line = _line(front.ledger, before)
-                assert (line["route"], line["status"], line["id"]) == (route.name, asked.status, _REQUEST_ID)
-                assert line["tenant"]
-                usage = line.get("usage", {})
-                if asked.status >= 400:
-                    assert not usage
-                elif route.meter is Meter.TOKENS:
-                    assert usage["prompt"] > 0
-                    said = json.loads(asked.body).get("usage", {})
-                    named = said.get("prompt_tokens", said.get("input_tokens"))
-                    cached = said.get("cache_read_input_tokens", 0) + said.get("cache_creation_input_tokens", 0)
-                    assert named is None or named + cached == usage["prompt"]
+                name = f"in-the-ledger-{len(asked):03}"
+                asked.append((route, name, front.ask(route, front.tenant, body, {"x-request-id": name})))
+        lines = sorted(_lines(front.ledger, "in-the-ledger-", len(asked)), key=lambda line: line["id"])
+        for (route, name, answer), line in zip(asked, lines, strict=True):
+            assert (line["route"], line["status"], line["id"]) == (route.name, answer.status, name) and line["tenant"]
+            usage = line.get("usage", {})
+            if answer.status >= 400:
+                assert not usage
+            elif route.meter is Meter.TOKENS:
+                assert usage["prompt"] > 0
+                said = json.loads(answer.body).get("usage", {})
+                named = said.get("prompt_tokens", said.get("input_tokens"))
+                cached = said.get("cache_read_input_tokens", 0) + said.get("cache_creation_input_tokens", 0)
+                assert named is None or named + cached == usage["prompt"]
 
     def test_bodies_within_limits(self, front: RunningFront) -> None:
         """What is not JSON, not declared as JSON or longer than any prompt is refused with its status."""
