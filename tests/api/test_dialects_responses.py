@@ -173,6 +173,16 @@ def test_allowed_tools(mode: str) -> None:
         body(tools=AGENTS, tool_choice={**choice, "mode": "sometimes"})
 
 
+@pytest.mark.parametrize("named", [{"name": "nobody"}, {"name": "ask"}, {"name": "ask", "namespace": "weather"}])
+def test_allowed_tools_that_there_are_not(named: dict[str, str]) -> None:
+    """A name that no tool of the request has is refused, as at OpenAI: the model would go without."""
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]}
+    assert [tool.name for tool in body(tools=AGENTS, tool_choice=choice).tools] == ["weather"]
+    with pytest.raises(BadRequest, match="there is no tool named") as refused:
+        body(tools=AGENTS, tool_choice={**choice, "tools": [*choice["tools"], {"type": "function", **named}]})
+    assert refused.value.param == "tool_choice"
+
+
 def test_calls_of_every_kind_are_written() -> None:
     """Calls are items of the kind of their tool, whole and streamed; a free text is that and not JSON."""
     writer = ResponsesWriter(body(tools=AGENTS), ResponseHead("resp_1", "nano", 0))

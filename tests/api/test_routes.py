@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from foreword.api.dialects.chat import ChatBody
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right, Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
@@ -166,3 +169,23 @@ def test_fields_without_effect(mode: str, field: str, status: int) -> None:
     assert counts.ignoring == ([] if mode == "ignore" else ["/v1/x"])
     if status == 400:
         assert b"temprature: there is no such field" in client.messages[1]["body"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"include_usage": True, "continuous_usage_stats": True}, ["stream_options.continuous_usage_stats"]),
+        ({"include_usage": True, "continuous_usage_stats": False}, []),
+        ({"include_usage": True}, []),
+        (None, []),
+    ],
+)
+def test_usage_in_each_chunk(options: object, named: list[str]) -> None:
+    """A server has no usage in each chunk. Clients of vLLM that ask for it are told so, beside other fields without effect."""
+    said = {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": options, "temprature": 1}
+    served, counts = front(route(answer, "POST", body=JsonBody(DIALECTS["chat"].read, ChatBody)))
+    client = Client()
+    asyncio.run(client.ask(served, "POST", body=json.dumps(said).encode()))
+    head = dict(client.messages[0]["headers"])
+    assert (client.messages[0]["status"], counts.ignoring) == (200, ["/v1/x"])
+    assert head[b"x-foreword-ignored"].decode().split(", ") == ["temprature", *named]

@@ -219,15 +219,16 @@ def check_depth(value: Any, param: str, limits: Limits) -> None:
     """Raises BadRequest for objects and arrays that are nested too deeply."""
     level = [value]
     for _ in range(limits.schema_depth + 1):
-        level = [child for node in level for child in _children(node)]
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+            if isinstance(child, dict | list)
+        ]
         if not level:
             return
     raise _too_deep(param, limits)
-
-
-def _children(node: Any) -> list[Any]:
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [child for child in inner if isinstance(child, dict | list)]
 
 
 def _too_deep(param: str, limits: Limits) -> BadRequest:
@@ -255,10 +256,15 @@ def decode(kind: type[AnyStruct], raw: bytes, limits: Limits) -> AnyStruct:
 
 
 def unknown_fields(kind: type[msgspec.Struct], raw: bytes) -> list[str]:
-    """The fields of an object that have no effect, because a body of this kind does not have them. Fields of nested objects are
-    not looked at."""
-    known = frozenset(kind.__struct_encode_fields__)
-    return [name for name in decode_json(raw, dict[str, msgspec.Raw]) if name not in known]
+    """The fields of an object that have no effect, because a body of this kind does not have them. Of nested objects only
+    `stream_options` is looked at, whose usage in each chunk clients of vLLM ask for."""
+    known, given = frozenset(kind.__struct_encode_fields__), decode_json(raw, dict[str, msgspec.Raw])
+    options = bytes(given.get("stream_options", b"null")) if "stream_options" in known else b"null"
+    said = {} if options == b"null" else decode_json(options, dict[str, msgspec.Raw])
+    nested = [
+        f"stream_options.{name}" for name in said if name == "continuous_usage_stats" and bytes(said[name]) == b"true"
+    ]
+    return [*(name for name in given if name not in known), *nested]
 
 
 def _explain(message: str, raw: bytes) -> BadRequest:

@@ -284,10 +284,14 @@ def flat_name(namespace: str | None, name: str) -> str:
 
 
 def _allowed(choice: str | NamedTool | None, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
-    """The tools that the model may call. What it may not call is not shown to it."""
+    """The tools that the model may call. What it may not call is not shown to it. Raises BadRequest for an unknown one."""
     if not isinstance(choice, NamedTool) or choice.type != "allowed_tools":
         return tools
-    names = {flat_name(one.namespace, one.name or "") for one in choice.tools or ()}
+    names = {
+        require(ToolChoice("named", flat_name(one.namespace, one.name)), tools).name
+        for one in choice.tools or ()
+        if one.name is not None
+    }
     return tuple(one for one in tools if one.name in names)
 
 
