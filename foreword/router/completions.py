@@ -47,12 +47,13 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     async def generate(call: Call) -> Answer | None:
         """Place a request, queue it per tenant, and retry and continue it on other replicas."""
+        if call.path == "/v2/embed" and call.tenant.salt:
+            raise BadRequest("vLLM's /v2/embed has no cache_salt: tenants would share its cache; use /v1/embeddings")
         return await _proxy(router, call, call.body)
 
     for path, name in {PATHS["chat"]: "chat", PATHS["completions"]: "completions", **PASSED}.items():
         body = JsonBody(partial(parse_request, name, path=path))
-        add = routes.add("POST", path, right=right, meter=tokens, body=body, tag="generate", outcome=name)
-        add(generate)
+        routes.add("POST", path, right=right, meter=tokens, body=body, tag="generate", outcome=name)(generate)
     for dialect in map(DIALECTS.__getitem__, TRANSLATED):
         routes.add(
             "POST",
@@ -184,9 +185,8 @@ async def _proxy(
 
 def _wanted_seconds(call: Call) -> float:
     """The client's own limit for the whole request; infinite if it set none. Raises BadRequest."""
-    header = call.headers.get("x-request-timeout")
     try:
-        wanted = math.inf if header is None else float(header)
+        wanted = float(call.headers.get("x-request-timeout", "inf"))
     except ValueError:
         wanted = math.nan
     if not wanted > 0:

@@ -7,7 +7,7 @@ dialect. Placement, failover and all guards work on the chat completion; nothing
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -31,20 +31,18 @@ from foreword.errors import BadRequest, ForewordError
 Store = Callable[[str, tuple[Message, ...], bytes], None]
 PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect in DIALECTS.items()}
 # Paths of replicas whose requests are placed and passed on without a dialect here. Their bodies have vLLM's `cache_salt`, so
-# that tenants share nothing, and their answers are whole.
+# that tenants share nothing (but those of `/v2/embed`), and their answers are whole. `/invocations` is also for the dialects of
+# `_INVOKED`.
 PASSED: Final[Mapping[str, DialectName]] = {
     "/v1/embeddings": "embeddings",
-    "/v1/chat/completions/batch": "other",
-    "/v1/systemone": "other",
-    "/generative_scoring": "other",
-    "/pooling": "other",
-    "/classify": "other",
-    "/score": "other",
-    "/v1/score": "other",
-    "/rerank": "other",
-    "/v1/rerank": "other",
-    "/v2/rerank": "other",
+    **dict.fromkeys(
+        ("/v1/chat/completions/batch", "/v1/systemone", "/generative_scoring", "/pooling", "/classify"), "other"
+    ),
+    **dict.fromkeys(
+        ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "/v2/embed"), "other"
+    ),
 }
+_INVOKED: Final[Mapping[str, DialectName]] = {"messages": "chat", "prompt": "completions"}
 # Dialects that replicas need not know.
 TRANSLATED: Final[tuple[DialectName, ...]] = ("responses", "messages")
 # Fields that only the router may set.
@@ -67,9 +65,11 @@ def read_body(raw: bytes, limits: Limits) -> ClientBody:
 
 
 def parse_request(dialect: DialectName, raw: bytes, limits: Limits, path: str = "") -> GenerateRequest:
-    """Parse a body of any dialect, or of a path of `PASSED`. Raises BadRequest and BodyTooLarge."""
+    """Parse a body of any dialect, or of a path of `PASSED`; `/invocations` takes several. Raises BadRequest, BodyTooLarge."""
+    if path == "/invocations":
+        dialect = _INVOKED.get(min(_INVOKED.keys() & read_body(raw, limits).fields.keys(), default=""), dialect)
     if dialect in DIALECTS:
-        request = DIALECTS[dialect].read(raw, limits)
+        request = replace(DIALECTS[dialect].read(raw, limits), path=path if path in PASSED else "")
     else:
         given = decode(_PassedBody, raw, limits)
         request = GenerateRequest(
@@ -91,12 +91,9 @@ def path_of(request: GenerateRequest) -> str:
     return request.path or PATHS[request.dialect]
 
 
-def edited(body: ClientBody, drop: Iterable[str], changes: Mapping[str, Any]) -> bytes:
+def edited(body: ClientBody, drop: Container[str], changes: Mapping[str, Any]) -> bytes:
     """A body without these fields, and with others."""
-    kept: dict[str, Any] = dict(body.fields)
-    for name in drop:
-        kept.pop(name, None)
-    return msgspec.json.encode({**kept, **changes})
+    return msgspec.json.encode({**{name: one for name, one in body.fields.items() if name not in drop}, **changes})
 
 
 def replica_body(

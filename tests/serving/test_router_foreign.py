@@ -122,7 +122,8 @@ class Streamer(ScriptedReplica):
         super().__init__(loop)
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post(path, self._answer) for path in ("/v1/chat/completions", "/v1/completions")]
+        paths = ("/v1/chat/completions", "/v1/completions", "/invocations")
+        return [web.post(path, self._answer) for path in paths]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -244,13 +245,14 @@ def test_a_passed_stream_that_breaks_before_its_output(loop: Loop) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"n": 2}, {"stream_options": {"include_usage": True}}, {"return_token_ids": True}, {"stream": 1}]
 )
-def test_streams_of_vllm_are_unchanged(loop: Loop, more: dict[str, Any]) -> None:
-    """The client gets the bytes that vLLM writes for its body, though the router asks for more. Choices are in order each."""
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/invocations"])
+def test_streams_of_vllm_are_unchanged(loop: Loop, path: str, more: dict[str, Any]) -> None:
+    """The client gets the bytes that vLLM writes for its body, though the router asks for more. Choices are in order each. A
+    chat may come to `/invocations`, too."""
     streamer = Streamer(loop)
     router = RouterThread("--replica", streamer.url).wait_for(1)
     try:
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, **more}
-        path = "/v1/chat/completions"
         straight, through = (http_client.post(f"{url}{path}", json=body).content for url in (streamer.url, router.url))
         if "n" in more:
             assert sorted(straight.split(b"\n")) == sorted(through.split(b"\n"))
@@ -444,7 +446,7 @@ def test_replicas_that_do_not_speak_it(loop: Loop) -> None:
         router.kill()
 
 
-@pytest.mark.parametrize("path", PASSED)
+@pytest.mark.parametrize("path", sorted(PASSED.keys() - {"/v2/embed"}))
 def test_paths_that_are_passed_on(loop: Loop, tmp_path: Path, path: str) -> None:
     """vLLM's other paths get the body as it came, whatever is in it, with the tenant's salt and without what only the router
     may set; the client gets the answer as it came, also one of bytes, and its tenant is charged for its tokens, or for the
@@ -470,6 +472,22 @@ def test_paths_that_are_passed_on(loop: Loop, tmp_path: Path, path: str) -> None
         router.kill()
     prompts = [json.loads(line).get("usage", {}).get("prompt", 0) for line in ledger.read_text().splitlines()]
     assert prompts[:3] == [7, 7, 7] and 100 <= prompts[3] < 120 and prompts[4:] == [0]
+
+
+def test_a_path_without_a_salt(loop: Loop) -> None:
+    """vLLM's `/v2/embed` knows no cache salt. It is passed on where there are no tenants, and refused where their prompts would
+    share a replica's cache."""
+    replica, body = Scorer(loop), {"model": "m", "texts": ["a", "\xe9"], "input_type": "query"}
+    for keys, status in (((), 200), (("--api-keys", "ann=ann-key", "--tenant-secret", "a secret of this test"), 400)):
+        router = RouterThread("--replica", replica.url, "--replica-key", "x" * 16, *keys).wait_for(1)
+        try:
+            with router.http("ann-key" if keys else None) as caller:
+                answer = caller.post("/v2/embed", json=body)
+        finally:
+            router.kill()
+        assert answer.status_code == status, answer.text
+        assert answer.json() == _SCORES if status == 200 else "cache_salt" in answer.text
+    assert replica.seen == [body]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
