@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from foreword.api import cache_control, session_control
+from foreword.api.dialects.answer_reader import error_of, read_error
 from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
@@ -122,9 +123,12 @@ async def _ask(
             given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
             data = edited(body, (), {"cache_salt": given})
         try:
-            return await send_once(router, call, upstream, call.path, data)
+            answer = await send_once(router, call, upstream, call.path, data)
         except ReplicaFailed as error:
             return Answer.json(error_body(error), error.status)
+        if answer.status >= 400 and error_of(answer.body).message is None:  # vLLM's, which has no such path
+            return Answer.json(error_body(read_error(answer.status, answer.body)), answer.status)
+        return answer
 
     return dict(zip(targets, await asyncio.gather(*map(one, targets)), strict=True))
 

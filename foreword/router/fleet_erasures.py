@@ -15,10 +15,11 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, Meter, Routes
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
 from foreword.router.passthrough import chosen, send_once
-from foreword.router.replicas import Upstream
+from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 
-_ANSWER_SECONDS: Final = 15.0
+_ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
+_DOWN_SECONDS: Final = 15.0  # of one that takes no requests
 _PAUSE: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 300.0
 _MAX: Final = 64  # of a tenant
@@ -89,10 +90,8 @@ class FleetErasures:
                 unknown = upstream.info is None
                 one.open[upstream.url] = "it was not reached yet" if unknown else "it is not a Foreword server"
         answer = one.answer()
-        mine = [known for known in self._known if known.call.tenant.name == call.tenant.name]
-        for known in mine:
-            if known.path == one.path or known in mine[: 1 - _MAX]:
-                self._known.remove(known)
+        for known in self._of(call)[: 1 - _MAX]:
+            self._known.remove(known)
         self._known.append(one)
         if one.open and (self._repeating is None or self._repeating.done()):
             self._repeating = self._router.background(self._repeat())
@@ -100,9 +99,8 @@ class FleetErasures:
 
     async def show(self, call: Call) -> Answer:
         """An erasure by its id, or by a replica's id of it."""
-        mine = [one for one in self._known if one.call.tenant.name == call.tenant.name]
-        for one in (known for known in mine if known.id == call.names["name"]):
-            unfinished = {url: done["id"] for url, done in one.receipts.items() if not done.get("complete", True)}
+        for one in (known for known in self._of(call) if known.id == call.names["name"]):
+            unfinished = {url: done.get("id") for url, done in one.receipts.items() if not done.get("complete", True)}
             asked = [
                 (self._router.upstreams[url], name) for url, name in unfinished.items() if url in self._router.upstreams
             ]
@@ -120,14 +118,18 @@ class FleetErasures:
             raise failed or NoReplica("No replica can remove cached blocks")
         return found or chosen(given)
 
+    def _of(self, call: Call) -> list[FleetErasure]:
+        return [one for one in self._known if one.call.tenant.name == call.tenant.name]
+
     async def _get(self, call: Call, upstream: Upstream, path: str) -> Answer | ForewordError:
+        seconds = _DOWN_SECONDS if upstream.excluded(clock()) else _ANSWER_SECONDS
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await send_once(self._router, call, upstream, path, b"")
         except ForewordError as error:
             return error
         except TimeoutError:
-            return ReplicaFailed(f"{upstream.url} did not answer within {_ANSWER_SECONDS:.0f} s")
+            return ReplicaFailed(f"{upstream.url} did not answer within {seconds:.0f} s")
 
     async def _ask(self, one: FleetErasure, upstreams: list[Upstream]) -> None:
         answers = await asyncio.gather(*(self._get(one.call, upstream, one.path) for upstream in upstreams))

@@ -69,7 +69,8 @@ def parse_request(dialect: DialectName, raw: bytes, limits: Limits, path: str = 
     if path == "/invocations":
         dialect = _INVOKED.get(min(_INVOKED.keys() & read_body(raw, limits).fields.keys(), default=""), dialect)
     if dialect in DIALECTS:
-        request = replace(DIALECTS[dialect].read(raw, limits), path=path if path in PASSED else "")
+        request = DIALECTS[dialect].read(raw, limits)
+        request = replace(request, path=path) if path in PASSED else request
     else:
         given = decode(_PassedBody, raw, limits)
         request = GenerateRequest(

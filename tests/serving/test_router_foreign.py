@@ -490,6 +490,27 @@ def test_a_path_without_a_salt(loop: Loop) -> None:
     assert replica.seen == [body]
 
 
+def test_what_only_forewords_servers_have(loop: Loop) -> None:
+    """In front of vLLM alone, calls for sessions and retentions are answered with an error in OpenAI's form, not with vLLM's
+    own."""
+    router = RouterThread("--replica", Scorer(loop).url).wait_for(1)
+    calls = (
+        ("POST", "/v1/sessions", {"action": "open", "session_id": "s"}),
+        ("GET", "/v1/sessions", None),
+        ("POST", "/v1/cache/retain", {"model": "m", "prompt": "x", "ttl": 60}),
+        ("POST", "/v1/cache/release", {"all": True}),
+        ("GET", "/v1/cache/retained", None),
+    )
+    try:
+        with router.http() as caller:
+            for method, path, body in calls:
+                answer = caller.request(method, path, json=body)
+                assert answer.status_code == 404 and answer.json()["error"]["message"], (path, answer.text)
+                assert answer.headers["x-request-id"]
+    finally:
+        router.kill()
+
+
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_odd_bodies(dialect: DialectName) -> None:
     """What is wrong in one field is left out, also numbers without bounds. What no server can read is refused."""
