@@ -124,8 +124,11 @@ class _Counts:
 
 
 def _check_ready(admission: Admission, route: Route[Handler]) -> None:
-    """What counts against a quota needs the engine. Raises NotReady, ShuttingDown or EngineFailed."""
-    if route.meter is not Meter.FREE:
+    """What counts against a quota needs the engine, and what begins here one that takes requests. Raises NotReady, ShuttingDown
+    or EngineFailed."""
+    if route.meter is Meter.CONTINUED:
+        admission.check_loaded()
+    elif route.meter is not Meter.FREE:
         admission.engine()
 
 

@@ -24,7 +24,7 @@ from migration_client import (
 from server_process import ControlledProcess, slow
 from shared_server import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
