@@ -56,9 +56,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A failing test is named at once, and not only at the end of the run."""
+    """A failing test is named at once with its error, and not only at the end of the run, which may be cut off."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        print(f"\nFAILED {report.nodeid} ({report.when})", flush=True)
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = f": {crash.path}:{crash.lineno}: {crash.message}" if crash is not None else ""
+        print(f"\nFAILED {report.nodeid} ({report.when}){reason}", flush=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -57,9 +57,15 @@ def test_insufficient_samples_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_real_engine(tmp_path: Path) -> None:
-    """Measuring the embedded model gives all costs, and the file can be read again and describes its origin."""
+    """Measuring the embedded model gives all costs, and the file can be read again and describes its origin. Where other work
+    makes the times useless, it says so, and is repeated here."""
     said: list[str] = []
-    profile = measure(CalibrationSetup(threads=1, longest=512, rounds=3, max_batch_tokens=256), said.append)
+    for last in (False, False, False, True):
+        try:
+            profile = measure(CalibrationSetup(threads=1, longest=512, rounds=3, max_batch_tokens=256), said.append)
+            break
+        except ConfigError as error:
+            assert "something else runs on this machine" in error.message and not last
     assert profile.costs.prefill > 0 and profile.costs.base + profile.costs.decode_each > 0
     assert profile.kv_bytes_per_token == 2304
     assert profile.about["longest_context"] == 512 and "stdlib-nano" in str(profile.about["model"])
