@@ -30,7 +30,8 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = "b7ad6b7169203331"
 # A pool that one long prompt fills, so that the next one evicts it.
 SMALL = EngineConfig(dtype="float32", max_model_len=512, kv_memory="512 tokens", max_num_seqs=2, threads=1, seed=0)
-STORE = StoreConfig(urls=("memory://?size=64MiB",))
+# On a busy machine a load is neither late nor slower than computing.
+STORE = StoreConfig(urls=("memory://?size=64MiB",), lookup_timeout=60.0, load_timeout=60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,8 @@ def server(endpoint: str) -> Iterator[str]:
     """A server with a store, whose traces go to an endpoint."""
     registry, traces = PrometheusObserver(), EngineTraces(Tracer(endpoint, "foreword-server"))
     engine = AsyncEngine.from_config(SMALL, store=STORE, observers=[registry, traces])
+    assert engine.offload is not None
+    engine.offload.costs.prefill_rate = float
     registry.watch(engine)
     config = ServerConfig(port=0)
     listener = bind(config)
