@@ -98,7 +98,9 @@ def test_an_engine_uses_a_store_of_another_package(path: str, tmp_path: Path) ->
 def test_explain_follows_a_store_of_another_package(path: str, tmp_path: Path) -> None:
     """`foreword explain` sees that what is gone from the device comes back from such a store."""
     options = ("--port", "0", "--kv-memory", "4096 tokens", "--threads", "1", "--store", f"sqlite://{tmp_path}/kv.db")
-    command, environment = [sys.executable, "-m", "foreword", "serve", *options], {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "foreword", "serve", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+    environment["PYTHONPATH"] = path
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
         try:
             assert server.stderr is not None
