@@ -362,8 +362,9 @@ def test_a_connector_without_salt(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not VLLM, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
 @pytest.mark.timeout(600)
-def test_what_a_worker_answers(tmp_path: Path) -> None:
+def test_what_a_worker_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A vLLM with the connector tells its counters and what the store has. A line that it does not know ends it."""
+    monkeypatch.setenv("PYTHONPATH", str(CHECKOUT))
     kv = tmp_path / "kv"
     extra = {"store": [f"disk://{kv}?size=64MiB"], "lookup_timeout": 60}
     module = {"kv_connector": "ForewordConnector", "kv_connector_module_path": "foreword.integrations.vllm"}

@@ -145,7 +145,7 @@ def test_tenants_in_a_store(start: Start, tmp_path: Path) -> None:
     assert process.end() == 0
 
     url_ = f"disk://{tmp_path}/kv"
-    wrong = run("forget", url_, "--tenant", "ann", "--tenant-secret", "another")
+    wrong = run("forget", url_, "--tenant", "ann", "--tenant-secret", "another long random text")
     assert json.loads(wrong.stdout)["blocks"] == 0
     receipt = json.loads(run("forget", url_, "--tenant", "ann", "--tenant-secret", "a long random text").stdout)
     assert receipt["blocks"] == receipt["removed"]["disk"] > 0 and receipt["left"] == 0
