@@ -7,6 +7,7 @@ import json
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -283,8 +284,10 @@ def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
 
 
-def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
-    """The process that has started a script is killed: the script ends, and what it has started."""
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
+def test_nothing_outlives_a_killed_driver(tmp_path: Path, signal_: signal.Signals) -> None:
+    """The process that has started a script is killed, or its whole group is told to end, as by Ctrl-C or `timeout`: the script
+    ends, and what it has started."""
     (tmp_path / "script.py").write_text(
         "import subprocess, sys\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
@@ -301,11 +304,16 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path) -> None:
     )
     command = [sys.executable, "driver.py"]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as driver:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as driver:
         assert driver.stdout is not None
         started = [os.pidfd_open(int(number)) for number in driver.stdout.readline().split()]
         assert len(started) == 2
-        driver.kill()
+        if signal_ is signal.SIGKILL:
+            driver.kill()
+        else:
+            os.killpg(driver.pid, signal_)
     for process in started:
         assert select.select([process], [], [], 60)[0]
         os.close(process)
