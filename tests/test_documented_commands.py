@@ -133,7 +133,7 @@ def shell_words(text: str) -> Iterator[list[str]]:
     command = ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
         command += f"{line}\n"
-        with contextlib.suppress(ValueError):  # a quotation that goes on in the next line
+        with contextlib.suppress(ValueError):  # a quotation that continues in the next line
             yield list(itertools.dropwhile(re.compile(r"\w+=").match, shlex.split(command, comments=True)))
             command = ""
 

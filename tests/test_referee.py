@@ -286,8 +286,8 @@ def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGTERM], ids=lambda one: one.name)
 def test_nothing_outlives_a_killed_driver(tmp_path: Path, signal_: signal.Signals) -> None:
-    """The process that has started a script is killed, or its whole group is told to end, as by Ctrl-C or `timeout`: the script
-    ends, and what it has started."""
+    """The process that has started a script is killed, or its whole group gets a signal to end, as by Ctrl-C or `timeout`: the
+    script ends, and what it has started."""
     (tmp_path / "script.py").write_text(
         "import subprocess, sys\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"

@@ -86,7 +86,7 @@ def _error(asked: Asked) -> dict[str, Any]:
 
 
 def _lines(ledger: Path, name: str, count: int) -> list[Any]:
-    """Those of requests whose ids begin with this name, once there are so many."""
+    """Those of requests whose ids begin with this name, once there are `count` of them."""
     deadline = time.monotonic() + 30
     while len(found := [line for line in ledger.read_bytes().split(b"\n")[:-1] if name.encode() in line]) < count:
         assert time.monotonic() < deadline, "a request is not in the usage ledger"

@@ -68,7 +68,7 @@ def _become_script(descriptors: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     process = os.fork()
     if process:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the group of what asked
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the group of the process that asked
             signal.signal(number, signal.SIG_IGN)
         for stream in streams:
             os.close(stream)

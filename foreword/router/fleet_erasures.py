@@ -150,8 +150,8 @@ class FleetErasures:
 
     def _waits_for(self, one: FleetErasure) -> bool:
         """Whether a replica may answer later: one that has left, or is no Foreword server, does not."""
-        known = [self._router.upstreams.get(url) for url in one.open]
-        return any(one is not None and (one.info is None or one.kind == "foreword") for one in known)
+        upstreams = (self._router.upstreams.get(url) for url in one.open)
+        return any(found is not None and (found.info is None or found.kind == "foreword") for found in upstreams)
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:

@@ -35,12 +35,18 @@ PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect 
 # `_INVOKED`.
 PASSED: Final[Mapping[str, DialectName]] = {
     "/v1/embeddings": "embeddings",
-    **dict.fromkeys(
-        ("/v1/chat/completions/batch", "/v1/systemone", "/generative_scoring", "/pooling", "/classify"), "other"
-    ),
-    **dict.fromkeys(
-        ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations", "/v2/embed"), "other"
-    ),
+    "/v1/chat/completions/batch": "other",
+    "/v1/systemone": "other",
+    "/generative_scoring": "other",
+    "/pooling": "other",
+    "/classify": "other",
+    "/score": "other",
+    "/v1/score": "other",
+    "/rerank": "other",
+    "/v1/rerank": "other",
+    "/v2/rerank": "other",
+    "/invocations": "other",
+    "/v2/embed": "other",
 }
 _INVOKED: Final[Mapping[str, DialectName]] = {"messages": "chat", "prompt": "completions"}
 # Dialects that replicas need not know.

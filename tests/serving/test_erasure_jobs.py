@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,15 @@ from typing import Any
 import http_client
 import httpx
 import pytest
-from router_parts import RouterProcess
+from aiohttp import web
+from router_parts import Loop, RouterProcess, RouterThread
+from scripted_replica import ScriptedReplica
 from server_process import ControlledProcess, ServerProcess, slow
 from servers import RedisServer, free_port
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
+
+from foreword.router import fleet_erasures
 
 KEY = {"authorization": "Bearer k1"}
 
@@ -121,6 +126,45 @@ def test_receipts_through_a_router(start: Start, tmp_path: Path) -> None:
         name = receipt["replicas"][url]["id"]
         assert http_client.get(f"{router.url}/v1/cache/erasures/{name}").json()["complete"]
         assert http_client.get(f"{router.url}/v1/cache/erasures/unknown").status_code == 404
+    finally:
+        router.kill()
+
+
+class Eraser(ScriptedReplica):
+    """Answers a `DELETE /v1/cache` with a receipt, but not while it `hangs`. `asked`: how often it was."""
+
+    def __init__(self, loop: Loop, *, hangs: bool) -> None:
+        self.hangs, self.asked = hangs, 0
+        super().__init__(loop, owner="foreword")
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.delete("/v1/cache", self._erase)]
+
+    async def _erase(self, request: web.Request) -> web.Response:
+        self.asked += 1
+        if self.hangs:
+            await asyncio.Event().wait()
+        return web.json_response({"id": "1", "what": "tenant", "complete": True, "left": 0, "device_blocks": 3})
+
+
+def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that does not answer in time is named in the receipt, which has those of the others, and is asked again until
+    it answers; one that has answered is not."""
+    monkeypatch.setattr(fleet_erasures, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(fleet_erasures, "_DOWN_SECONDS", 1.0)
+    monkeypatch.setattr(fleet_erasures, "_PAUSE", 0.1)
+    loop = Loop()
+    slow_, quick = Eraser(loop, hangs=True), Eraser(loop, hangs=False)
+    router = RouterThread("--replica", slow_.url, "--replica", quick.url).wait_for(2)
+    try:
+        status, receipt = erase(router.url)
+        assert status == 207 and list(receipt["replicas"]) == [quick.url] and not receipt["complete"]
+        assert receipt["unreachable"] == {slow_.url: f"{slow_.url} did not answer within 1 s"}
+        slow_.hangs = False
+        path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
+        until(lambda: http_client.get(path).json()["complete"])
+        assert http_client.get(path).json()["device_blocks"] == 6
+        assert slow_.asked > 1 and quick.asked == 1
     finally:
         router.kill()
 

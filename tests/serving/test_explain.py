@@ -399,7 +399,7 @@ def test_encrypted_tenants(tmp_path: Path) -> None:
 
 
 def test_sglang() -> None:
-    """An SGLang is told from what is unknown, and not accused."""
+    """An SGLang is recognized, and not accused."""
     with web(lambda handler: (200, b"# TYPE x counter\nsglang:num_running_reqs 0.0\n")) as url:
         said = explain(url)
         sound(said)
