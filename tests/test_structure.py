@@ -103,11 +103,11 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_958),
+        ("statements", statements, 49_970),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_911),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_539),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 23_541),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -234,9 +234,8 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
     ):
         samples = [((model, outcome.value), counts.get(outcome, 0)) for outcome in LookupOutcome]
         yield _counter(f"foreword:{name}", text, ("model_name", "outcome"), samples)
-    yield _gauge(
-        "foreword:store_queued_blocks", "Blocks in the write queue.", ("model_name",), [((model,), status.queued)]
-    )
+    text = "Blocks in the write queue."
+    yield _gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
 
 
 # Name, description, and how the counters of a tier give the value.

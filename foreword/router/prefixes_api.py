@@ -48,10 +48,8 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """All named prefixes of the tenant, as one of the replicas has them."""
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
-        return {
-            "object": "list",
-            "data": [_describe(prefix) for prefix in router.prefixes.registry.of(call.tenant.name)],
-        }
+        found = [_describe(prefix) for prefix in router.prefixes.registry.of(call.tenant.name)]
+        return {"object": "list", "data": found}
 
     @routes.add("GET", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def show(call: Call) -> Reply:

@@ -100,9 +100,8 @@ class RouterStateCollector(Collector):
         done = [((result,), count) for result, count in audit.results.items()]
         text = "Hits that were chosen for an audit: equal, different, skipped or failed."
         yield _counter("audits", text, ("result",), done)
-        yield _gauge(
-            "quarantined_tenants", "Tenants whose cached KV an audit found to be wrong.", (), [((), len(audit.salts))]
-        )
+        text = "Tenants whose cached KV an audit found to be wrong."
+        yield _gauge("quarantined_tenants", text, (), [((), len(audit.salts))])
 
     def _events(self) -> Metric:
         counts = [

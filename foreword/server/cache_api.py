@@ -46,10 +46,8 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
 
     async def open_sessions(call: Call) -> dict[str, Any]:
         """The open sessions of the caller."""
-        return {
-            "object": "list",
-            "data": [one.describe() for one in context.admission.engine().sessions.all(call.tenant.salt)],
-        }
+        found = context.admission.engine().sessions.all(call.tenant.salt)
+        return {"object": "list", "data": [one.describe() for one in found]}
 
     session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(
@@ -91,9 +89,8 @@ async def _answer(context: ServerContext, call: Call, name: str) -> dict[str, An
         tokens = await _tokens(context, engine, body)
         if name != "prefetch":
             call.charge(TokenUsage(len(tokens)))
-        return cache_control.answered(
-            name, len(tokens), await _VERBS[name](engine, tokens, body, _salt(call.tenant, body))
-        )
+        answer = await _VERBS[name](engine, tokens, body, _salt(call.tenant, body))
+        return cache_control.answered(name, len(tokens), answer)
 
 
 def _salt(tenant: Tenant, body: CacheRequest) -> Salt:

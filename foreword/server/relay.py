@@ -81,9 +81,8 @@ async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | M
                     if event.data:
                         yield _decode(event)
     except httpx.HTTPError as error:
-        raise TransferUnavailable(
-            f"the connection to {source.to}, where the request migrated to, broke: {error}"
-        ) from error
+        text = f"the connection to {source.to}, where the request migrated to, broke: {error}"
+        raise TransferUnavailable(text) from error
 
 
 def _decode(event: sse.ServerSentEvent) -> Delta | MigratedTo:

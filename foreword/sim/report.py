@@ -219,7 +219,8 @@ _PHASE_HEAD: Final = ("simulation", "phase", "requests", "hit", "TTFT mean", "p9
 
 def rows(results: Iterable[SimulationResult]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table."""
-    return [name for name, _ in _COLUMNS], [[text(summarize(result)) for _, text in _COLUMNS] for result in results]
+    found = [[text(summarize(result)) for _, text in _COLUMNS] for result in results]
+    return [name for name, _ in _COLUMNS], found
 
 
 def phase_rows(results: Iterable[SimulationResult]) -> tuple[Sequence[str], list[list[str]]]:

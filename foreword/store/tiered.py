@@ -286,9 +286,8 @@ class TieredStore(Store):
         return found
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
-        return [
-            MISSING if one is None else len(one.frame.data) for one in self.fetch(names, buffers, deadline=deadline)
-        ]
+        found = self.fetch(names, buffers, deadline=deadline)
+        return [MISSING if one is None else len(one.frame.data) for one in found]
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """Store frames in every writable tier that takes them. Returns the largest number that one tier kept."""

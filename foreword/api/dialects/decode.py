@@ -219,16 +219,15 @@ def check_depth(value: Any, param: str, limits: Limits) -> None:
     """Raises BadRequest for objects and arrays that are nested too deeply."""
     level = [value]
     for _ in range(limits.schema_depth + 1):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-            if isinstance(child, dict | list)
-        ]
+        level = [child for node in level for child in _children(node)]
         if not level:
             return
     raise _too_deep(param, limits)
+
+
+def _children(node: Any) -> list[Any]:
+    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return [child for child in inner if isinstance(child, dict | list)]
 
 
 def _too_deep(param: str, limits: Limits) -> BadRequest:

@@ -54,7 +54,8 @@ def actions_of(request: Any) -> list[CacheAction]:
     listed = (request.kv_transfer_params or {}).get(PARAMS_KEY) or ()
     if isinstance(listed, list):
         given += [(one.get("action"), one) for one in listed[:MAX_ACTIONS] if isinstance(one, dict)]
-    return [action for action in (_action(verb, fields) for verb, fields in given) if action is not None][:MAX_ACTIONS]
+    found = (_action(verb, fields) for verb, fields in given)
+    return [action for action in found if action is not None][:MAX_ACTIONS]
 
 
 def _action(verb: object, fields: Any) -> CacheAction | None:
