@@ -121,6 +121,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --quiet tests/test_structure.py tests/test_vocabulary.py tests/test_reference_pages.py
 
 # The documentation as a site in dist/site. A broken link is an error.
 docs: setup
