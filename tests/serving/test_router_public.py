@@ -66,7 +66,8 @@ def test_requests_of_every_tenant_go_where_it_is(router: RouterProcess, servers:
             where, expected, report = ask(router, tenant, f"{content} {words('own', 60)}")
             assert where == process.url() and expected == shared
             assert report["cached_tokens"] == report["public_tokens"] == shared
-        until(lambda before=before: known(router) >= before + 4)  # type: ignore[misc]
+        public = before + shared // 16
+        until(lambda public=public: known(router) >= public + len(TENANTS))  # type: ignore[misc]
         where, expected, report = ask(router, TENANTS[0], f"{content} {words('own', 60)} and more")
         assert where == process.url() and expected > shared and report["cached_tokens"] > shared
 
