@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -466,35 +465,6 @@ def test_saves_of_a_step_are_one_copy() -> None:
         rows = before[number][10 * at : 10 * at + 5].numpy()
         assert [bytes(one[: LAYOUT.block_bytes]) for one in buffers] == [row.tobytes() for row in rows]
     offload.close()
-
-
-@pytest.mark.parametrize("seed", represented(range(20), *range(7)))
-def test_copies_on_a_device_keep_their_order(seed: int) -> None:
-    """Whatever the order in which a device's streams run: a save has the block of its time, though the block is overwritten by
-    later work and the slot is used again; a load comes after the work queued before it."""
-    chance, queues = random.Random(seed), LazyQueues(seed)
-    blocks = torch.arange(6).repeat_interleave(64).view(6, 64).to(torch.uint8)
-    arena = StagingArena([[blocks]], 4, queues)
-    content = list(range(6))
-    in_slots: dict[int, int] = {}
-    for step in range(12):
-        block, slot = chance.randrange(6), chance.randrange(4)
-        action = chance.choice(("save", "save", "load", "compute", "read"))
-        if action == "save":
-            arena.gather([block], [slot])
-            in_slots[slot] = content[block]
-        elif action == "compute":
-            content[block] = 100 + step
-            queues.submit(Stream.COMPUTE, lambda block=block, value=100 + step: blocks[block].fill_(value))
-        elif in_slots and action == "load":
-            slot = chance.choice(sorted(in_slots))
-            arena.scatter([slot], [block])
-            content[block] = in_slots[slot]
-            assert blocks[block].tolist() == [content[block]] * 64
-        elif slot in in_slots:
-            assert bytes(arena.buffer(slot)[:64]) == bytes([in_slots[slot]]) * 64
-    for slot, value in in_slots.items():
-        assert bytes(arena.buffer(slot)[:64]) == bytes([value]) * 64
 
 
 def test_rows_that_are_not_contiguous_are_refused() -> None:
