@@ -35,6 +35,7 @@ class FleetErasure:
         receipts: of the replicas that answered, by URL.
         open: why none came from the others, by URL.
         failures: their answers that are no receipts, and errors.
+        began: by `clock`.
     """
 
     call: Call
@@ -43,6 +44,7 @@ class FleetErasure:
     receipts: dict[str, dict[str, Any]] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
     failures: list[Answer | ForewordError] = field(default_factory=list)
+    began: float = field(default_factory=clock)
 
     def note(self, url: str, answer: Answer | ForewordError) -> None:
         if isinstance(answer, Answer) and answer.status < 400:
@@ -75,6 +77,7 @@ class FleetErasures:
         self._router = router
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
+        router.on_failover = self._moved
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
@@ -93,9 +96,20 @@ class FleetErasures:
         for known in self._of(call)[: 1 - _MAX]:
             self._known.remove(known)
         self._known.append(one)
-        if one.open and (self._repeating is None or self._repeating.done()):
-            self._repeating = self._router.background(self._repeat())
+        self._continue()
         return answer
+
+    def _moved(self, tenant: str, arrived: float, upstream: Upstream) -> None:
+        """A request that began before an erasure of its tenant moved to a replica, which knows it as a new one: what it leaves
+        there is erased, too."""
+        for one in self._known:
+            if one.call.tenant.name == tenant and arrived <= one.began:
+                one.open[upstream.url] = "a request that ran during the erasure moved there"
+                self._continue()
+
+    def _continue(self) -> None:
+        if any(one.open for one in self._known) and (self._repeating is None or self._repeating.done()):
+            self._repeating = self._router.background(self._repeat())
 
     async def show(self, call: Call) -> Answer:
         """An erasure by its id, or by a replica's id of it."""

@@ -152,6 +152,8 @@ class RoutedRequest:
         )
         if self.span is not None:
             self._trace(self.span, attempt)
+        if self.attempts:
+            router.on_failover(self.tenant.name, self.arrived, attempt.upstream)
         return attempt
 
     def _trace(self, span: Span, attempt: Attempt) -> None:
@@ -169,6 +171,8 @@ class RoutedRequest:
         self.pool.finished(attempt, counts.cached, counts.output, counts.prompt)
         self.miss = self.router.misses.finished(self._served(attempt, counts))
         self.router.succeeded(attempt.upstream)
+        if self.attempts:
+            self.router.on_failover(self.tenant.name, self.arrived, attempt.upstream)
 
     def _served(self, attempt: Attempt, counts: UsageCounts) -> ServedRequest:
         model = self.request.model or self.pool.model

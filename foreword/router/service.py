@@ -113,6 +113,8 @@ class Router:
         self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
         self.misses = RouterMisses(self.metrics, self.decisions, self._record)
         self.stopping = asyncio.Event()
+        # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
+        self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
         self.picked = 0
         self.audit = RouterAudit(
             self.auth,

@@ -169,6 +169,44 @@ def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         router.kill()
 
 
+def test_a_request_that_moves_after_an_erasure(
+    start_controlled: Callable[..., ControlledProcess], tmp_path: Path
+) -> None:
+    """A stream runs while its tenant erases, and its server dies: it is continued on the other one. The erasure is open again
+    until what it has left there is erased, too."""
+    keys = ["--api-keys", "ann=k1", "--tenant-secret", "a long random text"]
+    stores = {name: tmp_path / name for name in ("one", "other")}
+    flags = ["--no-self-check", *keys]
+    servers = [start_controlled("--store", f"disk://{path}?size=64MiB", *flags) for path in stores.values()]
+    urls = {one.wait_ready(): one for one in servers}
+    router = RouterProcess(*(word for url in urls for word in ("--replica", url)), *keys).wait_for(2)
+    body = {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+
+    def stored() -> list[Path]:
+        return [one for one in tmp_path.rglob("*") if one.is_file() and len(one.name) == 64]
+
+    try:
+        with (
+            slow(*servers, step=0.05) as fast,
+            httpx.stream("POST", f"{router.url}/v1/completions", json=body, headers=KEY, timeout=120) as answer,
+        ):
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            first = next(lines)
+            status, receipt = erase(router.url)
+            assert status == 200 and receipt["complete"]
+            killed = urls[answer.headers["x-foreword-route"].partition(": ")[0]]
+            killed.popen.send_signal(signal.SIGKILL)
+            killed.popen.wait(60)
+            fast()
+            assert len([first, *lines]) >= 200
+        path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
+        until(lambda: http_client.get(path, headers=KEY).json()["complete"] and not stored())
+        [left] = [url for url, one in urls.items() if one is not killed]
+        assert cached(post(left, "k1", prompt=TEXT, max_tokens=1)) == 0
+    finally:
+        router.kill()
+
+
 def test_a_replica_that_is_down_is_asked_later(start: Start, tmp_path: Path) -> None:
     """The router's answer is 207 while a replica is down, and the others have erased. When it is back, with what it had
     stored before, the router asks it, without a request; the receipt under the router's id says so, to its tenant only."""
