@@ -280,8 +280,8 @@ class Replay:
             self.store(one.keys, known)
         if self.policy != "today":
             session = one.event.session if self.policy == "told" else ""
-            more = {"session": session, "supersedes": self.supersedes}
-            for alone in self.book.note(TENANT, name, b"root", one.keys, known, **more):
+            used = TENANT, name, b"root", one.keys, known
+            for alone in self.book.note(*used, session=session, supersedes=self.supersedes):
                 self.retire(alone)
 
     def has(self, key: bytes) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -13,7 +13,8 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 
 PATH = "/v1/sessions"
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+LONGEST_NAME: Final = 256
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
 class SessionBody(Body, kw_only=True):
@@ -33,14 +34,14 @@ class SessionBody(Body, kw_only=True):
             )
 
 
-def add_routes(routes: Routes[Handler], act: Handler, listed: Handler) -> None:
+def add_routes(routes: Routes[Handler], act: Handler, listed: Handler, body: type[SessionBody] = SessionBody) -> None:
     """Add the routes of sessions. A tenant sees and changes its own.
 
     Args:
-        act: carries out a `SessionBody`.
+        act: carries out a `body`.
         listed: the open sessions of the caller.
     """
 
     add = partial(routes.add, right=Right.TENANT, meter=Meter.FREE, tag="sessions")
-    add("POST", PATH, body=JsonBody.of(SessionBody))(act)
+    add("POST", PATH, body=JsonBody.of(body))(act)
     add("GET", PATH, body=NO_BODY)(listed)

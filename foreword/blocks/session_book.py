@@ -14,6 +14,7 @@ A fork costs nothing: it is a name for what its parent has. Pure: no I/O. Thread
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +26,7 @@ from foreword.blocks.keys import KEY_BYTES
 from foreword.errors import BadRequest, NotFound
 
 DEFAULT_IDLE: Final = 3600.0
+_ENDED_BLOCKS: Final = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,7 @@ class AgentSession:
         shared: leading blocks that others have used.
         idle: seconds without a request after which it is forgotten; its blocks are then left to the eviction order.
         used: seconds since the epoch.
+        places: where an engine has its blocks, as the engine says it; of sessions only.
     """
 
     name: str
@@ -48,6 +51,7 @@ class AgentSession:
     chain: bytes = b""
     shared: int = 0
     requests: int = 0
+    places: Any = ()
 
     @property
     def blocks(self) -> int:
@@ -61,11 +65,14 @@ class AgentSession:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Blocks that nothing continues any more: keys of a chain with this root, in order. `drop`: the client has said so."""
+    """Blocks that nothing continues any more: keys of a chain with this root, in order, behind its `first` blocks. `drop`: the
+    client has said so. `places`: of the whole chain."""
 
     root: bytes
     keys: Sequence[bytes]
     drop: bool
+    first: int = 0
+    places: Any = ()
 
 
 class SessionBook:
@@ -91,6 +98,7 @@ class SessionBook:
         self._tenants: dict[bytes, OrderedDict[str, AgentSession]] = {}
         self._all: OrderedDict[AgentSession, bytes] = OrderedDict()  # least recently used first
         self._blocks = 0
+        self._ended: OrderedDict[tuple[bytes, str], AgentSession] = OrderedDict()  # requests of them may still run
         self._next_look = 0.0
 
     def open(self, tenant: bytes, name: str, parent: str = "", idle: float | None = None) -> AgentSession:
@@ -102,8 +110,11 @@ class SessionBook:
                 raise BadRequest(f"a session {name!r} is open already", param="session_id")
             if sum(bool(one.family) for one in own.values()) >= self._most:
                 raise BadRequest(f"{self._most} sessions are open already; end some of them", param="session_id")
-            family = self._find(tenant, parent, "parent_session_id").family if parent else name
-            session = AgentSession(name, family, parent, idle or DEFAULT_IDLE)
+            session = AgentSession(name, name, parent, idle or DEFAULT_IDLE)
+            if parent:
+                known = self._find(tenant, parent, "parent_session_id")
+                session.family, session.root, session.chain = known.family, known.root, known.chain
+                session.shared, session.places = known.shared, known.places
             self._enter(tenant, session)
             return session
 
@@ -123,15 +134,19 @@ class SessionBook:
         *,
         session: str = "",
         supersedes: str = "",
+        started: float = math.inf,
+        places: Any = (),
     ) -> list[Alone]:
-        """A request has ended that used these blocks, of which the first `cached` were there before. Returns what nothing
-        continues any more: of the session's last request, and of `supersedes`, a request outside of sessions whose history this
-        one has in a shorter form."""
+        """A request has ended that used these blocks, of which the first `cached` were there before, and that came at `started`
+        (seconds since the epoch). Returns what nothing continues any more: of the session's last request, of a session that has
+        ended since, and of `supersedes`, a request outside of sessions whose history this one has in a shorter form."""
         chain = b"".join(keys)
         with self._lock:
             self._expire()
             own: Mapping[str, AgentSession] = self._tenants.get(tenant, {})
-            mine = own.get(session) or AgentSession(request, "")
+            late = self._ended.get((tenant, session)) if session not in own else None
+            late = late if late is not None and started <= late.used else None
+            mine = own.get(session) or late or AgentSession(request, "")
             mine = mine if mine.family else AgentSession(request, "")
             known = kept = common_blocks(mine.chain, chain) if mine.root == root else 0
             shared = min(mine.shared, kept)
@@ -150,10 +165,15 @@ class SessionBook:
                     other.shared, shared = max(other.shared, common), max(shared, common)
             if cached > known:
                 shared = max(shared, cached)
+            if late is not None:
+                late.root, late.chain, late.shared, late.places = root, chain, shared, places
+                found = [self._alone(tenant, late, 0, drop=True)]
+                return found if found[0].keys else []
             found = [self._alone(tenant, mine, kept, drop=False)]
             if mine in self._all:
                 self._remove(tenant, mine)
             mine.root, mine.chain, mine.shared, mine.requests = root, chain, shared, mine.requests + 1
+            mine.places = places if mine.family else ()
             self._enter(tenant, mine)
             old = own.get(supersedes)
             if old is not None and not old.family and old is not mine:
@@ -166,7 +186,7 @@ class SessionBook:
         return self._shorten(tenant, name, keep, end=False)
 
     def end(self, tenant: bytes, name: str) -> Alone:
-        """A session has ended. Its forks go on. Raises NotFound."""
+        """A session has ended. Its forks go on; what its running requests use is found when they are noted. Raises NotFound."""
         return self._shorten(tenant, name, 0, end=True)
 
     def _shorten(self, tenant: bytes, name: str, keep: int, *, end: bool) -> Alone:
@@ -177,13 +197,26 @@ class SessionBook:
             if not end:
                 session.chain = session.chain[: (session.blocks - len(alone.keys)) * KEY_BYTES]
                 self._enter(tenant, session)
+                return alone
+            session.used = self._clock()
+            self._ended[tenant, name] = session
+            self._ended.move_to_end((tenant, name))
+            while (
+                len(self._ended) > self._most_noted or sum(one.blocks for one in self._ended.values()) > _ENDED_BLOCKS
+            ):
+                self._ended.popitem(last=False)
             return alone
+
+    def follows(self, tenant: bytes) -> bool:
+        """Whether a tenant has sessions, or requests of ended ones that may still run."""
+        return bool(self.all(tenant)) or any(one == tenant for one, _ in list(self._ended))
 
     def forget(self, tenant: bytes) -> None:
         """Forget all of a tenant."""
         with self._lock:
             for session in list(self._tenants.get(tenant, {}).values()):
                 self._remove(tenant, session)
+            self._ended = OrderedDict((key, one) for key, one in self._ended.items() if key[0] != tenant)
 
     def _alone(self, tenant: bytes, session: AgentSession, first: int, *, drop: bool) -> Alone:
         """What a session has, from number `first` on, that neither others nor its relatives have."""
@@ -193,7 +226,7 @@ class SessionBook:
         first = max(first, session.shared) * KEY_BYTES
         chain = session.chain
         keys = [chain[at : at + KEY_BYTES] for at in range(first, len(chain), KEY_BYTES)]
-        return Alone(session.root, keys, drop)
+        return Alone(session.root, keys, drop, first // KEY_BYTES, session.places)
 
     def _find(self, tenant: bytes, name: str, param: str) -> AgentSession:
         own: Mapping[str, AgentSession] = self._tenants.get(tenant, {})
@@ -229,6 +262,8 @@ class SessionBook:
             self._next_look = now + 1.0
             for session, tenant in [(one, tenant) for one, tenant in self._all.items() if one.used + one.idle <= now]:
                 self._remove(tenant, session)
+            while self._ended and next(iter(self._ended.values())).used + DEFAULT_IDLE <= now:
+                self._ended.popitem(last=False)
 
 
 def common_blocks(one: bytes, other: bytes) -> int:

@@ -504,8 +504,9 @@ class EngineCore:
         retired = self._note_session(sequence) if reason in ("stop", "length") else ()
         self.scheduler.finish(sequence)
         for alone in retired:
-            self.cache.retire(alone.keys)
-            self.on_superseded(sequence.request.salt.tenant, alone)
+            keys = self.cache.unused(alone.keys) if alone.drop else alone.keys
+            self.cache.retire(keys, drop=alone.drop)
+            self.on_superseded(sequence.request.salt.tenant, replace(alone, keys=keys))
         group = self._by_id[sequence.request.id]
         group.remove(sequence)
         if not group:
@@ -530,6 +531,7 @@ class EngineCore:
             max(sequence.cached_tokens // self.cache.block_size, chain.public),
             session=request.session,
             supersedes=request.supersedes,
+            started=time.time() - (time.monotonic() - sequence.arrived),
         )
 
     def notify(self, event: Event) -> None:

@@ -241,7 +241,7 @@ def build_engine(
     if offload is not None:
         erasures = OpenErasures(offload.store, offload.erase_queued, data_keys)
         pins = StorePins(offload, info.namespace, cache.groups, info.fingerprint)
-        core.on_superseded = partial(_drop_held, offload, pins)
+        core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
@@ -249,8 +249,12 @@ def build_engine(
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
 
 
-def _drop_held(offload: OffloadManager, pins: StorePins, tenant: bytes, alone: Alone) -> None:
-    offload.drop_held(partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys))
+def _retire(offload: OffloadManager, pins: StorePins, tenant: bytes, alone: Alone) -> None:
+    unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys)
+    if alone.drop:
+        offload.delete(unneeded)
+    else:
+        offload.drop_held(unneeded)
 
 
 def _in_namespace(

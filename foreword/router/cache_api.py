@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final
+from urllib.parse import urlencode
 
 import msgspec
 from msgspec.structs import replace
@@ -42,12 +43,12 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     async def session(call: Call) -> Answer:
         """Open a session on all replicas, fork it, compact it, or end it, which frees what only it has used in every tier."""
-        answers = await _ask(router, call, _able(healthy(router)), ClientBody(call.raw))
+        answers = await _ask(router, call, _able(healthy(router), "session"), ClientBody(call.raw))
         return _session_answer(answers)
 
     async def open_sessions(call: Call) -> Answer:
         """The open sessions of the caller, and on which replicas."""
-        return _retained(await _ask(router, call, _able(healthy(router))))
+        return _retained(await _ask(router, call, _able(healthy(router), "session")))
 
     session_control.add_routes(routes, session, open_sessions)
     cache_control.add_routes(routes, lambda verb: _parse, partial(_control, router), retained)
@@ -85,8 +86,8 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
 
 
 def _able(replicas: Sequence[Upstream], verb: str = "") -> list[Upstream]:
-    """Foreword's servers among the replicas, and those of vLLM for a prefetch; all if there are none."""
-    kinds = ("foreword", "vllm") if verb == "prefetch" else ("foreword",)
+    """Foreword's servers among the replicas, and those of vLLM for a prefetch or a session; all if there are none."""
+    kinds = ("foreword", "vllm") if verb in ("prefetch", "session") else ("foreword",)
     return [one for one in replicas if one.kind in kinds] or list(replicas)
 
 
@@ -117,13 +118,15 @@ async def _ask(
     """The answers of these replicas. One that does not answer counts as an error response."""
 
     async def one(upstream: Upstream) -> Answer:
-        data = b""
+        # Only Foreword's servers know the tenant without it.
+        given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
+        path, data = call.path, b""
         if body is not None:
-            # Only Foreword's servers know the tenant without it.
-            given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
             data = edited(body, (), {"cache_salt": given})
+        elif given:
+            path += "?" + urlencode({"cache_salt": given})
         try:
-            answer = await send_once(router, call, upstream, call.path, data)
+            answer = await send_once(router, call, upstream, path, data)
         except ReplicaFailed as error:
             return Answer.json(error_body(error), error.status)
         if answer.status >= 400 and error_of(answer.body).message is None:  # vLLM's, which has no such path

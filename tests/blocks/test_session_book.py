@@ -61,7 +61,8 @@ class Tenant:
         self.made += 1
         return [1000 * self.made + i for i in range(self.rng.randint(1, most))]
 
-    def request(self, session: str, tokens: list[int]) -> None:
+    def request(self, session: str, tokens: list[int], *, ends: bool = False) -> None:
+        """`ends`: the session ends while the request runs."""
         self.made += 1
         table = self.cache.open(array("I", tokens), salt=self.salt)
         match = self.cache.lookup(table)
@@ -69,9 +70,15 @@ class Tenant:
         assert self.cache.advance(table, len(tokens))
         keys = list(table.chain.keys_to(table.published)[: table.published])
         args = (self.salt.tenant, f"r{self.made}", table.chain.root, keys, len(match.blocks))
-        for alone in self.book.note(*args, session=session):
-            self.cache.retire(alone.keys)
+        if ends:
+            self.cache.retire(self.cache.unused(self.book.end(self.salt.tenant, session).keys), drop=True)
+        retired = self.book.note(*args, session=session, started=0.0)
         self.cache.release(table)
+        for alone in retired:
+            assert alone.drop == ends
+            self.cache.retire(self.cache.unused(alone.keys) if ends else alone.keys, drop=ends)
+        if ends:
+            self.model.drop(session)
         self.model.use(session, f"outside {self.made}", keys)
 
     def act(self) -> None:
@@ -94,15 +101,19 @@ class Tenant:
             self.made += 1
             self.book.open(self.salt.tenant, child, name)
             self.model.families[child] = self.model.families[name]
-            self.model.chains[child] = []
+            self.model.chains[child] = self.model.chains[name]
             self.texts[child] = self.texts[name] + self.fresh(9)
-            self.request(child, self.texts[child])
+            if rng.random() < 0.7:
+                self.request(child, self.texts[child])
         elif what == "compact":
             self.retire(self.book.compact(self.salt.tenant, name))
             self.model.drop(name)
             self.texts[name] = self.texts[name][:8] + self.fresh(9)
         elif what == "end":
-            self.retire(self.book.end(self.salt.tenant, name))
+            if rng.random() < 0.4:
+                self.request(name, self.texts[name] + self.fresh(20), ends=True)
+            else:
+                self.retire(self.book.end(self.salt.tenant, name))
             self.model.end(name)
             del self.texts[name]
         else:  # someone without a session has read the same text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 import torch
 import transformers
 from vllm_process import needs_vllm
-from vllm_server import BLOCK, VllmServer, make_byte_model
+from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 
 from foreword.blocks.salt import Salt
 from foreword.prefixes.book import NamedPrefix
@@ -190,6 +191,138 @@ def test_prefetch(pair: Pair) -> None:
         assert (answer["status"], answer["tokens"], answer["where"]) == ("refused", 0, None)
     assert pair.second.ask("POST", path, {}).status_code == 400
     assert pair.second.ask("POST", path, {"prompt": known}, key="wrong").status_code == 401
+
+
+def tell(server: Server, action: str, name: str, **more: Any) -> dict[str, Any]:
+    answer = server.ask("POST", "/v1/sessions", {"action": action, "session_id": name, **more})
+    assert answer.status_code == 200, answer.text
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def test_the_end_of_a_session(pair: Pair) -> None:
+    """What only an ended session has used is gone from vLLM's cache and from the store; what another request has used before or
+    since stays, and every answer is the model's without any cache."""
+    head, own, other = text(81, 160), text(82, 224), text(83, 96)
+    right = pair.reference(head + own)
+    assert pair.first.complete(head)["cached"] == 0
+    before = pair.blocks()
+    tell(pair.first, "open", "task")
+    assert pair.first.complete(head + own, user="task")["tokens"] == right
+    longer = pair.first.complete(head + own + other, user="task")
+    assert longer["cached"] == 384
+    wait_for(lambda: pair.blocks() - before >= (384 + 96) // BLOCK - 160 // BLOCK)
+    assert pair.first.complete(head + own[:64])["cached"] == 224, "another request shares two blocks more"
+    freed = tell(pair.first, "end", "task")["freed_blocks"]
+    assert freed["device"] == freed["stores"] == (384 + 96 - 224) // BLOCK
+    wait_for(lambda: pair.blocks() == before + 2)
+    assert pair.first.ask("POST", "/v1/sessions", {"action": "end", "session_id": "task"}).status_code == 404
+    for server, cached in ((pair.first, 224), (pair.second, 384)):
+        again = server.complete(head + own)
+        assert (again["tokens"], again["cached"]) == (right, cached)
+        wait_for(lambda: pair.blocks() >= before + 7)
+
+
+def test_forks_and_compaction(pair: Pair) -> None:
+    """A fork keeps what its parent has when that one ends. After a compaction only what is kept of the history is cached, and
+    what a tenant keeps by cache control stays to the end."""
+    start, tail, pinned = text(84, 192), text(85, 128), pair.blocks(pinned=True)
+    salt = {"cache_salt": Salt(b"of forks").text}
+    tell(pair.first, "open", "parent", **salt)
+    assert pair.first.complete(start, prompt_cache_key="parent", **salt)["cached"] == 0
+    assert pair.first.ask("POST", "/v1/sessions", {"action": "end", "session_id": "parent"}).status_code == 404
+    tell(pair.first, "fork", "child", parent_session_id="parent", **salt)
+    assert tell(pair.first, "end", "parent", **salt)["freed_blocks"] == {"device": 0, "stores": 0}
+    assert pair.first.complete(start + tail, prompt_cache_key="child", **salt)["cached"] == 192
+    assert pair.first.complete(start + tail, prompt_cache_key="child", **salt)["cached"] == 320
+    listed = pair.first.ask("GET", f"/v1/sessions?cache_salt={salt['cache_salt']}").json()["data"]
+    assert [(one["id"], one["parent"], one["requests"], one["blocks"]) for one in listed] == [
+        ("child", "parent", 2, 10)
+    ]
+    assert tell(pair.first, "compact", "child", keep_tokens=256, **salt)["freed_blocks"]["device"] == 2
+    keep = {"kv_transfer_params": {"foreword_cache": [{"action": "retain", "tokens": 128, "ttl": 60}]}}
+    assert pair.first.complete(start + tail, prompt_cache_key="child", **salt, **keep)["cached"] == 256
+    assert tell(pair.first, "end", "child", **salt)["freed_blocks"] == {"device": 6, "stores": 6}
+    release = {"kv_transfer_params": {"foreword_cache": [{"action": "release"}]}}
+    assert pair.first.complete(start + tail, **salt, **release)["cached"] == 128
+    wait_for(lambda: pair.blocks(pinned=True) == pinned)
+
+
+def test_every_dialect_names_its_session(pair: Pair) -> None:
+    """A header or a field of each kind of request says which session it belongs to. A name that is not open is ignored, an
+    action that cannot be is refused."""
+    messages = [{"role": "user", "content": text(86, 200)}]
+    asked: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "user": "talk"}, {}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 4}, {"x-session-id": "talk"}),
+        ("/v1/responses", {"input": text(87, 200), "max_output_tokens": 4, "prompt_cache_key": "talk"}, {}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 4, "metadata": {"user_id": "talk"}}, {}),
+    ]
+    for path, body, headers in asked:
+        tell(pair.first, "open", "talk")
+        sent = httpx.post(pair.first.url + path, json={"model": "tiny", **body}, headers=headers, timeout=180)
+        assert sent.status_code == 200, sent.text
+        [one] = pair.first.ask("GET", "/v1/sessions").json()["data"]
+        assert (one["id"], one["requests"]) == ("talk", 1) and one["blocks"] >= 200 // BLOCK, path
+        tell(pair.first, "end", "talk")
+    assert pair.first.complete(text(88, 64), user="never opened")["cached"] == 0
+    for wrong in ({"action": "close", "session_id": "x"}, {"action": "fork", "session_id": "x"}):
+        assert pair.first.ask("POST", "/v1/sessions", wrong).status_code == 400
+    assert (
+        pair.second.ask("POST", "/v1/sessions", {"action": "open", "session_id": "x"}, key="wrong").status_code == 401
+    )
+
+
+@contextlib.contextmanager
+def routed(server: Server, folder: Path) -> Iterator[str]:
+    """The URL of a router with two tenants in front of a server."""
+    port = free_port()
+    keys = [word for name in ("alice", "bob") for word in ("--api-keys", f"{name}={name}-has-this-key")]
+    options = ["--replica", server.url, "--port", str(port), "--tenant-secret", "the tenants of these tests", *keys]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("FOREWORD_")}
+    with (folder / "router.log").open("w") as log:
+        command = [sys.executable, "-m", "foreword", "route", *options]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
+    url = f"http://127.0.0.1:{port}"
+
+    def serves() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{url}/ready", timeout=60).status_code == 200
+        return False
+
+    try:
+        wait_for(serves)
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_sessions_through_a_router(pair: Pair, tmp_path: Path) -> None:
+    """A router asks vLLM of its tenants' sessions: each has its own of one name, and one that ends leaves the other's."""
+    prompt, path = text(89, 270), "/v1/sessions"
+    with routed(pair.first, tmp_path) as url:
+
+        def ask(method: str, path: str, tenant: str, body: Any = None, **headers: str) -> httpx.Response:
+            given = {"authorization": f"Bearer {tenant}-has-this-key", **headers}
+            return httpx.request(method, url + path, json=body, headers=given, timeout=180)
+
+        def cached(tenant: str) -> int:
+            body = {"model": "tiny", "prompt": prompt, "max_tokens": 1}
+            answer = ask("POST", "/v1/completions", tenant, body, **{"x-session-id": "mine"}).raise_for_status()
+            return int((answer.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+        for tenant in ("alice", "bob"):
+            opened = ask("POST", path, tenant, {"action": "open", "session_id": "mine"})
+            assert opened.status_code == 200 and opened.headers["x-foreword-replicas"] == "1 of 1", opened.text
+            assert cached(tenant) == 0
+        for tenant in ("alice", "bob"):
+            [one] = ask("GET", path, tenant).json()["data"]
+            assert (one["id"], one["blocks"]) == ("mine", 256 // BLOCK)
+        assert ask("POST", path, "bob", {"action": "end", "session_id": "mine"}).json()["freed_blocks"]["device"] == 8
+        assert ask("GET", path, "bob").json()["data"] == []
+        assert ask("POST", path, "bob", {"action": "end", "session_id": "mine"}).status_code == 404
+        assert cached("alice") == 256 and cached("bob") == 0
 
 
 def test_the_openai_client_streams(pair: Pair) -> None:

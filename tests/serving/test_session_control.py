@@ -56,7 +56,9 @@ def test_a_fork_goes_on_without_its_parent(client: httpx.Client) -> None:
     assert tell(client, "end", "parent")["freed_blocks"]["device"] <= 1
     again = cached(client, text + more, "child")
     assert again > 200
-    assert tell(client, "end", "child")["freed_blocks"]["device"] >= again // 16 - 1
+    tell(client, "fork", "silent", parent_session_id="child")
+    assert tell(client, "end", "child")["freed_blocks"]["device"] == 0
+    assert tell(client, "end", "silent")["freed_blocks"]["device"] >= again // 16 - 1
     assert cached(client, text + more) < 16
 
 
@@ -71,6 +73,20 @@ def test_compaction_frees_what_the_new_history_does_not_need(client: httpx.Clien
     assert freed == one["blocks"] - 4
     assert cached(client, head + words("summary", 20), "compacted") == 64
     tell(client, "end", "compacted")
+
+
+def test_a_session_that_ends_while_a_request_runs(client: httpx.Client) -> None:
+    """The request is answered, and what only it and its session have used is freed then."""
+    start, rest = words("ends while it runs", 60), words("what still runs", 60)
+    tell(client, "open", "running")
+    cached(client, start, "running")
+    body = {"prompt": start + rest, "max_tokens": 40, "stream": True, "ignore_eos": True}
+    with client.stream("POST", "/v1/completions", json=body, headers={"x-session-id": "running"}) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        tell(client, "end", "running")
+        assert list(lines)[-1] == "data: [DONE]"
+    assert cached(client, start + rest) < 16
 
 
 def test_a_named_prefix_outlives_the_session(client: httpx.Client) -> None:

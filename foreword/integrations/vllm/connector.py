@@ -70,7 +70,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
         self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
-        self._hash_size = 0
+        self._pool: Any = None
         self._scheduler_side: ForewordConnectorScheduler | None = None
         self._worker_side: ForewordConnectorWorker | None = None
         self._prepare(vllm_config, role == KVConnectorRole.WORKER, kv_cache_config)
@@ -98,7 +98,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._info.settle(worker.open(None) if worker is not None else namespace)
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
         if side.events is not None:
-            side.events.hash_size = self._hash_size
+            side.events.hash_size = self._pool.hash_block_size if self._pool is not None else 0
+        side.sessions.pool = self._pool
         return side
 
     @property
@@ -116,7 +117,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._hash_size = gpu_block_pool.hash_block_size
+        self._pool = gpu_block_pool
 
     @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

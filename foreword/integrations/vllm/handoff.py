@@ -219,10 +219,14 @@ class HandoffScheduler:
 
     # As producer (prefill)
 
+    def wanted(self, request: Any) -> bool:
+        """Whether another instance will decode the request."""
+        return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
+
     def computed(self, state: RequestState, tokens: int, ids: BlockIds, states: Mapping[tuple[int, int], int]) -> None:
         """This step brings a request to `tokens` tokens. `states`: block ids of the recurrent states that it computes."""
         request = state.request
-        if not (request.kv_transfer_params or {}).get("do_remote_decode"):
+        if not self.wanted(request):
             return
         if not self._settings.produces or not self._addresses:
             if tokens >= request.num_prompt_tokens:

@@ -5,7 +5,8 @@
 
 It adds `/v1/prefixes` and `/v1/cache/prefetch`, as Foreword's own server has them. It understands `"prefix": "NAME"` in the
 bodies of `/v1/completions` and `/v1/chat/completions`: the prefix is put before the prompt or the messages, and vLLM sees an
-ordinary request. It also adds `/v1/foreword/weights_version`, for weights that are updated in place.
+ordinary request. It also adds `/v1/sessions`, and tells the connector the sessions of requests (`agent_sessions.py`), and
+`/v1/foreword/weights_version`, for weights that are updated in place.
 
 A connector cannot load blocks without a request. So for `/v1/cache/prefetch` vLLM gets a request for exactly the tokens that
 the stores have, and one more, which is all that it computes. Its own prefix cache keeps the blocks then, in its own order.
@@ -21,13 +22,16 @@ import asyncio
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Annotated, Any
 
-from msgspec import Meta
+from msgspec import Meta, MsgspecError, Struct
+from msgspec.json import encode
 
 from foreword.api import prefixes as prefix_routes
+from foreword.api import session_control
 from foreword.api.asgi import App, AsgiExchange, AsgiFront, Message, Receive, Scope, Send
 from foreword.api.dialects.decode import Body, Limits, check_depth
 from foreword.api.errors import error_response
@@ -40,7 +44,9 @@ from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady
+from foreword.integrations.vllm.agent_sessions import SESSION_KEY
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
@@ -118,6 +124,86 @@ class PrefetchEndpoint:
         return (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
+class VllmSessionBody(session_control.SessionBody, kw_only=True):
+    """`cache_salt`: the tenant, as its requests name it."""
+
+    cache_salt: str | None = None
+
+
+class SessionEndpoint:
+    """Sessions are known to the connector, in each of vLLM's engines. Requests of one token speak with it."""
+
+    def __init__(self, server: InnerServer, engines: int) -> None:
+        self._server = server
+        self._engines = engines
+
+    async def act(self, body: VllmSessionBody) -> dict[str, Any]:
+        """JSON. Raises BadRequest, NotFound, NotReady, EngineFailed."""
+        given = {name: getattr(body, name) for name in ("session_id", "parent_session_id", "timeout", "keep_tokens")}
+        told = await self._tell({"action": body.action, **given}, body.cache_salt)
+        freed: Counter[str] = Counter()
+        for one in told:
+            freed.update(one.get("freed_blocks", {}))
+        shown = {"object": "session", "id": body.session_id, "action": body.action}
+        return shown if body.action in ("open", "fork") else {**shown, "freed_blocks": freed}
+
+    async def listed(self, salt: str | None) -> dict[str, Any]:
+        """JSON. An engine shows the requests of a session that it has served. Raises as `act` does."""
+        found: dict[str, Any] = {}
+        for told in await self._tell({"action": "list"}, salt):
+            for one in told["data"]:
+                known = found.setdefault(one["id"], one)
+                found[one["id"]] = max(known, one, key=lambda shown: shown["requests"])
+        return {"object": "list", "data": list(found.values())}
+
+    async def _tell(self, told: Mapping[str, Any], salt: str | None) -> list[dict[str, Any]]:
+        asked: dict[str, Any] = {"prompt": [0], "max_tokens": 1, "temperature": 0.0, "stream": False}
+        asked |= {"kv_transfer_params": {SESSION_KEY: told}} | ({"cache_salt": salt} if salt else {})
+        found = []
+        for engine in range(self._engines):
+            headers = {"x-data-parallel-rank": str(engine)} if self._engines > 1 else {}
+            answer = ((await self._server.post(_COMPLETIONS, asked, headers)).get("kv_transfer_params") or {}).get(
+                SESSION_KEY
+            )
+            if answer is None:
+                raise NotReady("the connector does not answer: see the log of vLLM for why it was switched off")
+            if "error" in answer:
+                kind = NotFound if answer["status"] == NotFound.status else BadRequest
+                raise kind(answer["error"], param=answer["param"])
+            found.append(answer)
+        return found
+
+
+class _Metadata(Struct):
+    user_id: str | None = None
+
+
+class _NamesSession(Struct):
+    """What names the session of a request, the first one that it has."""
+
+    prompt_cache_key: str | None = None
+    user: str | None = None
+    metadata: _Metadata | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def in_session(data: bytes, header: str) -> bytes:
+    """A body with its session in `kv_transfer_params`, where the connector finds it; as it is if it names none."""
+    try:
+        body = decode_json(data, _NamesSession)
+    except (MsgspecError, UnicodeDecodeError, RecursionError):
+        return data  # for vLLM to refuse
+    user = body.metadata.user_id if body.metadata is not None else None
+    name = body.prompt_cache_key or body.user or user or header
+    if not name or len(name) > session_control.LONGEST_NAME or SESSION_KEY in (body.kv_transfer_params or {}):
+        return data
+    told = {SESSION_KEY: {"session_id": name}}
+    if body.kv_transfer_params:
+        return encode({**json.loads(data), "kv_transfer_params": {**body.kv_transfer_params, **told}})
+    # Behind all else: a value that is null is replaced.
+    return data.rstrip()[:-1] + b',"kv_transfer_params":' + encode(told) + b"}"
+
+
 def _answered(tokens: Sequence[int], status: str, loaded: int, reason: str) -> dict[str, Any]:
     counts = {"prompt_tokens": len(tokens), "status": status, "tokens": loaded, "ttl": None, "reason": reason}
     return {"object": "cache.prefetch", **counts, "where": "device" if loaded else None}
@@ -127,6 +213,7 @@ _BODY_SECONDS = 30.0
 _INLINE_BYTES = 128 << 10
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
+_GENERATES = (_COMPLETIONS, _CHAT, "/v1/responses", "/v1/messages")
 # Under /v1, where vLLM asks for its API key.
 _WEIGHTS = "/v1/foreword/weights_version"
 _LAST_BYTES = 8192
@@ -170,9 +257,9 @@ class NamedPrefixes:
         inner = InnerServer(self.app, host, _api_key(host.state))
         prefixes = VllmPrefixes(storage, inner)
         weights = WeightsEndpoints(getattr(host.state, "engine_client", None))
-        host.router.middleware_stack = PrefixRoutes(
-            routes, prefixes, make_front(prefixes, weights, PrefetchEndpoint(storage, inner))
-        )
+        sessions = SessionEndpoint(inner, config.parallel_config.data_parallel_size)
+        front = make_front(prefixes, weights, PrefetchEndpoint(storage, inner), sessions)
+        host.router.middleware_stack = PrefixRoutes(routes, prefixes, front)
         return prefixes
 
 
@@ -232,8 +319,10 @@ class _Counts:
     def ignored(self, route: str) -> None: ...
 
 
-def make_front(prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint) -> Front:
-    """Named prefixes, prefetches and the weights' version. vLLM has checked its API key; all who have it are one tenant."""
+def make_front(
+    prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint, sessions: SessionEndpoint
+) -> Front:
+    """The middleware's routes. vLLM has checked its API key; all who have it are one tenant."""
     routes, right = Routes[Handler](), Right.TENANT
     prefix_routes.add_routes(routes, lambda: prefixes, lambda _: nullcontext(), NewOpenPrefixBody, OpenPrefixBody)
 
@@ -259,6 +348,15 @@ def make_front(prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: Pref
         """The weights were updated in place: KV of other versions is not used from now on."""
         return await weights.change(call.body.version)
 
+    async def session(call: Call) -> dict[str, Any]:
+        """Open a session, fork it, compact it, or end it, which frees what only it has used."""
+        return await sessions.act(call.body)
+
+    async def open_sessions(call: Call) -> dict[str, Any]:
+        """The open sessions of the caller, or of the tenant that `cache_salt` in the query names."""
+        return await sessions.listed(next(iter(call.query("cache_salt")), None))
+
+    session_control.add_routes(routes, session, open_sessions, VllmSessionBody)
     work = WorkQueue("foreword", inline=_INLINE_BYTES)
     return Front(routes, Rights(Tenants(), None), Quotas(), RequestBodies(_BODY_SECONDS), work, _Counts(), Limits)
 
@@ -277,7 +375,7 @@ class PrefixRoutes:
         if self._routes.methods(path)[0]:
             await self._own(scope, receive, send)
             return
-        if path not in (_COMPLETIONS, _CHAT) or scope["method"] != "POST":
+        if path not in _GENERATES or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         exchange = AsgiExchange(scope, receive, send)
@@ -290,10 +388,12 @@ class PrefixRoutes:
         except ForewordError as error:
             await exchange.send(Answer.of(error_response(error)))
             return
+        data = in_session(
+            body if prefix is None else json.dumps(changed).encode(), exchange.headers.get("x-session-id", "")
+        )
         if prefix is None:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope if data is body else _with_length(scope, len(data)), _replay(data, receive), send)
             return
-        data = json.dumps(changed).encode()
         watched = CachedTokens(send)
         await self._app(_with_length(scope, len(data)), _replay(data, receive), watched)
         if watched.succeeded:
@@ -301,7 +401,7 @@ class PrefixRoutes:
 
     async def _with_prefix(self, path: str, data: bytes) -> tuple[NamedPrefix | None, Mapping[str, Any]]:
         """The prefix that a body names, and the body with it in place. None if it names none, or is for vLLM to refuse."""
-        if b'"prefix"' not in data:
+        if b'"prefix"' not in data or path not in (_COMPLETIONS, _CHAT):
             return None, {}
         try:
             body = json.loads(data)

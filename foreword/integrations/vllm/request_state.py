@@ -26,6 +26,7 @@ class RequestState:
     Attributes:
         identity: what besides tokens its KV depends on.
         held: tokens that vLLM had itself when it last asked.
+        cached: tokens that were cached, in vLLM or in the stores, before the request first ran.
         search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result.
         saved: by group, how many leading blocks have been saved or need not be saved.
         saves: False if nothing more of this request may be saved.
@@ -44,6 +45,7 @@ class RequestState:
     searched_from: int = 0
     found: Found | None = None
     held: int = 0
+    cached: int = 0
     reach: int = 0
     saved: list[int] = field(default_factory=list)
     saves: bool = True
@@ -58,8 +60,14 @@ class RequestState:
     def start_over(self, info: KVCacheInfo, held: int) -> None:
         """vLLM is about to schedule the request with the first `held` tokens from its own cache."""
         self.held = self.reach = held
+        self.note_cached(held)
         self.plan, self.saves, self.ends, self.tiers = None, True, {}, {}
         self.skip_to(info, held)
+
+    def note_cached(self, tokens: int) -> None:
+        """So many tokens were cached. A request that was preempted finds its own."""
+        if not self.request.num_preemptions:
+            self.cached = tokens
 
     def skip_to(self, info: KVCacheInfo, tokens: int) -> None:
         """The blocks of the first `tokens` tokens need not be saved."""

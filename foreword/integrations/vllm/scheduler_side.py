@@ -18,6 +18,7 @@ from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
 from foreword.blocks.salt import tenant_digest
 from foreword.events import TokenUsage
+from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
 from foreword.integrations.vllm.handoff import HandoffScheduler
@@ -107,6 +108,7 @@ class ForewordConnectorScheduler:
         self._retentions = ConnectorRetentions(
             stores.store, self._groups, info.model, info.key_size, info.step, per_key
         )
+        self.sessions = ConnectorSessions(info, self._retentions.book)
         self._public = PublicRecords(stores.store, info.model.hex())
         self._ledger = UsageLedger(Path(settings.usage_ledger)) if settings.usage_ledger else None
         self._prefills: dict[str, Any] = {}  # vLLM's counts of requests that will have a line
@@ -268,6 +270,7 @@ class ForewordConnectorScheduler:
         self._to_load.append(load)
         self._loading[request.request_id] = load
         state.skip_to(self._info, position)
+        state.note_cached(position)
         if self.events is not None:
             for part in parts:
                 keys = self._last_keys(part.group, part.keys)
@@ -309,6 +312,7 @@ class ForewordConnectorScheduler:
         finished, self._finished = self._finished, []
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         metadata.deletes, self._to_delete = self._to_delete, []
+        metadata.retired = self.sessions.take_retired()
         self._step = (metadata.tokens, time.monotonic())
         if metadata.tokens:
             self._version.note_computed()
@@ -348,7 +352,7 @@ class ForewordConnectorScheduler:
         request = state.request
         started = (self._info.whole and (state.offered or not self._info.selective)) or state.plan is not None
         known = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        return not started or known >= state.next_full(self._info) or bool(request.kv_transfer_params)
+        return not started or known >= state.next_full(self._info) or self._handoff.wanted(request)
 
     def _computed(
         self, state: RequestState, scheduled: int, ids: BlockIds, boundaries: Sequence[tuple[int, int, int]]
@@ -486,8 +490,8 @@ class ForewordConnectorScheduler:
         self._last_saves += last
         if last and params is None:
             self._finished.append(request.request_id)
-        answers = self._retain(state) if state is not None and state.actions else None
-        return bool(last) or params is not None, params if answers is None else {**(params or {}), PARAMS_KEY: answers}
+        answers = self._answers(state, ids) if state is not None and request.status in _ENDED else {}
+        return bool(last) or params is not None, {**(params or {}), **answers} or None
 
     def _note_usage(self, request: Any, state: RequestState | None) -> None:
         """Write a line for a request that has ended. Of a prompt without an answer, what was computed counts."""
@@ -509,15 +513,16 @@ class ForewordConnectorScheduler:
         status, seconds = _STATUS.get(request.status.name, 200), time.time() - request.arrival_time
         self._ledger.note(request.request_id, tenant, "vllm", status, seconds, usage)
 
-    def _retain(self, state: RequestState) -> list[dict[str, Any]] | None:
-        """Follow the cache control of a request that has ended. The answers, for its `kv_transfer_params`."""
+    def _answers(self, state: RequestState, ids: BlockIds) -> dict[str, Any]:
+        """Follow what a request that has ended says of caching and sessions. The answers, for its `kv_transfer_params`."""
         request, prompt = state.request, state.request.num_prompt_tokens
-        if request.status not in _ENDED or request.num_computed_tokens < prompt:
-            return None
-        keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-        tenant = self._info.current(salt_of(request)).tenant
-        answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant)
-        return [dataclasses.asdict(one) for one in answers]
+        tenant, found = self._info.current(salt_of(request)).tenant, {}
+        if state.actions and request.num_computed_tokens >= prompt:
+            keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
+            answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant)
+            found[PARAMS_KEY] = [dataclasses.asdict(one) for one in answers]
+        told = self.sessions.ended(state, tenant, ids)
+        return found if told is None else {**found, SESSION_KEY: told}
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
         """The windows with which the next turn continues. (Recurrent states were saved when they were computed.)"""

@@ -109,6 +109,16 @@ class LeaseRevocation:
     ends: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class RetiredBlocks:
+    """Blocks of a tenant, given its digest, that nothing continues. `drop`: no tier keeps them, if nothing else needs them."""
+
+    tenant: str
+    root: bytes
+    keys: tuple[bytes, ...]
+    drop: bool
+
+
 @dataclass(slots=True)
 class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """The scheduler side's instructions for one step.
@@ -118,6 +128,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         leases, revoked: blocks to keep for other instances, and blocks not to keep any longer.
         released: producers whose blocks are not needed.
         deletes: group, root key and key of blocks that are not needed any more.
+        retired: what sessions of agents have left behind.
         refused: loads that are not to be made: the workers report that they have failed.
         finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
     """
@@ -129,6 +140,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     revoked: list[LeaseRevocation] = field(default_factory=list)
     released: list[KVProducer] = field(default_factory=list)
     deletes: list[tuple[int, bytes, bytes]] = field(default_factory=list)
+    retired: list[RetiredBlocks] = field(default_factory=list)
     refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 

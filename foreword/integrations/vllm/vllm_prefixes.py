@@ -46,9 +46,9 @@ class InnerServer:
             headers={} if key is None else {"authorization": f"Bearer {key}"},
         )
 
-    async def post(self, path: str, body: Mapping[str, object]) -> Any:
+    async def post(self, path: str, body: Mapping[str, object], headers: Mapping[str, str] | None = None) -> Any:
         """The answer's JSON. Raises BadRequest, NotReady or EngineFailed with the server's own message."""
-        answer = await self._client.post(path, json=body)
+        answer = await self._client.post(path, json=body, headers=headers)
         try:
             found = answer.json()
         except ValueError:

@@ -45,6 +45,7 @@ from foreword.offload.device import follow_stream
 from foreword.offload.lookups import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagedGroup, StagingArena
+from foreword.prefixes.stored import PrefixPins
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -402,6 +403,13 @@ class ForewordConnectorWorker:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
             self.offload.delete(lambda: named)
+        for one in metadata.retired:
+            pins = PrefixPins(self.offload.store, self._info.model.hex(), self._info.stored_groups())
+            unneeded = partial(pins.unneeded, one.tenant, one.root, one.keys)
+            if one.drop:
+                self.offload.delete(unneeded)
+            else:
+                self.offload.drop_held(unneeded)
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
