@@ -8,12 +8,13 @@ Needs FOREWORD_VLLM_PYTHON. What is planted, and where: `vllm_failures_script.py
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from vllm_process import PYTHON, disk, make_model, prompts, run
+from vllm_process import PYTHON, RemoteVllm, disk, make_model, prompts, run
 
 # Where calls fail, and their share of the failures: while the connector starts, serves and stops, on vLLM's thread; and on the
 # connector's own threads.
@@ -33,10 +34,30 @@ def failures(phase: str, count: int, seed: int, folder: Path, model: Path) -> di
     return run("vllm_failures_script.py", job)
 
 
+def first_tokens(seed: int, folder: Path, model: Path, rounds: int) -> list[list[float]]:
+    """Seconds to the first token of as many new prompts, by turns: of vLLM alone, and of one whose connector has failed."""
+    folder.mkdir()
+    stores = None, ["memory://?size=64MiB", disk(folder)]
+    both = [RemoteVllm(folder / f"{number}.log", {}, model, store) for number, store in enumerate(stores)]
+    try:
+        for one in both:
+            one.ready()
+        assert both[1].call("fail")["degraded"], "the connector has not failed"
+        found: list[list[float]] = [[], []]
+        for number, prompt in enumerate(prompts(seed, [480] * (rounds + 10))):
+            for at in (number % 2, 1 - number % 2):
+                found[at].append(both[at].call("time", prompt=prompt)["seconds"])
+        return [times[10:] for times in found]
+    finally:
+        for one in both:
+            one.end()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--failures", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first-tokens", type=int, default=400, help="prompts whose time to the first token is taken")
     given = parser.parse_args()
     if not PYTHON:
         parser.error("FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
@@ -59,6 +80,12 @@ def main() -> int:
             )
             sys.stdout.flush()
             bad += [line for one in found for name in ("wrong", "lines", "blocks") for line in one[name]]
+        alone, failed = first_tokens(given.seed, Path(made) / "first", model, given.first_tokens)
+    one, other = statistics.median(alone), statistics.median(failed)
+    print(
+        f"\nTime to the first token of {given.first_tokens} new prompts of 480 tokens each, by turns, median: vLLM alone "
+        f"{one * 1e3:.2f} ms, after a failure {other * 1e3:.2f} ms ({other / one:.3f})"
+    )
     print("\n".join(bad))
     return int(bool(bad))
 

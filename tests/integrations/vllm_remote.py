@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from vllm_case import WITHIN, Engine, Gate, loaded, make_llm, metrics, scheduler_of, wait_for_files, worker_of
@@ -46,8 +47,8 @@ class Served:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         self.warnings = Warnings()
         self.llm = make_llm(job)
-        self.worker = worker_of(self.llm)
-        self.stores = len(job["store"])
+        self.worker = worker_of(self.llm) if job["store"] is not None else None
+        self.stores = len(job["store"] or ())
 
     def ask(self, prompt: list[int], count: int = 8, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Generate greedily; `params` are vLLM's `kv_transfer_params`."""
@@ -63,6 +64,20 @@ class Served:
             "cached": output.num_cached_tokens,
             "params": output.kv_transfer_params,
         }
+
+    def time(self, prompt: list[int]) -> dict[str, Any]:
+        """Seconds to the first token."""
+        began = time.perf_counter()
+        self.ask(prompt, 1)
+        return {"seconds": time.perf_counter() - began}
+
+    def fail(self) -> dict[str, Any]:
+        """From now on the connector's scheduler side fails."""
+        connector = scheduler_of(self.llm).connector
+        connector._scheduler_side = None
+        connector._begin = lambda namespace: 1 // 0
+        self.ask([1, 2, 3], 1)
+        return {"degraded": connector.degraded}
 
     def ask_and_kill(self, prompt: list[int], params: dict[str, Any], victim: int) -> dict[str, Any]:
         """The producer dies when its blocks are about to be read."""
