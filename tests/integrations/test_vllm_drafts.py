@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 from vllm_process import answers, disk, needs_vllm, run
 
 pytestmark = needs_vllm
@@ -51,6 +51,37 @@ def write_models(folder: Path, seed: int) -> tuple[Path, Path]:
     return folder / "target", head
 
 
+def write_mtp_model(folder: Path, seed: int) -> Path:
+    """A random GLM-4 with experts, and an MTP layer that guesses about half of its tokens, in the same way."""
+    torch.manual_seed(seed)
+    config = Glm4MoeConfig(
+        vocab_size=512, hidden_size=_HIDDEN, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
+        n_shared_experts=1, first_k_dense_replace=0, max_position_embeddings=4096, initializer_range=0.15,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0, dtype="float32",
+    )  # fmt: skip
+    config.num_nextn_predict_layers = 1
+    model = Glm4MoeForCausalLM(config)
+    with torch.no_grad():
+        rows = model.model.embed_tokens.weight
+        rows.normal_()
+        rows.div_(rows.pow(2).mean(-1, keepdim=True).sqrt())
+        model.model.layers[1].self_attn.o_proj.weight.mul_(0.3)
+        for one in model.model.layers[1].mlp.parameters():
+            one.mul_(0.3)
+    model.save_pretrained(folder / "target")
+    saved = folder / "target" / "model.safetensors"
+    tensors, layer = load_file(saved), "model.layers.2."
+    first = {name: one for name, one in tensors.items() if name.startswith("model.layers.0.")}
+    tensors |= {layer + name.removeprefix("model.layers.0."): one.clone() for name, one in first.items()}
+    tensors[f"{layer}eh_proj.weight"] = torch.cat([torch.eye(_HIDDEN), torch.zeros(_HIDDEN, _HIDDEN)], dim=1)
+    tensors |= {f"{layer}{name}.weight": torch.ones(_HIDDEN) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, saved, metadata={"format": "pt"})
+    return folder / "target"
+
+
 def prompts_of(block: int, draw: random.Random) -> list[list[int]]:
     """Prompts of all lengths, some of them a whole number of blocks, and pairs that part at the end of a block: the KV that a
     head has there depends on the token that follows."""
@@ -65,13 +96,17 @@ def prompts_of(block: int, draw: random.Random) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("block", [32, 128])
-def test_a_hit_with_a_draft_model(block: int, tmp_path: Path) -> None:
-    """With an EAGLE head, a prompt has as many cached tokens from a store as without drafts, also those of the last block,
-    which vLLM drops from its own hits. The answers are those of vLLM alone, and as many drafts are accepted after a hit as
-    after a computation, within one percent."""
-    target, head = write_models(tmp_path, block)
-    drafts = {"method": "eagle", "model": str(head), "num_speculative_tokens": 3}
+@pytest.mark.parametrize(("method", "block"), [("eagle", 32), ("eagle", 128), ("mtp", 32)])
+def test_a_hit_with_a_draft_model(method: str, block: int, tmp_path: Path) -> None:
+    """With an EAGLE head or an MTP layer, a prompt has as many cached tokens from a store as without drafts, also those of the
+    last block, which vLLM drops from its own hits. The answers are those of vLLM alone, and as many drafts are accepted after a
+    hit as after a computation, within one percent."""
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "mtp":
+        target = write_mtp_model(tmp_path, block)
+    else:
+        target, head = write_models(tmp_path, block)
+        drafts["model"] = str(head)
     ask = {"do": "ask", "count": _NEW}
 
     def one(store: list[str] | None, *passes: Any, **llm: Any) -> dict[str, Any]:
@@ -98,6 +133,8 @@ def test_a_hit_with_a_draft_model(block: int, tmp_path: Path) -> None:
     for found in (drafted["answers"][1], restarted["answers"][0]):
         assert [one["cached"] for one in found] == [one["cached"] for one in hits]
         accepted, before = (sum(_NEW - one["steps"] for one in some) for some in (found, computed))
-        print(f"block {block}: {before} of {len(found) * _NEW} tokens came from drafts, {accepted} after hits")
+        print(
+            f"{method}, block {block}: {before} of {len(found) * _NEW} tokens came from drafts, {accepted} after hits"
+        )
         assert before > len(found) * _NEW / 5, "the head guesses nothing: this shows nothing"
         assert abs(accepted - before) <= 0.01 * len(found) * _NEW
