@@ -140,7 +140,9 @@ def attack(url: str, others: Others, kind: str, path: str, body: bytes) -> Outco
     status = post(url, path, body)
     seconds = time.perf_counter() - began
     time.sleep(0.3)
-    return Outcome(kind, len(body), status, seconds, max(others.health, default=0.0), max(others.gaps, default=0.0))
+    while not others.health:  # the request was over before an answer came
+        time.sleep(0.01)
+    return Outcome(kind, len(body), status, seconds, max(others.health), max(others.gaps, default=0.0))
 
 
 def post(url: str, path: str, body: bytes) -> int:

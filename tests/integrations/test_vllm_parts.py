@@ -246,8 +246,8 @@ def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]
     storage = MemoryStorage(vllm("prefix_storage"))
     inner = vllm("vllm_prefixes").InnerServer(fake.app, fake.app, None)
     prefixes, middleware = vllm("vllm_prefixes").VllmPrefixes(storage, inner), vllm("middleware")
-    prefetch = vllm("middleware").PrefetchEndpoint(storage, inner)
-    front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch)
+    prefetch, sessions = middleware.PrefetchEndpoint(storage, inner), middleware.SessionEndpoint(inner, 1)
+    front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch, sessions)
     return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
 
 

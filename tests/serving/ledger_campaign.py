@@ -149,7 +149,7 @@ def _routed(folder: Path, model: str, urls: list[str], ledgers: list[Path], stop
     keys = [argument for number in range(TENANTS) for argument in ("--api-keys", f"tenant{number}=key{number}")]
     named = [argument for relay in relays for argument in ("--replica", relay.url)]
     routed = folder / "router.jsonl"
-    flags = ["--replica-key", KEY, "--usage-ledger", str(routed), "--failures", "1000000"]
+    flags = ["--replica-key", KEY, "--usage-ledger", str(routed), "--failures", "1000000", "--max-attempts", "8"]
     router = RouterProcess(*named, *keys, *flags).wait_for(len(urls))
     return Fleet(model, urls, ledgers, routed, router, scissors, stops, relays)
 

@@ -58,12 +58,17 @@ def sealed(store: Store, keys: DataKeys, *, read_plain: bool = False) -> TieredS
     return TieredStore([KeyRing(data=keys, read_plain=read_plain).sealed(store)])
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no key store that hangs."""
+    monkeypatch.setattr(data_keys, "_CALL_SECONDS", 60.0)
+
+
 class TestContract(StoreContract):
     """An encrypted store fulfills the contract."""
 
     @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-        monkeypatch.setattr(data_keys, "_CALL_SECONDS", 60.0)  # of a busy machine
+    def store(self, tmp_path: Path) -> Iterator[Store]:
         inner = MemoryStore(64 << 20, slot_bytes=(64 << 10) + HEADER_BYTES)
         with closing(DataKeys(config(tmp_path))) as keys:
             yield SealedStore(inner, KeyRing(data=keys))
