@@ -20,14 +20,24 @@ from foreword.api.dialects.conversation_body import (
 )
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, is_set, one_of, refuse
 from foreword.api.dialects.sampling import (
-    OwnFields,
+    CommonFields,
     Whole,
-    cache_control,
+    common_sampling,
+    own_fields,
     refuse_unsupported,
     schema_format,
     stop_strings,
 )
-from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
+from foreword.api.request import (
+    CacheBreakpoint,
+    CacheControl,
+    GenerateRequest,
+    Message,
+    OutputFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from foreword.errors import ThreadUnsupported
 
 _ROLES: Final = ("user", "assistant", "system")
@@ -98,19 +108,14 @@ class OutputConfig(Struct):
     effort: str | None = None
 
 
-class MessagesBody(OwnFields, kw_only=True):
+class MessagesBody(CommonFields, kw_only=True):
     messages: list[TurnBody]
-    model: str | None = None
     max_tokens: Whole | None = None
     system: str | list[ContentBlock] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Whole | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     metadata: Metadata | None = None
     cache_control: CacheMark | None = None
     output_format: Format | None = None
@@ -118,10 +123,7 @@ class MessagesBody(OwnFields, kw_only=True):
     diagnostics: Diagnostics | None = None
     thread: Raw = UNSET_RAW
     mcp_servers: Raw = UNSET_RAW
-    vllm_xargs: Raw = UNSET_RAW
-    watermarking: Raw = UNSET_RAW
-    # Not Anthropic's.
-    prompt_cache_key: str | None = None
+    chat_template_kwargs: Raw = UNSET_RAW
 
 
 def parse(raw: bytes, limits: Limits) -> GenerateRequest:
@@ -147,10 +149,8 @@ def _request(body: MessagesBody, limits: Limits) -> GenerateRequest:
     last = messages[-1]
     continues = last.role == "assistant" and last.content != "" and not last.tool_calls
     choice = body.tool_choice
-    transfer = body.kv_transfer_params
     return GenerateRequest(
         "messages",
-        model=body.model,
         messages=messages,
         sampling=_sampling(body, limits),
         tools=tools,
@@ -162,30 +162,18 @@ def _request(body: MessagesBody, limits: Limits) -> GenerateRequest:
         template_options=_template_options(body, limits),
         continue_final_message=continues,
         add_generation_prompt=not continues,
-        stream=bool(body.stream),
         include_usage=True,
-        prefix=body.prefix,
-        cache=cache_control(body.prompt_cache_key),
-        cache_salt=body.cache_salt or "",
+        cache=CacheControl(body.prompt_cache_key),
         cache_report=bool(body.cache_report) or body.diagnostics is not None,
-        prefill=(transfer.prefill or "") if transfer is not None else "",
         session=(body.metadata.user_id or None) if body.metadata is not None else None,
-        priority=body.priority or 0,
         extra={"diagnostics": None} if body.diagnostics is not None else {},
+        **own_fields(body),
     )
 
 
 def _sampling(body: MessagesBody, limits: Limits) -> dict[str, Any]:
-    given: dict[str, Any] = {
-        "max_tokens": body.max_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": 0 if body.top_k == -1 else body.top_k,
-        "stop": stop_strings(body.stop_sequences, limits, "stop_sequences") or None,
-        "seed": body.seed,
-        "ignore_eos": body.ignore_eos,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    stop = stop_strings(body.stop_sequences, limits, "stop_sequences") or None
+    return common_sampling(body, max_tokens=body.max_tokens, stop=stop)
 
 
 def _template_options(body: MessagesBody, limits: Limits) -> dict[str, Any]:

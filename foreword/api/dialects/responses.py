@@ -27,13 +27,13 @@ from foreword.api.dialects.conversations import with_instructions
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, one_of, refuse
 from foreword.api.dialects.sampling import (
     Alternatives,
-    Bias,
-    OwnFields,
+    OpenAIFields,
     Whole,
-    cache_control,
+    openai_cache,
+    openai_sampling,
+    own_fields,
     refuse_unsupported,
     schema_format,
-    stop_strings,
 )
 from foreword.api.request import GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
 
@@ -103,9 +103,8 @@ class ReasoningConfig(Struct):
     summary: str | None = None
 
 
-class ResponsesBody(OwnFields, kw_only=True):
+class ResponsesBody(OpenAIFields, kw_only=True):
     input: str | list[Item]
-    model: str | None = None
     instructions: str | None = None
     tools: list[AnyTool] | None = None
     tool_choice: str | NamedTool | None = None
@@ -113,19 +112,12 @@ class ResponsesBody(OwnFields, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     max_output_tokens: Whole | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: Alternatives | None = None
     include: list[str] | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    stream: bool | None = None
     metadata: dict[str, str] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | float | None = None
-    prompt_cache_options: CacheOptions | None = None
     service_tier: str | None = None
     max_tool_calls: Whole | None = None
     background: Raw = UNSET_RAW
@@ -133,18 +125,9 @@ class ResponsesBody(OwnFields, kw_only=True):
     prompt: Raw = UNSET_RAW
     truncation: Raw = UNSET_RAW
     # Not OpenAI's.
-    top_k: Whole | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, Bias] | None = None
+    chat_template_kwargs: Raw = UNSET_RAW
     previous_input_messages: Raw = UNSET_RAW
     structured_outputs: Raw = UNSET_RAW
-    vllm_xargs: Raw = UNSET_RAW
-    watermarking: Raw = UNSET_RAW
 
 
 def parse(raw: bytes, limits: Limits) -> GenerateRequest:
@@ -155,11 +138,9 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
     messages = with_instructions(body.instructions, _messages(body, limits))
     tools = _allowed(body.tool_choice, _tools(body.tools, limits))
     check_breakpoints(messages, tools)
-    transfer = body.kv_transfer_params
     choice = _choice(body.tool_choice, tools)
     return GenerateRequest(
         "responses",
-        model=body.model,
         messages=messages,
         sampling=_sampling(body, limits),
         tools=tools,
@@ -168,42 +149,21 @@ def parse(raw: bytes, limits: Limits) -> GenerateRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         output_format=_output_format(body.text, limits),
         template_options=_template_options(body, limits),
-        stream=bool(body.stream),
         include_usage=True,
-        prefix=body.prefix,
-        cache=cache_control(body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options),
-        cache_salt=body.cache_salt or "",
+        cache=openai_cache(body),
         cache_report=bool(body.cache_report) or _diagnosed(body),
-        prefill=(transfer.prefill or "") if transfer is not None else "",
         session=body.user or None,
-        priority=body.priority or 0,
         store=body.store is not False,
         previous=body.previous_response_id,
         extra=_repeated(body, choice, limits),
+        **own_fields(body),
     )
 
 
 def _sampling(body: ResponsesBody, limits: Limits) -> dict[str, Any]:
-    check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
-    check_length(body.logit_bias or (), limits.biases, "logit_bias")
     wanted = _LOGPROBS in (body.include or ()) or body.top_logprobs
-    given: dict[str, Any] = {
-        "max_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": 0 if body.top_k == -1 else body.top_k,
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "ignore_eos": body.ignore_eos,
-        "stop": stop_strings(body.stop, limits) or None,
-        "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logit_bias": body.logit_bias,
-        "logprobs": (body.top_logprobs or 0) if wanted else None,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    logprobs = (body.top_logprobs or 0) if wanted else None
+    return openai_sampling(body, limits, max_tokens=body.max_output_tokens, logprobs=logprobs)
 
 
 def _template_options(body: ResponsesBody, limits: Limits) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fields that chat completions and completions share: sampling parameters, vLLM's additions and Foreword's."""
+"""Fields that several dialects share: sampling parameters, those that vLLM adds, and this server's."""
 
 from __future__ import annotations
 
@@ -101,45 +101,53 @@ class StructuredOutputs(Struct):
     structural_tag: Raw = UNSET_RAW
 
 
-class OwnFields(Struct, kw_only=True):
-    """Fields of this server in the dialects of others."""
-
-    seed: Whole | None = None
-    ignore_eos: bool | None = None
-    chat_template_kwargs: Raw = UNSET_RAW
-    prefix: str | None = None
-    cache_report: bool | None = None
-    cache_salt: str | None = None
-    priority: Whole | None = None
-    kv_transfer_params: TransferParams | None = None
-
-
-class SamplingBody(Struct, kw_only=True):
-    """None means the default."""
+class CommonFields(Struct, kw_only=True):
+    """Fields that all dialects have: their own, and those of this server. None means the default."""
 
     model: str | None = None
-    max_tokens: Whole | None = None
-    min_tokens: Whole | None = None
     temperature: float | None = None
     top_k: Whole | None = None
     top_p: float | None = None
-    min_p: float | None = None
     seed: Whole | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    prefix: str | None = None
+    cache_report: bool | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    priority: Whole | None = None
+    kv_transfer_params: TransferParams | None = None
+    vllm_xargs: Raw = UNSET_RAW
+    watermarking: Raw = UNSET_RAW
+
+
+class OpenAIFields(CommonFields, kw_only=True):
+    """Fields that OpenAI's dialects have besides."""
+
+    min_p: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, Bias] | None = None
+    prompt_cache_retention: str | float | None = None
+    prompt_cache_options: CacheOptions | None = None
+    user: str | None = None
+
+
+class SamplingBody(OpenAIFields, kw_only=True):
+    """Fields that chat completions and completions have besides."""
+
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
+    include_stop_str_in_output: bool | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Alternatives | None = None
     n: Whole | None = None
     best_of: Whole | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -149,17 +157,8 @@ class SamplingBody(Struct, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    prefix: str | None = None
-    cache_report: bool | None = None
-    cache_salt: str | None = None
     return_token_ids: bool | None = None
-    kv_transfer_params: TransferParams | None = None
     continuation: ContinuationBody | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | float | None = None
-    prompt_cache_options: CacheOptions | None = None
-    priority: Whole | None = None
-    user: str | None = None
     suffix: Raw = UNSET_RAW
     prompt_embeds: Raw = UNSET_RAW
     use_beam_search: Raw = UNSET_RAW
@@ -169,8 +168,6 @@ class SamplingBody(Struct, kw_only=True):
     repetition_detection: Raw = UNSET_RAW
     return_tokens_as_token_ids: Raw = UNSET_RAW
     thinking_token_budget: Raw = UNSET_RAW
-    vllm_xargs: Raw = UNSET_RAW
-    watermarking: Raw = UNSET_RAW
 
 
 def refuse_unsupported(body: Struct) -> None:
@@ -193,37 +190,54 @@ def _is_neutral(value: Raw, neutral: tuple[Any, ...]) -> bool:
     return len(text) <= _SMALL_BYTES and msgspec.json.decode(text) in neutral
 
 
-def sampling_of(body: SamplingBody, limits: Limits) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the client gave."""
-    given: dict[str, Any] = {
-        "max_tokens": body.max_tokens,
-        "min_tokens": body.min_tokens,
+def common_sampling(body: CommonFields, **more: Any) -> dict[str, Any]:
+    """Those of these fields of `SamplingParams` that the client gave."""
+    given = {
         "temperature": body.temperature,
         "top_k": 0 if body.top_k == -1 else body.top_k,
         "top_p": body.top_p,
-        "min_p": body.min_p,
         "seed": body.seed,
-        "stop": stop_strings(body.stop, limits) or None,
-        "stop_token_ids": _tuple(body.stop_token_ids),
-        "include_stop": body.include_stop_str_in_output,
         "ignore_eos": body.ignore_eos,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logit_bias": body.logit_bias,
-        "allowed_token_ids": _tuple(body.allowed_token_ids),
-        "bad_words": _tuple(body.bad_words),
-        "skip_special_tokens": body.skip_special_tokens,
-        "prompt_logprobs": body.prompt_logprobs,
-        "n": body.n,
+        **more,
     }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def openai_sampling(body: OpenAIFields, limits: Limits, **more: Any) -> dict[str, Any]:
+    """The same of OpenAI's dialects. Raises BadRequest."""
     check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
     check_length(body.logit_bias or (), limits.biases, "logit_bias")
+    return common_sampling(
+        body,
+        min_p=body.min_p,
+        stop=stop_strings(body.stop, limits) or None,
+        stop_token_ids=_tuple(body.stop_token_ids),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias,
+        **more,
+    )
+
+
+def sampling_of(body: SamplingBody, limits: Limits) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the client gave. Raises BadRequest."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refuse("best_of", "not supported; ask for n answers with logprobs, and take the likeliest")
     if body.prompt_logprobs is not None and body.stream:
         raise refuse("prompt_logprobs", "cannot be streamed")
-    return {name: value for name, value in given.items() if value is not None}
+    return openai_sampling(
+        body,
+        limits,
+        max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens,
+        include_stop=body.include_stop_str_in_output,
+        allowed_token_ids=_tuple(body.allowed_token_ids),
+        bad_words=_tuple(body.bad_words),
+        skip_special_tokens=body.skip_special_tokens,
+        prompt_logprobs=body.prompt_logprobs,
+        n=body.n,
+    )
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
@@ -237,23 +251,6 @@ def stop_strings(stop: str | list[str] | None, limits: Limits, param: str = "sto
     if not all(strings):
         raise refuse(param, "must be a string or a list of strings, none of them empty")
     return strings
-
-
-def streams(body: SamplingBody) -> tuple[bool, bool]:
-    """Whether to stream, and whether with usage. Raises BadRequest."""
-    if body.stream_options is not None and not body.stream:
-        raise refuse("stream_options", "may be set only together with stream")
-    return bool(body.stream), bool(body.stream_options and body.stream_options.include_usage)
-
-
-def cache_control(
-    key: str | None, retention: str | float | None = None, options: CacheOptions | None = None
-) -> CacheControl:
-    """`prompt_cache_key`, `prompt_cache_retention` and `prompt_cache_options`. Raises BadRequest."""
-    seconds = _retention(retention)
-    if options is not None and options.ttl is not None and options.mode != "explicit":
-        seconds = max(seconds or 0.0, openai_ttl(options.ttl, "prompt_cache_options"))
-    return CacheControl(key, seconds)
 
 
 def _retention(given: str | float | None) -> float | None:
@@ -277,22 +274,38 @@ def _continuation(body: SamplingBody, limits: Limits) -> Continuation | None:
     return Continuation(tuple(given.prompt_token_ids), tuple(given.token_ids))
 
 
-def common(body: SamplingBody, limits: Limits) -> dict[str, Any]:
-    """Fields of `GenerateRequest` that need no further checks."""
-    stream, include_usage = streams(body)
+def own_fields(body: CommonFields) -> dict[str, Any]:
+    """Fields of `GenerateRequest` that all dialects say in the same words."""
     transfer = body.kv_transfer_params
     return {
         "model": body.model,
-        "stream": stream,
-        "include_usage": include_usage,
+        "stream": bool(body.stream),
         "prefix": body.prefix,
-        "cache": cache_control(body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options),
-        "cache_report": bool(body.cache_report),
         "cache_salt": body.cache_salt or "",
-        "return_token_ids": bool(body.return_token_ids),
         "prefill": (transfer.prefill or "") if transfer is not None else "",
-        "continuation": _continuation(body, limits),
         "priority": body.priority or 0,
+    }
+
+
+def openai_cache(body: OpenAIFields) -> CacheControl:
+    """`prompt_cache_key`, `prompt_cache_retention` and `prompt_cache_options`. Raises BadRequest."""
+    seconds, options = _retention(body.prompt_cache_retention), body.prompt_cache_options
+    if options is not None and options.ttl is not None and options.mode != "explicit":
+        seconds = max(seconds or 0.0, openai_ttl(options.ttl, "prompt_cache_options"))
+    return CacheControl(body.prompt_cache_key, seconds)
+
+
+def common(body: SamplingBody, limits: Limits) -> dict[str, Any]:
+    """Fields of `GenerateRequest` that chat completions and completions share. Raises BadRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise refuse("stream_options", "may be set only together with stream")
+    return {
+        **own_fields(body),
+        "include_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "cache": openai_cache(body),
+        "cache_report": bool(body.cache_report),
+        "return_token_ids": bool(body.return_token_ids),
+        "continuation": _continuation(body, limits),
         "session": body.user or None,
     }
 
