@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from foreword.events import (
@@ -26,6 +25,7 @@ from foreword.events import (
     StepFinished,
     TransferEnded,
 )
+from foreword.observability.front_registry import FrontRegistry, counter, gauge
 from foreword.store.tier_counters import LookupOutcome, TierState
 
 if TYPE_CHECKING:
@@ -54,41 +54,16 @@ _PAUSE_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _FINISH_REASONS = ("stop", "length", "abort", "error", "moved")
 
 
-Samples = Iterable[tuple[tuple[str, ...], float]]
-
-
-class PrometheusObserver(Collector):
+class PrometheusObserver(FrontRegistry, Collector):
     """An `events.Observer` that counts for one engine, in its own registry.
 
     Events before `watch` (the engine's self-check while it loads) are not counted.
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        super().__init__("foreword:")
         self._engine: AsyncEngine | None = None
         self._series: _EventSeries | None = None
-        self._responses = Counter(
-            "foreword:http_responses", "HTTP responses.", ("route", "status"), registry=self._registry
-        )
-        self._ignored = Counter(
-            "foreword:ignored_fields", "Requests with fields that had no effect.", ("route",), registry=self._registry
-        )
-        self._requests = Counter(
-            "foreword:requests",
-            "Requests for generated text, by dialect and outcome.",
-            ("dialect", "outcome"),
-            registry=self._registry,
-        )
-        self._misses = Counter(
-            "foreword:cache_misses", "Requests by the cause of their cache miss.", ("cause",), registry=self._registry
-        )
-        self._lost = Counter(
-            "foreword:cache_miss_tokens",
-            "Recomputed prompt tokens by the cause of the miss, estimated.",
-            ("cause",),
-            registry=self._registry,
-        )
-        ProcessCollector(registry=self._registry)
         self._registry.register(self)
 
     def watch(self, engine: AsyncEngine) -> None:
@@ -99,31 +74,12 @@ class PrometheusObserver(Collector):
     def notify(self, event: Event) -> None:
         """Count an event. Called on the engine's thread."""
         if type(event) is MissExplained:
-            self._misses.labels(event.cause).inc()
-            self._lost.labels(event.cause).inc(event.tokens_lost)
+            self.miss(event.cause, event.tokens_lost)
         if self._series is not None and (count := self._series.handlers.get(type(event))) is not None:
             count(event)
 
-    def count_response(self, route: str, status: int) -> None:
-        """Count an HTTP response."""
-        self._responses.labels(route, str(status)).inc()
-
-    def count_outcome(self, dialect: str, outcome: str) -> None:
-        """Count a request for generated text that has ended."""
-        self._requests.labels(dialect, outcome).inc()
-
-    def count_ignored(self, route: str) -> None:
-        """Count a request with fields that had no effect."""
-        self._ignored.labels(route).inc()
-
-    def render(self, accept: str) -> tuple[bytes, str]:
-        """All metrics, and their media type, in the format that an `Accept` header asks for."""
-        encode, media_type = choose_encoder(accept)
-        return encode(self._registry), media_type
-
-    def families(self) -> Iterator[Metric]:
-        """All metrics as objects, for readers in this process. From any thread."""
-        yield from self._registry.collect()
+    def rejected(self, tenant: str, code: str) -> None:
+        """A server counts by outcome."""
 
     def collect(self) -> Iterator[Metric]:
         """What is read at a scrape, on the scraper's thread."""
@@ -139,7 +95,7 @@ class PrometheusObserver(Collector):
             yield from _tier_metrics(model, engine.offload.store.tiers)
         if engine.audit is not None:
             yield from _audit_metrics(model, engine.audit)
-        yield _gauge(
+        yield gauge(
             "foreword:quarantined_chains",
             "Chains that are not reused, because an audit found their KV to be wrong.",
             ("model_name",),
@@ -149,20 +105,6 @@ class PrometheusObserver(Collector):
             yield from _endpoint_metrics(model, engine.instance.endpoint.status())
         if engine.served is not None:
             yield from _served_metrics(model, engine.served.status())
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, amount in samples:
-        family.add_metric(values, amount)
-    return family
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, amount in samples:
-        family.add_metric(values, amount)
-    return family
 
 
 _MODEL_LABELS: dict[str, Callable[[ModelInfo], object]] = {
@@ -181,7 +123,7 @@ _CACHE_LABELS: dict[str, Callable[[ModelInfo], object]] = {
 
 def _info(name: str, text: str, info: ModelInfo, labels: dict[str, Callable[[ModelInfo], object]]) -> Metric:
     """A gauge of value 1 whose labels carry the information."""
-    return _gauge(name, text, tuple(labels), [(tuple(str(label(info)) for label in labels.values()), 1)])
+    return gauge(name, text, tuple(labels), [(tuple(str(label(info)) for label in labels.values()), 1)])
 
 
 def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
@@ -203,7 +145,7 @@ def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
             prefixes.budget_bytes or 0,
         ),
     ):
-        yield _gauge(name, text, ("model_name",), [((info.name,), value)])
+        yield gauge(name, text, ("model_name",), [((info.name,), value)])
 
 
 def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
@@ -223,7 +165,7 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
         ("store_stopped_loads", "Loads stopped because recomputing was faster.", status.stopped),
         ("store_declined_loads", "Prompts recomputed because a load would have taken longer.", status.declined),
     ):
-        yield _counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
+        yield counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
     for name, text, counts in (
         ("store_lookups", "Lookups of requests in all tiers, by outcome.", status.lookups.lookups),
         (
@@ -233,9 +175,9 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
         ),
     ):
         samples = [((model, outcome.value), counts.get(outcome, 0)) for outcome in LookupOutcome]
-        yield _counter(f"foreword:{name}", text, ("model_name", "outcome"), samples)
+        yield counter(f"foreword:{name}", text, ("model_name", "outcome"), samples)
     text = "Blocks in the write queue."
-    yield _gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
+    yield gauge("foreword:store_queued_blocks", text, ("model_name",), [((model,), status.queued)])
 
 
 # Name, description, and how the counters of a tier give the value.
@@ -270,7 +212,7 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
     labels = ("model_name", "tier")
     for name, text, count in _TIER_COUNTERS:
         samples = [((model, tier.label), count(tier.counters)) for tier, _ in each]
-        yield _counter(f"foreword:{name}", text, labels, samples)
+        yield counter(f"foreword:{name}", text, labels, samples)
     for name, text, kinds in (
         ("tier_errors", "Failed calls, by kind.", [(tier.label, tier.counters.errors) for tier, _ in each]),
         ("tier_bad_blocks", "Blocks that failed verification.", [(tier.label, tier.counters.bad) for tier, _ in each]),
@@ -281,21 +223,21 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
         ),
     ):
         by_kind = [((model, tier, kind), n) for tier, counts in kinds for kind, n in dict(counts).items()]
-        yield _counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)
+        yield counter(f"foreword:{name}", text, (*labels, "kind"), by_kind)
     lookups = [
         ((model, tier.label, outcome.value), tier.counters.lookups[outcome])
         for tier, _ in each
         for outcome in LookupOutcome
     ]
-    yield _counter("foreword:tier_lookups", "Lookups in a tier, by outcome.", (*labels, "outcome"), lookups)
+    yield counter("foreword:tier_lookups", "Lookups in a tier, by outcome.", (*labels, "outcome"), lookups)
     states = [((model, tier.label, one.value), float(tier.state is one)) for tier, _ in each for one in TierState]
     text = "1 for the state that a tier has, 0 for the others."
-    yield _gauge("foreword:tier_state", text, (*labels, "state"), states)
+    yield gauge("foreword:tier_state", text, (*labels, "state"), states)
     evictions = [((model, tier.label), status.evictions) for tier, status in each]
-    yield _counter("foreword:tier_evictions", "Blocks that a tier evicted.", labels, evictions)
+    yield counter("foreword:tier_evictions", "Blocks that a tier evicted.", labels, evictions)
     for name, text, value in _TIER_GAUGES:
         samples = [((model, tier.label), value(tier, status)) for tier, status in each]
-        yield _gauge(f"foreword:{name}", text, labels, samples)
+        yield gauge(f"foreword:{name}", text, labels, samples)
 
 
 def _audit_metrics(model: str, audit: HitAudit) -> Iterator[Metric]:
@@ -307,16 +249,16 @@ def _audit_metrics(model: str, audit: HitAudit) -> Iterator[Metric]:
         ("different_hits", "Audited hits whose KV was wrong.", counts.different),
     ):
         samples = [((model, source), amount) for source, amount in dict(by_source).items()]
-        yield _counter(f"foreword:audit_{name}", text, ("model_name", "source"), samples)
+        yield counter(f"foreword:audit_{name}", text, ("model_name", "source"), samples)
     for name, text, amount in (
         ("skipped_hits", "Hits chosen for an audit that were evicted or never had their turn.", counts.skipped),
         ("blocks", "Blocks compared.", counts.blocks),
         ("exact_blocks", "Compared blocks that were equal bit for bit.", counts.exact),
         ("seconds", "Seconds spent in audits.", counts.seconds),
     ):
-        yield _counter(f"foreword:audit_{name}", text, ("model_name",), [((model,), amount)])
+        yield counter(f"foreword:audit_{name}", text, ("model_name",), [((model,), amount)])
     text = "The largest distance of a compared block that was right; the tolerance is its limit."
-    yield _gauge("foreword:audit_largest_distance", text, ("model_name",), [((model,), counts.largest)])
+    yield gauge("foreword:audit_largest_distance", text, ("model_name",), [((model,), counts.largest)])
 
 
 def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:
@@ -326,28 +268,28 @@ def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:
         ("under_way", "Transfers in flight, by role and state.", "state", status.transfers),
     ):
         samples = [((model, value), amount) for value, amount in amounts.items()]
-        yield _gauge(f"foreword:transfer_{name}", text, ("model_name", label), samples)
+        yield gauge(f"foreword:transfer_{name}", text, ("model_name", label), samples)
     queued = [((model,), status.queued_bytes)]
-    yield _gauge("foreword:transfer_queued_bytes", "Bytes of KV in the send queue.", ("model_name",), queued)
+    yield gauge("foreword:transfer_queued_bytes", "Bytes of KV in the send queue.", ("model_name",), queued)
     sizes = [
         ((model, link, direction), amount)
         for link, traffic in status.traffic.items()
         for direction, amount in (("sent", traffic.bytes_sent), ("received", traffic.bytes_received))
     ]
     labels = ("model_name", "link", "direction")
-    yield _counter("foreword:transfer_link_bytes", "Bytes of KV over a kind of link.", labels, sizes)
+    yield counter("foreword:transfer_link_bytes", "Bytes of KV over a kind of link.", labels, sizes)
     seconds = [((model, link), traffic.seconds) for link, traffic in status.traffic.items()]
-    yield _counter("foreword:transfer_link_seconds", "Seconds spent sending KV.", ("model_name", "link"), seconds)
+    yield counter("foreword:transfer_link_seconds", "Seconds spent sending KV.", ("model_name", "link"), seconds)
 
 
 def _served_metrics(model: str, status: ServedStatus) -> Iterator[Metric]:
     """What other instances read of this one (`peer://` in their stores)."""
     served = [((model, "device"), status.device), ((model, "memory"), status.memory)]
     text = "Blocks read by other instances, by the tier that had them."
-    yield _counter("foreword:served_blocks", text, ("model_name", "source"), served)
+    yield counter("foreword:served_blocks", text, ("model_name", "source"), served)
     missing = [((model,), status.missing)]
     text = "Blocks that other instances requested and that were not here."
-    yield _counter("foreword:served_missing_blocks", text, ("model_name",), missing)
+    yield counter("foreword:served_missing_blocks", text, ("model_name",), missing)
 
 
 class _EventSeries:

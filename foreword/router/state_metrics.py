@@ -6,17 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from foreword.observability.front_registry import counter, gauge
 from foreword.router.replicas import clock
 from foreword.router.service import Router
 from foreword.routing.event_feed import FeedCounters
 
 # Name, description, and how the state of a replica or of a pool gives the value.
 Table = Sequence[tuple[str, str, Callable[[Any], float]]]
-Samples = Iterable[tuple[tuple[str, ...], float]]
 
+_PREFIX: Final = "foreword:router_"
 _UPSTREAM_GAUGES: Final[Table] = (
     ("replica_up", "1 if the replica takes requests.", lambda one: 0.0 if one.excluded(clock()) else 1.0),
     ("in_flight", "Requests in flight.", lambda one: one.in_flight),
@@ -54,24 +55,10 @@ _POOL_COUNTERS: Final[Table] = (
 )
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(f"foreword:router_{name}", text, labels=labels), samples)
-
-
-def _counter(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(f"foreword:router_{name}", text, labels=labels), samples)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: Samples) -> Metric:
-    for values, amount in samples:
-        family.add_metric(values, amount)
-    return family
-
-
 def _of(kind: Callable[..., Metric], table: Table, label: str, ones: Iterable[tuple[str, Any]]) -> Iterator[Metric]:
     """The metrics of a table for replicas or pools, given by name."""
     for name, text, value in table:
-        yield kind(name, text, (label,), [((key,), value(one)) for key, one in ones])
+        yield kind(_PREFIX + name, text, (label,), [((key,), value(one)) for key, one in ones])
 
 
 class RouterStateCollector(Collector):
@@ -83,15 +70,15 @@ class RouterStateCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         upstreams, pools = self._router.upstreams.items(), self._router.pools.items()
         replicas = [pair for _, pool in pools for pair in pool.fleet.replicas.items()]
-        yield from _of(_gauge, _UPSTREAM_GAUGES, "replica", upstreams)
-        yield from _of(_counter, _UPSTREAM_COUNTERS, "replica", upstreams)
-        yield from _of(_gauge, _REPLICA_GAUGES, "replica", replicas)
-        yield from _of(_counter, _ACCURACY_COUNTERS, "replica", [(url, one.accuracy) for url, one in replicas])
-        yield from _of(_gauge, _POOL_GAUGES, "model_name", pools)
-        yield from _of(_counter, _POOL_COUNTERS, "model_name", pools)
+        yield from _of(gauge, _UPSTREAM_GAUGES, "replica", upstreams)
+        yield from _of(counter, _UPSTREAM_COUNTERS, "replica", upstreams)
+        yield from _of(gauge, _REPLICA_GAUGES, "replica", replicas)
+        yield from _of(counter, _ACCURACY_COUNTERS, "replica", [(url, one.accuracy) for url, one in replicas])
+        yield from _of(gauge, _POOL_GAUGES, "model_name", pools)
+        yield from _of(counter, _POOL_COUNTERS, "model_name", pools)
         served = [(url, name, one.weights or "unknown") for name, pool in pools for url, one in pool.upstreams.items()]
         labels = ("replica", "model_name", "weights")
-        yield _gauge("replica_weights", "1; the label has the weights.", labels, [(one, 1) for one in served])
+        yield gauge(_PREFIX + "replica_weights", "1; the label has the weights.", labels, [(one, 1) for one in served])
         yield self._events()
         yield from self._audit()
 
@@ -99,9 +86,9 @@ class RouterStateCollector(Collector):
         audit = self._router.audit
         done = [((result,), count) for result, count in audit.results.items()]
         text = "Hits that were chosen for an audit: equal, different, skipped or failed."
-        yield _counter("audits", text, ("result",), done)
+        yield counter(_PREFIX + "audits", text, ("result",), done)
         text = "Tenants whose cached KV an audit found to be wrong."
-        yield _gauge("quarantined_tenants", text, (), [((), len(audit.salts))])
+        yield gauge(_PREFIX + "quarantined_tenants", text, (), [((), len(audit.salts))])
 
     def _events(self) -> Metric:
         counts = [
@@ -109,4 +96,4 @@ class RouterStateCollector(Collector):
             for url, subscriptions in self._router.subscriptions.items()
             for kind in fields(FeedCounters)
         ]
-        return _counter("kv_events", "KV events by kind.", ("replica", "kind"), counts)
+        return counter(_PREFIX + "kv_events", "KV events by kind.", ("replica", "kind"), counts)

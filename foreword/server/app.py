@@ -102,7 +102,7 @@ class ServerApp(AsgiFront):
                 # Connections have a limit for the time of a body too, below the application.
                 RequestBodies(given.body_timeout),
                 context.work,
-                _Counts(registry),
+                registry,
                 lambda: context.limits,
                 frozenset(given.allowed_origins),
                 given.unknown_fields,
@@ -112,15 +112,6 @@ class ServerApp(AsgiFront):
             )
         )
         self.migrate_all = partial(migration.drain, context, given.drain_to)
-
-
-class _Counts:
-    def __init__(self, registry: PrometheusObserver) -> None:
-        self.response, self.outcome = registry.count_response, registry.count_outcome
-        self.ignored = registry.count_ignored
-
-    def rejected(self, tenant: str, code: str) -> None:
-        """A server counts by outcome."""
 
 
 def _check_ready(admission: Admission, route: Route[Handler]) -> None:
