@@ -18,9 +18,8 @@ from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.events import TokenUsage
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
-from foreword.router.prefix_registry import NewPrefix
 from foreword.router.replicas import CONNECTION_ERRORS
-from foreword.router.router_prefixes import PUBLIC_TENANT
+from foreword.router.router_prefixes import PUBLIC_TENANT, NewPrefix
 from foreword.router.service import Router
 
 _PATH = "/v1/prefixes"
