@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from foreword.cli.main import app
 from foreword.errors import ConfigError
-from foreword.events import TokenUsage
 from foreword.observability.ledger import UsageLedger
+from foreword.usage import TokenUsage
 
 PRICES = """
 source = "a list of this test"

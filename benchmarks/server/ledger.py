@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import machine, median, set_up, table
-from foreword.events import TokenUsage
 from foreword.observability.ledger import UsageLedger
+from foreword.usage import TokenUsage
 
 RATES = (50, 500, 2000, 0)
 BODY = json.dumps({"messages": [{"role": "user", "content": f"Turn {turn} of a chat."} for turn in range(100)]})

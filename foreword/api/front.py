@@ -27,7 +27,7 @@ from foreword.api.routes import JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
-from foreword.events import TokenUsage
+from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.observability.tracing import Span, Tracer

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreword.api.output import TokenEntry
-from foreword.engine.request import TokenLogprob
+from foreword.engine.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer

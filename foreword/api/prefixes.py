@@ -11,8 +11,8 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.blocks.salt import PUBLIC
-from foreword.events import TokenUsage
 from foreword.prefixes.async_service import AsyncPrefixes
+from foreword.usage import TokenUsage
 
 PATH = "/v1/prefixes"
 # Of prefixes whose blocks all tenants share.

@@ -21,8 +21,9 @@ from foreword.disaggregation.prefill_service import PrefillService
 from foreword.disaggregation.remote_prefill import RemotePrefill
 from foreword.disaggregation.request_messages import MigrationOffer, PrefillTask, decode, pack
 from foreword.engine.loop import EngineCore
-from foreword.engine.request import Request, TokenLogprob
+from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import BadRequest, ForewordError
 from foreword.transfer.link import Payload
 from foreword.transfer.peer_service import TransferService

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from foreword.disaggregation.context import EngineContext
 from foreword.disaggregation.kv_send import KVRange, KVSend, KVSender
 from foreword.disaggregation.request_messages import PrefillResult, PrefillTask, encode, unpack
-from foreword.engine.request import Request, TokenLogprob
+from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import ForewordError
 from foreword.transfer.transfers import KVSource
 from foreword.transfer.wire_format import Reason

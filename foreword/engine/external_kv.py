@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
-from foreword.engine.request import TokenLogprob
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.offload.search import Found, StoredGroup
 from foreword.store.tier_counters import LookupOutcome
 

@@ -24,19 +24,12 @@ from foreword.engine.cache_report import CacheReports
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.prompt_logprobs import PromptLogprobs
-from foreword.engine.request import (
-    MAX_RETENTIONS,
-    Delta,
-    FinishReason,
-    MigratedTo,
-    Request,
-    SamplingParams,
-    TokenLogprob,
-)
+from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, MigratedTo, Request, SamplingParams
 from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.stops import StopFinder
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.engine.tokenizer import TextStream, Tokenizer
 from foreword.errors import BadRequest, PromptTooLong, QueueFull
 from foreword.events import (

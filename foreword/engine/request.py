@@ -14,12 +14,12 @@ from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.structured.structured_output import StructuredOutput
+from foreword.engine.token_logprob import MAX_LOGPROBS, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
 
 # `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 
-MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
@@ -147,15 +147,6 @@ class Request:
     named: Reservation | None = None
     session: str = ""
     supersedes: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-probability (natural) of a chosen token and of the likeliest alternatives, best first."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from foreword.engine.request import SamplingParams, TokenLogprob
+from foreword.engine.request import SamplingParams
 from foreword.engine.sequence import SequenceState, Step, TokenCounts
+from foreword.engine.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.structured.sequence_constraint import Constraint

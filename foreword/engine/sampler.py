@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
-from foreword.engine.request import SamplingParams, TokenLogprob
+from foreword.engine.request import SamplingParams
 from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sequence import TokenCounts
+from foreword.engine.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.runner import Draw

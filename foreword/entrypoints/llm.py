@@ -15,7 +15,8 @@ from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, PUBLIC
 from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
-from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams, TokenLogprob
+from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError

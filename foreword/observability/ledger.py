@@ -11,8 +11,8 @@ from typing import IO, Annotated
 
 import msgspec
 
-from foreword.events import TokenUsage
 from foreword.observability.line_file import LineFile
+from foreword.usage import TokenUsage
 
 
 class RequestUsage(msgspec.Struct, frozen=True, omit_defaults=True):

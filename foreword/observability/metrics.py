@@ -17,7 +17,6 @@ from foreword.events import (
     BlocksStored,
     Event,
     FirstToken,
-    MissExplained,
     NextTokens,
     PrefixLookup,
     RequestFinished,
@@ -27,6 +26,7 @@ from foreword.events import (
 )
 from foreword.observability.front_registry import FrontRegistry, counter, gauge
 from foreword.store.tier_counters import LookupOutcome, TierState
+from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
     from foreword.disaggregation.frame_server import ServedStatus

@@ -10,25 +10,17 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.events import Event, FirstToken, MissExplained, RequestFinished
-from foreword.newest import Newest
 from foreword.observability.line_file import LineFile
+from foreword.usage import MissExplained
 
 # Integers of this size are exact in every JSON reader.
 _ID_BITS: Final = 53
-# First-token times of unfinished requests.
-_MAX_UNFINISHED: Final = 65536
-# Records that wait for the cause of their miss.
-_MAX_PENDING: Final = 1024
-# Finish reasons of requests that are recorded.
-_COMPLETE: Final = ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,68 +108,6 @@ class TraceRecorder(LineFile[RequestRecord]):
 
     def _number(self, key: bytes) -> int:
         return int.from_bytes(blake2b(key, key=self._salt, digest_size=8).digest()) >> (64 - _ID_BITS)
-
-
-class EngineRecorder:
-    """An observer that records an engine's complete requests; aborted requests are not recorded.
-
-    Args:
-        explained: misses of requests are explained (`MissExplained`): a record waits for that.
-    """
-
-    def __init__(self, recorder: TraceRecorder, block_size: int, *, explained: bool = False) -> None:
-        self.recorder = recorder
-        self._most_pending = _MAX_PENDING if explained else 0
-        self._block_size = block_size
-        self._ttft: Newest[str, float] = Newest(_MAX_UNFINISHED)
-        self._misses: Newest[str, MissExplained] = Newest(_MAX_UNFINISHED)
-        self._pending: OrderedDict[str, RequestRecord] = OrderedDict()
-
-    def close(self) -> None:
-        """Record what is pending, and close the recorder. The engine has ended."""
-        self._record_pending(0)
-        self.recorder.close()
-
-    def notify(self, event: Event) -> None:
-        if isinstance(event, FirstToken):
-            self._ttft[event.request_id] = event.seconds
-        elif isinstance(event, RequestFinished):
-            self._finished(event)
-        elif isinstance(event, MissExplained):
-            self._explained(event)
-
-    def _finished(self, event: RequestFinished) -> None:
-        ttft = self._ttft.pop(event.request_id, None)
-        miss = self._misses.pop(event.request_id, None)
-        if event.reason not in _COMPLETE or not event.prompt_tokens:
-            return
-        record = RequestRecord(
-            time.monotonic() - event.seconds,
-            event.keys,
-            self._block_size,
-            event.prompt_tokens,
-            max(event.output_tokens, 1),
-            event.cached_tokens,
-            ttft,
-            event.seconds,
-            miss=miss,
-        )
-        if miss is not None or event.request_id in self._pending:
-            self.recorder.add(record)
-            return
-        self._pending[event.request_id] = record
-        self._record_pending(self._most_pending)
-
-    def _explained(self, event: MissExplained) -> None:
-        record = self._pending.pop(event.request_id, None)
-        if record is not None:
-            self.recorder.add(replace(record, miss=event))
-            return
-        self._misses[event.request_id] = event
-
-    def _record_pending(self, most: int) -> None:
-        while len(self._pending) > most:
-            self.recorder.add(self._pending.popitem(last=False)[1])
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from foreword.errors import ConfigError, ForewordError
-from foreword.events import Event, FirstToken, PrefixLookup
+from foreword.errors import ConfigError
 
 _PATH: Final = "/v1/traces"
 
@@ -116,63 +113,3 @@ def tracer_for(endpoint: str | None, service: str) -> Tracer | None:
 
 def _wall(monotonic: float) -> int:
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
-
-
-@dataclass(slots=True)
-class EngineTimes:
-    """When the engine admitted a request, after waiting `loading` seconds for stores, and when its first token came."""
-
-    admitted: float | None = None
-    loading: float = 0.0
-    cached_tokens: int = 0
-    first: float | None = None
-
-
-class EngineTraces:
-    """Makes the spans of a server's requests, with their parts in the engine: queue, load, prefill, decode.
-
-    It is an observer of the engine and called on the engine's thread.
-    """
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-        self._times: dict[str, EngineTimes] = {}
-
-    def notify(self, event: Event) -> None:
-        if not isinstance(event, (PrefixLookup, FirstToken)) or (times := self._times.get(event.request_id)) is None:
-            return
-        # Of the sequences of a prompt, the first one counts.
-        if isinstance(event, FirstToken):
-            times.first = times.first or time.monotonic()
-        elif times.admitted is None:
-            times.admitted, times.loading, times.cached_tokens = time.monotonic(), event.load_seconds, event.hit_tokens
-
-    @contextmanager
-    def request(self, headers: Mapping[str, str], attributes: Attributes, prompts: Mapping[str, int]) -> Iterator[None]:
-        """A span around the block. `prompts`: the tokens of each prompt, by the name of its engine request."""
-        span, arrived, problem = self.tracer.request("llm_request", headers, attributes), time.monotonic(), ""
-        self._times.update((name, EngineTimes()) for name in prompts)
-        try:
-            yield
-        except ForewordError as error:
-            problem = error.message
-            raise
-        finally:
-            for name, tokens in prompts.items():
-                _add_parts(span, self._times.pop(name), arrived, tokens)
-            span.end(problem)
-
-
-def _add_parts(span: Span, times: EngineTimes, arrived: float, prompt_tokens: int) -> None:
-    now = time.monotonic()
-    admitted, first = times.admitted, times.first
-    found = max(admitted - times.loading, arrived) if admitted is not None else now
-    span.part("queue", arrived, found)
-    if admitted is None:
-        return
-    if times.loading:
-        span.part("load", found, admitted)
-    tokens = {"gen_ai.usage.prompt_tokens": prompt_tokens, "foreword.cached_tokens": times.cached_tokens}
-    span.part("prefill", admitted, first or now, tokens)
-    if first is not None:
-        span.part("decode", first, now)

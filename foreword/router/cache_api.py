@@ -27,11 +27,11 @@ from foreword.api.rights import Right
 from foreword.api.routes import Routes
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
-from foreword.events import TokenUsage
 from foreword.router.passthrough import healthy, send_once
 from foreword.router.replica_body import edited, parse_request, read_body
 from foreword.router.replicas import Upstream
 from foreword.router.service import Router
+from foreword.usage import TokenUsage
 
 _RANKS: Final = {"accepted": 2, "clipped": 1}
 

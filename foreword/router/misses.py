@@ -18,11 +18,11 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.front import Answer
 from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl, GenerateRequest
-from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord
 from foreword.router.attempt import DecisionLog
 from foreword.router.router_metrics import RouterMetrics
 from foreword.routing.fleet import PlacedRequest
+from foreword.usage import MissExplained
 
 # Shorter prompts cost too little to ask why.
 _MIN_TOKENS: Final = 256

@@ -15,12 +15,12 @@ from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
-from foreword.events import TokenUsage
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
 from foreword.router.replicas import CONNECTION_ERRORS
 from foreword.router.router_prefixes import PUBLIC_TENANT, NewPrefix
 from foreword.router.service import Router
+from foreword.usage import TokenUsage
 
 _PATH = "/v1/prefixes"
 _PUBLIC_PATH = "/v1/public/prefixes"

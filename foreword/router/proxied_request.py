@@ -25,7 +25,6 @@ from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, UnknownPrefix
-from foreword.events import TokenUsage
 from foreword.observability.tracing import Span
 from foreword.router.attempt import (
     Attempt,
@@ -43,6 +42,7 @@ from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, read_whole
 from foreword.router.service import MAX_STALLS, Router
+from foreword.usage import TokenUsage
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128

@@ -18,10 +18,10 @@ from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.events import TokenUsage
 from foreword.router.continuation import ContinuedResponse, StreamPosition
 from foreword.router.misses import report_of
 from foreword.router.replica_body import TRANSLATED, asks_ids
+from foreword.usage import TokenUsage
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _MOST_HELD: Final = 1 << 18  # bytes of events that are held back

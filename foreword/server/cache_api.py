@@ -15,8 +15,8 @@ from foreword.api.routes import Routes
 from foreword.api.tenants import Tenant
 from foreword.blocks.retention import RetentionAnswer
 from foreword.blocks.salt import Salt
-from foreword.events import TokenUsage
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids
+from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -11,7 +11,7 @@ from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
-from foreword.observability.tracing import EngineTraces
+from foreword.observability.engine_observers import EngineTraces
 from foreword.server.admission import Admission
 from foreword.server.peers import Peers
 from foreword.server.request_notes import ActiveRequests, RecentRequests, ServerMisses

@@ -27,10 +27,11 @@ from foreword.api.output import (
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats, AnswerParser, opens_reasoning
 from foreword.blocks.retention import RetentionAnswer
-from foreword.engine.request import CacheReport, Delta, MigratedTo, Request, TokenLogprob
+from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
 from foreword.engine.stops import StopFinder
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import CannotMigrate
-from foreword.events import TokenUsage
+from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer

@@ -23,10 +23,11 @@ from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
 from foreword.events import Observer
+from foreword.observability.engine_observers import EngineRecorder, EngineTraces
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
-from foreword.observability.recording import EngineRecorder, TraceRecorder
-from foreword.observability.tracing import EngineTraces, tracer_for
+from foreword.observability.recording import TraceRecorder
+from foreword.observability.tracing import tracer_for
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 

@@ -20,8 +20,8 @@ from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.engine.request import Delta, Request
 from foreword.errors import CannotMigrate, NotFound, did_you_mean
-from foreword.events import MissExplained
 from foreword.server.job import Job
+from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -17,8 +17,8 @@ from foreword.api.rights import Right, Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
-from foreword.events import TokenUsage
 from foreword.server.model_api import DetokenizeBody
+from foreword.usage import TokenUsage
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))
 from small_front import Client, front, route

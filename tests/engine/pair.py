@@ -13,7 +13,8 @@ from typing import Any
 
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.config import EngineConfig, TransferConfig
-from foreword.engine.request import Delta, Request, SamplingParams, TokenLogprob
+from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine.token_logprob import TokenLogprob
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.events import Event, StepFinished, TransferEnded
 

@@ -20,8 +20,9 @@ from foreword.api.http import bind
 from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError
+from foreword.observability.engine_observers import EngineTraces
 from foreword.observability.metrics import PrometheusObserver
-from foreword.observability.tracing import EngineTraces, Tracer
+from foreword.observability.tracing import Tracer
 from foreword.server.app import ServerApp
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.cli.main import app
 from foreword.errors import ConfigError
-from foreword.events import MissExplained
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.sim.miss_report import TrafficReport, traffic_report
+from foreword.usage import MissExplained
 
 ROOT = Scope(b"model", 16).root()
 RULES = "".join(f"Rule {name}: cite what you read, and do not guess.\n" for name in "abcdefghijklmnop")

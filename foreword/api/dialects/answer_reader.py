@@ -27,7 +27,7 @@ from foreword.api.output import (
 )
 from foreword.decoders import decode_json, json_decoder
 from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaError, ReplicaFailed
-from foreword.events import TokenUsage
+from foreword.usage import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, lt=2**32)]

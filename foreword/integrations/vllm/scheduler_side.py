@@ -17,7 +17,6 @@ from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
 from foreword.blocks.salt import tenant_digest
-from foreword.events import TokenUsage
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
@@ -49,6 +48,7 @@ from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse
+from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.

@@ -27,7 +27,6 @@ from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed
-from foreword.events import TokenUsage
 from foreword.router.attempt import Attempt, is_refusal
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
@@ -35,6 +34,7 @@ from foreword.router.passthrough import listed_models
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock
 from foreword.router.service import Router
+from foreword.usage import TokenUsage
 
 _MAX_WHOLE_BYTES: Final = 16 << 20
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
