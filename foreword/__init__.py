@@ -12,10 +12,10 @@ from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
-    from foreword.config import EngineConfig
     from foreword.engine.request import Request, SamplingParams
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.llm import LLM
+    from foreword.process_config import EngineConfig
 
 __version__ = "0.2.0.dev0"
 __all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
@@ -23,7 +23,7 @@ __all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache",
 _MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
-    "EngineConfig": "foreword.config",
+    "EngineConfig": "foreword.process_config",
     "PrefixCache": "foreword.blocks.prefix_cache",
     "Request": "foreword.engine.request",
     "SamplingParams": "foreword.engine.request",

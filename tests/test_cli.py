@@ -27,7 +27,8 @@ from foreword.cli import demo
 from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
-from foreword.config import Config, EncryptionConfig, EngineConfig
+from foreword.config import EncryptionConfig
+from foreword.process_config import Config, EngineConfig
 from foreword.store.data_keys import DataKeys
 
 runner = CliRunner()

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import foreword
 from foreword.cli.flags import with_config, with_router_config
-from foreword.config import Config
+from foreword.process_config import Config
 from foreword.router.discovery import ServiceSpec, configured_replicas
 from foreword.store.urls import check_stores
 

@@ -68,13 +68,13 @@ class Bench:
         self, model: Any, settings: Any, device: Any, options: dict[str, Any], store: str | None = None
     ) -> None:
         from foreword.blocks.prefix_cache import PrefixCache
-        from foreword.config import EngineConfig
         from foreword.engine.loop import EngineCore, EngineLimits
         from foreword.engine.model import prepare_model
         from foreword.engine.scheduler import Scheduler
         from foreword.engine.tokenizer import Tokenizer
         from foreword.engine.torch_runner import TorchRunner
         from foreword.entrypoints.build_engine import kv_blocks
+        from foreword.process_config import EngineConfig
 
         config = EngineConfig(device=str(device), kernels="triton", generation_config="openai", **options)
         loaded = prepare_model(model, settings, "", model.dtype, device, config)

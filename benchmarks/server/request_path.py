@@ -66,9 +66,10 @@ def main() -> None:
     router_parts = importlib.import_module("router_parts")
 
     from foreword.api.http import bind, serving
-    from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
+    from foreword.config import StoreConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.observability.metrics import PrometheusObserver
+    from foreword.process_config import Config, EngineConfig, ServerConfig
     from foreword.server.app import ServerApp
 
     observer = PrometheusObserver()

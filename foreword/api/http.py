@@ -26,8 +26,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Front
 from foreword.api.outcomes import ClientGone
-from foreword.config import ServerConfig
 from foreword.errors import BadRequest, ConfigError
+from foreword.process_config import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,13 @@ import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from foreword.blocks.salt import ungenerated
-from foreword.config import ServerConfig
 from foreword.errors import BadRequest, ConfigError, Unauthorized
+
+if TYPE_CHECKING:
+    from foreword.process_config import ServerConfig
 
 # A bare key has no "=", so that a mistyped pair is an error.
 _PAIR = re.compile(r"(?P<tenant>[A-Za-z0-9_.-]+)=(?P<key>[!-~]+)")

@@ -67,11 +67,11 @@ def rerun(
 def _recompute(report: dict[str, Any], model: str | None) -> list[dict[str, Any]]:
     """Compute the prompt from its start. For each layer of the block that was cached: its distance from the computed one, and
     the layer and block of the prompt that it is closest to."""
-    from foreword.config import EngineConfig
     from foreword.engine.attention.kv_tensors import distances, split_block
     from foreword.engine.request import Request, SamplingParams
     from foreword.engine.sequence import SequenceState
     from foreword.entrypoints.build_engine import build_engine
+    from foreword.process_config import EngineConfig
 
     described = report["model"]
     exact = report["tolerance"] == 0.0  # only the audit of a batch-invariant engine has no tolerance

@@ -19,8 +19,8 @@ from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import with_config
 from foreword.cli.help import described
-from foreword.config import Config, EngineConfig
 from foreword.errors import ForewordError, ModelNotFound
+from foreword.process_config import Config, EngineConfig
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.

@@ -1,23 +1,28 @@
-"""Command-line flags from the configuration's dataclasses: one flag per key, grouped by section in the help.
+"""The configuration of a command, read from a TOML file, the environment and flags.
 
-A flag's help is the description of its key in the dataclass's docstring.
+Flags override the environment, the environment overrides the file. The file has a table per section (`[engine]`,
+`[server]`, ...). An environment variable is named after section and key: `FOREWORD_ENGINE_BLOCK_SIZE=16`. There is one flag per
+key, grouped by section in the help; its help is the description of the key in the dataclass's docstring.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
+import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from foreword.config import Config, load_config
-from foreword.errors import ConfigError
+from foreword.config import ENV_PREFIX, build
+from foreword.errors import ConfigError, did_you_mean
+from foreword.process_config import Config
 
 SECTIONS = {
     "engine": "Engine",
@@ -186,3 +191,64 @@ def _model_parameter() -> inspect.Parameter:
 def _file_parameter() -> inspect.Parameter:
     annotation = Annotated[Path | None, typer.Option("--config", help="TOML file with the configuration.")]
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+_SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
+
+
+def load_config(
+    path: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Config:
+    """Read the configuration from file, environment and flags (`{"engine": {"block_size": 32}}`), the last one strongest.
+
+    Raises ConfigError for an unreadable file, an unknown table or key, or a wrong value.
+    """
+    layers = [_read_file(path), _read_environment(os.environ if environ is None else environ), flags or {}]
+    sections: dict[str, Any] = {}
+    for name, kind in _SECTIONS.items():
+        merged: dict[str, Any] = {}
+        for layer in layers:
+            merged |= layer.get(name, {})
+        sections[name] = build(kind, name, merged)
+    return Config(**sections)
+
+
+def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
+    if path is None:
+        return {}
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for name, table in data.items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"{path}: unknown table [{name}]{did_you_mean(name, _SECTIONS)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} must be a table, written [{name}]")
+    return data
+
+
+def _read_environment(environ: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
+    """Variables `FOREWORD_<SECTION>_<KEY>`. Any other variable that starts with FOREWORD_ is an error, so typos are found."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in environ.items():
+        if not name.startswith(ENV_PREFIX):
+            continue
+        section, _, key = name[len(ENV_PREFIX) :].lower().partition("_")
+        if section not in _SECTIONS:
+            known = did_you_mean(section, _SECTIONS)
+            raise ConfigError(f"environment variable {name}: unknown section {section!r}{known}")
+        found.setdefault(section, {})[key] = value
+    return found
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises ConfigError for a file that cannot be written where it should be. None: there is none."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(
+            f"{option} {path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'}"
+        )

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.cli.flags import load_config
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
 from foreword.cli.store import TenantSecret, salt_of
-from foreword.config import EncryptionConfig, load_config
+from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import typer
 
 from foreword.cli.flags import with_config, with_router_config
 from foreword.cli.help import described
-from foreword.config import Config
+from foreword.process_config import Config
 
 _LISTENING = ("config", "host", "port", "api-keys", "log-level")
 _SERVE = (

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foreword.cli.flags import check_file
 from foreword.cli.help import described
-from foreword.config import check_file, read_secret
+from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:

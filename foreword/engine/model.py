@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor, nn
 
 from foreword.compiled_code import CannotBuild, is_compiled
-from foreword.config import EngineConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.engine import batch_invariance, decoder, linear
 from foreword.engine.attention import backend as attention
 from foreword.engine.attention.backend import LayerRecorder
@@ -36,6 +36,7 @@ from foreword.engine.preflight import check_model
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
+from foreword.process_config import EngineConfig
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import (
-    Config,
-    EncryptionConfig,
-    EngineConfig,
-    StoreConfig,
-    TransferConfig,
-    check_folder,
-    check_source,
-    machine_memory,
-    parse_bytes,
-)
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, check_folder, parse_bytes
 from foreword.errors import ConfigError, ModelNotFound
+from foreword.process_config import Config, EngineConfig, check_source
 from foreword.store.sealing import KeyRing
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
@@ -108,7 +99,8 @@ def check_memory(config: EngineConfig, stores: StoreConfig) -> None:
     size, unit = config.kv_size() or (0, "bytes")
     if unit == "bytes" and (config.device == "cpu" or not _has_driver()):
         wanted[f"--kv-memory {config.kv_memory}"] = size
-    if sum(wanted.values()) > (machine := machine_memory()):
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sum(wanted.values()) > machine:
         raise ConfigError(f"{', '.join(wanted)}: more than this machine's memory of {machine >> 30} GiB")
 
 

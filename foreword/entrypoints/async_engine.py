@@ -21,7 +21,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
 from foreword.blocks.session_book import SessionBook
-from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
@@ -40,6 +40,7 @@ from foreword.offload.manager import OffloadManager
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import Registration
+from foreword.process_config import EngineConfig, PrefixConfig
 
 Result = TypeVar("Result")
 

@@ -21,14 +21,7 @@ from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import public_keys
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
-from foreword.config import (
-    KV_MEMORY_FORMS,
-    EncryptionConfig,
-    EngineConfig,
-    PrefixConfig,
-    StoreConfig,
-    TransferConfig,
-)
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
@@ -58,6 +51,7 @@ from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored import StoredPrefixes, StorePins
 from foreword.prefixes.stored_retentions import StoredRetentions
+from foreword.process_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES

@@ -19,9 +19,9 @@ from foreword.prefixes.quarantine import ChainQuarantine
 
 if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
-    from foreword.config import EngineConfig
     from foreword.engine.torch_runner import TorchRunner
     from foreword.offload.manager import OffloadManager
+    from foreword.process_config import EngineConfig
 
 log = logging.getLogger(__name__)
 

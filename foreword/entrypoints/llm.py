@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, PUBLIC
-from foreword.config import EncryptionConfig, EngineConfig, PrefixConfig, StoreConfig, TransferConfig, build
+from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
 from foreword.engine.token_logprob import TokenLogprob
@@ -22,6 +22,7 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
+from foreword.process_config import EngineConfig, PrefixConfig
 
 Prompt = str | Sequence[int]
 

@@ -6,9 +6,10 @@ import time
 from typing import Any
 
 from foreword.blocks.salt import Salt
-from foreword.config import EngineConfig, StoreConfig
+from foreword.config import StoreConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.entrypoints.build_engine import build_engine
+from foreword.process_config import EngineConfig
 from foreword.referee.worker import serve
 
 

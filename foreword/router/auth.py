@@ -13,8 +13,8 @@ from multidict import CIMultiDict
 
 from foreword.api.rights import HostNames, Rights
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
-from foreword.config import Config
 from foreword.errors import ConfigError
+from foreword.process_config import Config
 
 # Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(

@@ -22,9 +22,9 @@ from typing import Final, Literal
 import aiohttp
 import msgspec
 
-from foreword.config import RouterConfig
 from foreword.decoders import decode_json
 from foreword.errors import ConfigError, ForewordError, reason_of
+from foreword.process_config import RouterConfig
 from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
 from foreword.router.service import Router
 

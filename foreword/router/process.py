@@ -15,8 +15,9 @@ from pathlib import Path
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
-from foreword.config import Config, check_folder, check_source
+from foreword.config import check_folder
 from foreword.errors import ConfigError
+from foreword.process_config import Config, check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas

@@ -20,8 +20,8 @@ from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import Salt
-from foreword.config import RouterConfig
 from foreword.errors import BadRequest, NoReplica, QueueFull
+from foreword.process_config import RouterConfig
 from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes

@@ -16,8 +16,8 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import msgspec
 
-from foreword.config import RouterConfig
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
+from foreword.process_config import RouterConfig
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.recent_answers import RecentAnswers

@@ -22,11 +22,12 @@ from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.work_queue import WorkQueue
-from foreword.config import Config, parse_bytes
+from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
+from foreword.process_config import Config
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription

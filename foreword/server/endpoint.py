@@ -9,9 +9,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
-from foreword.config import ServerConfig
 from foreword.errors import BadRequest, PromptTooLong, UnknownModel, did_you_mean
 from foreword.observability.engine_observers import EngineTraces
+from foreword.process_config import ServerConfig
 from foreword.server.admission import Admission
 from foreword.server.peers import Peers
 from foreword.server.request_notes import ActiveRequests, RecentRequests, ServerMisses

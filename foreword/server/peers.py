@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from foreword.config import Config
 from foreword.errors import BadRequest, ConfigError, Forbidden
+from foreword.process_config import Config
 from foreword.transfer.sockets import parse_address
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

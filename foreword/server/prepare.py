@@ -21,10 +21,10 @@ from foreword.api.tools.constraint import after_reasoning, forced_calls
 from foreword.api.tools.parser import AnswerFormats, detect, formats_named
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import Salt
-from foreword.config import ServerConfig
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest
+from foreword.process_config import ServerConfig
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
 from foreword.server.job import Caller, Job, prompt_opens_reasoning, reader_for
 

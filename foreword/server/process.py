@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
-from foreword.config import Config, ServerConfig, TransferConfig, is_loopback
+from foreword.config import TransferConfig, is_loopback
 from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
@@ -28,6 +28,7 @@ from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for
+from foreword.process_config import Config, ServerConfig
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 

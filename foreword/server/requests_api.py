@@ -13,8 +13,8 @@ from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Right
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
-from foreword.config import ServerConfig
 from foreword.errors import BadRequest, CannotMigrate, NotFound
+from foreword.process_config import ServerConfig
 from foreword.server import generate_api, migration, request_notes
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job

@@ -76,8 +76,9 @@ class Process:
 def main() -> None:
     import torch
 
-    from foreword.config import EngineConfig, StoreConfig, TransferConfig
+    from foreword.config import StoreConfig, TransferConfig
     from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.process_config import EngineConfig
 
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])

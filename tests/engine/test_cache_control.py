@@ -17,11 +17,11 @@ from tiny import Reference, greedy, prompt
 
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import Salt
-from foreword.config import EngineConfig, PrefixConfig
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
+from foreword.process_config import EngineConfig, PrefixConfig
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -12,7 +12,6 @@ from example_counts import represented
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.config import EngineConfig
 from foreword.engine import measure
 from foreword.engine.kernels import kernel_choice
 from foreword.engine.kernels.kernel_choice import (
@@ -32,6 +31,7 @@ from foreword.engine.kernels.kernel_choice import (
 )
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
+from foreword.process_config import EngineConfig
 
 BFLOAT16 = {COMPILED: 2, ONEDNN: 2, WIDE: 4, PLAIN: 2}
 

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from foreword.config import EngineConfig
 from foreword.engine import linear
 from foreword.engine.kernels.kernel_choice import ONEDNN, PLAIN, WIDE
 from foreword.engine.model import load_model
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
+from foreword.process_config import EngineConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -25,13 +25,14 @@ from tiny import Reference, greedy, prompt
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.config import EngineConfig, StoreConfig, TransferConfig
+from foreword.config import StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import EngineConfig
 from foreword.store.frame import HEADER_BYTES, check, read_header
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 

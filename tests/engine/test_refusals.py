@@ -15,13 +15,13 @@ from example_counts import represented
 from tiny import Reference, common, greedy, prompt
 from transformers import AttentionInterface
 
-from foreword.config import EngineConfig
 from foreword.engine import torch_runner
 from foreword.engine.attention import backend as attention
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, PromptTooLong
+from foreword.process_config import EngineConfig
 
 SIZES: dict[str, Any] = {"vocab_size": tiny.VOCAB, "hidden_size": 32}
 

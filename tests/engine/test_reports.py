@@ -15,11 +15,11 @@ from test_engine import collect, idle, request, started
 from tiny import prompt
 
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.config import EngineConfig
 from foreword.engine.model import load_model
 from foreword.engine.request import CacheReport, Delta, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
+from foreword.process_config import EngineConfig
 
 Make = Callable[..., LLM]
 ONE = SamplingParams(temperature=0.0, max_tokens=1)

@@ -28,12 +28,12 @@ from vllm_stub import stubbed_vllm
 
 from foreword.api.http import bind
 from foreword.blocks.salt import Salt
-from foreword.config import ServerConfig
 from foreword.conformance import FlakyStore, soon
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront
 from foreword.errors import ConfigError, StoreError, TransferRefused
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
+from foreword.process_config import ServerConfig
 from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome

@@ -15,9 +15,10 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.api.http import bind
-from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig, StoreConfig
+from foreword.config import StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
 
 # Every place where a stranger's text reaches the page has this in it.

@@ -21,9 +21,9 @@ import openai
 import foreword
 from foreword.api.front import Front
 from foreword.api.http import bind, serving
-from foreword.config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.

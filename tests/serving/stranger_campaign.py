@@ -64,8 +64,9 @@ from stranger_messages import (
 
 from foreword.api.event_curve import secure_subscriber
 from foreword.api.tenants import Tenants
-from foreword.config import ServerConfig, TransferConfig
+from foreword.config import TransferConfig
 from foreword.errors import TransferError
+from foreword.process_config import ServerConfig
 from foreword.routing.kv_event_wire import REPLAY_END, encode_number
 from foreword.transfer.peer_service import TransferService
 from foreword.transfer.transfer_endpoint import TransferEndpoint

@@ -17,8 +17,8 @@ import pytest
 from server_process import ControlledProcess, ServerProcess, slow
 from shared_server import ENGINE, PREFIXES, SharedServer, SharedServers, until
 
-from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
 
 pytestmark = pytest.mark.timeout(300)

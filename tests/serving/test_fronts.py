@@ -19,10 +19,10 @@ from shared_server import ENGINE, PREFIXES, SharedServers, served
 from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.http import bind
 from foreword.api.routes import JsonBody
-from foreword.config import Config, ServerConfig
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, ServerConfig
 from foreword.router.replica_body import PASSED, PATHS
 from foreword.server.app import ServerApp
 

@@ -10,7 +10,7 @@ from router_parts import RouterThread
 from shared_server import SharedServers
 from test_fronts import serving
 
-from foreword.config import ServerConfig
+from foreword.process_config import ServerConfig
 
 OWN = (
     "127.0.0.1",

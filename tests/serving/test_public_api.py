@@ -10,8 +10,8 @@ import pytest
 from shared_server import ENGINE, PREFIXES, SharedServer, served, words
 
 from foreword.api.http import bind
-from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
 
 PATH = "/v1/public/prefixes"

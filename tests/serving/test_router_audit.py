@@ -21,9 +21,9 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.http import bind
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.config import Config, RouterConfig, ServerConfig
 from foreword.errors import ConfigError
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_audit import ChangedSalts, RouterAudit, difference, read_output
 from foreword.router.replica_body import parse_request

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from kubernetes_api import endpoint, endpoint_slice
 
-from foreword.config import RouterConfig
 from foreword.errors import ConfigError
+from foreword.process_config import RouterConfig
 from foreword.router.discovery import ApiServer, EndpointSlice, ServiceSpec, configured_replicas
 from foreword.router.replicas import ReplicaSpec, parse_spec
 

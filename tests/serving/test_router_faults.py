@@ -25,8 +25,8 @@ from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, un
 
 from foreword.api.http import bind
 from foreword.blocks.salt import Salt
-from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, ServerConfig
 from foreword.router.replicas import Refusals, ReplicaBreaker
 from foreword.server.app import ServerApp
 

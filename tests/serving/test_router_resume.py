@@ -16,8 +16,8 @@ from shared_server import ENGINE, PREFIXES, SharedServers
 from test_router_continuation import TEXT, ending, ids_of, stream, text, tokens_of
 
 from foreword.api.http import bind
-from foreword.config import Config, ServerConfig
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
 
 CHAT = "/v1/chat/completions"

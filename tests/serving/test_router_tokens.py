@@ -20,10 +20,10 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.http import bind
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.tenants import Tenant
-from foreword.config import Config, EngineConfig, ServerConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest
 from foreword.observability.metrics import PrometheusObserver
+from foreword.process_config import Config, EngineConfig, ServerConfig
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
 from foreword.router.replicas import Upstream

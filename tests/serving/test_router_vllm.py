@@ -23,7 +23,7 @@ from vllm_server import BLOCK, VllmServer, free_port, make_byte_model
 
 from foreword.api.tenants import Tenants
 from foreword.blocks.salt import Salt
-from foreword.config import ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReading
 from foreword.router.replica_metrics import parse_metrics

@@ -10,8 +10,8 @@ import pytest
 from shared_server import SharedServers, words
 
 from foreword.api.tenants import Tenants, derive_salt
-from foreword.config import ServerConfig
 from foreword.errors import ConfigError, Unauthorized
+from foreword.process_config import ServerConfig
 
 
 def cached(shared: SharedServers, key: str, prompt: str, **more: Any) -> int:

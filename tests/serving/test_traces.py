@@ -17,12 +17,13 @@ from shared_server import until
 from test_router_faults import Scripted
 
 from foreword.api.http import bind
-from foreword.config import Config, EngineConfig, ServerConfig, StoreConfig
+from foreword.config import StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError
 from foreword.observability.engine_observers import EngineTraces
 from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.tracing import Tracer
+from foreword.process_config import Config, EngineConfig, ServerConfig
 from foreword.server.app import ServerApp
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

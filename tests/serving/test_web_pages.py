@@ -9,7 +9,7 @@ from router_parts import Loop, RouterThread
 from shared_server import SharedServers
 from test_fronts import serving
 
-from foreword.config import ServerConfig
+from foreword.process_config import ServerConfig
 
 PAGE = "https://chat.example.org"
 ASKED = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}

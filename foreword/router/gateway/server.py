@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.api.errors import MAX_BODY_BYTES
-from foreword.config import RouterConfig, ServerConfig
 from foreword.errors import ConfigError
+from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.gateway.picker import Picker
 from foreword.router.service import Router
 
