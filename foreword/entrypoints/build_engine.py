@@ -49,8 +49,7 @@ from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored import StoredPrefixes, StorePins
-from foreword.prefixes.stored_retentions import StoredRetentions
+from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins
 from foreword.process_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys

@@ -10,7 +10,9 @@ keep their blocks from eviction. The KV itself is stored as ordinary blocks.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +24,7 @@ from foreword.blocks.keys import KEY_BYTES, Scope
 from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.retention import MAX_PRIORITY
-from foreword.blocks.retention_book import Retained
+from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
@@ -35,9 +37,14 @@ from foreword.store.tiered import TieredStore
 if TYPE_CHECKING:
     from foreword.offload.manager import OffloadManager
 
+logger = logging.getLogger(__name__)
+
 _READ_SECONDS: Final = 2.0
 _PIN_SECONDS: Final = 5.0
 _SCAN_SECONDS: Final = 2.0
+_RETENTIONS_SECONDS: Final = 15.0
+# A record of a retention is renewed when this share of its ttl has passed since it was written.
+_RENEWAL: Final = 0.25
 # Versions, tokens and seconds of real records are less.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 Chain = Sequence[bytes]
@@ -332,3 +339,128 @@ class StoredPrefixes(PrefixStorage):
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
         scope = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt))
         return scope.root(), self._public.keys_of(scope, tokens)
+
+
+class StoredRetentions:
+    """Writes, renews and removes the records of a book's retentions, and adopts those of other instances.
+
+    Each instance renews the records of what its requests use. When a retention's time is over, the instances that know it look
+    at the record; the one that finds it expired deletes it and unpins the blocks. It follows the book on one thread of its
+    own, which also ends what has expired.
+    """
+
+    def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
+        self._book, self._pins, self._model, self._block_size = book, pins, pins.model[:32], block_size
+        self._records = SharedRecords(store, RETENTIONS)
+        self._written: dict[bytes, float] = {}  # until when the record says that it is kept
+        self._lock = threading.Lock()
+        self._due: dict[bytes, Retained] = {}
+        pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
+        book.listener = self
+        self._scanned = time.monotonic()
+        self._follower = Follower("foreword-retention", self._tick, 1.0)
+        self.scan()
+
+    # Called by the book, under its lock
+
+    def kept(self, one: Retained) -> None:
+        """A retention begins or is used: its record is written if it lags behind."""
+        written = self._written.get(one.key)
+        if written is None or _lags(one, written):
+            self._later(one)
+
+    def dropped(self, one: Retained) -> None:
+        """A retention ends here."""
+        self._later(one)
+
+    def _later(self, one: Retained) -> None:
+        with self._lock:
+            waiting = one.key in self._due
+            self._due[one.key] = one
+        if not waiting:
+            self._follower.do(lambda: self._follow(one.key))
+
+    # The thread
+
+    def _follow(self, key: bytes) -> None:
+        with self._lock:
+            one = self._due.pop(key)
+        try:
+            if one in self._book:
+                self._write(one)
+            else:
+                self._remove(one)
+        except StoreError as error:
+            logger.warning("the record of a retained prefix: %s", error.message)
+
+    def _tick(self) -> None:
+        self._book.expire()
+        try:
+            self._pins.tick()
+        except StoreError as error:
+            logger.warning("pinning a retained prefix: %s", error.message)
+        if time.monotonic() - self._scanned >= _RETENTIONS_SECONDS:
+            self.scan()
+            self._scanned = time.monotonic()
+
+    def _write(self, one: Retained) -> None:
+        expires = None if one.ttl is None else one.expires
+        chain = one.tokens, self._block_size, one.root.hex(), b"".join(one.keys)
+        self._records.put(self._key(one), RetainedRecord(*chain, ttl=one.ttl, expires=expires, priority=one.priority))
+        self._written[one.key] = math.inf if expires is None else expires
+        self._pins.pin(one.root, one.keys)
+
+    def _remove(self, one: Retained) -> None:
+        self._written.pop(one.key, None)
+        if one.expires > time.time():
+            self._records.remove(self._key(one))
+        else:
+            renewed = self._records.expire(self._key(one))
+            if renewed is not None:
+                self._adopt(self._key(one), renewed)
+                return
+        self._pins.unpin(one.tenant, one.root, one.keys)
+
+    def scan(self) -> None:
+        """Adopt what other instances or earlier processes keep; end here what they have ended; remove what has expired."""
+        self._book.expire()
+        known = {self._key(one): one for one in self._book.all()}
+        try:
+            found = self._records.scan(RETENTIONS.key(self._model, ""), known=known)
+        except StoreError:
+            return
+        for key, record in found.values.items():
+            self._adopt(key, record)
+        for key, record in found.expired.items():
+            if record.block_size == self._block_size:
+                self._later(self._retained(key, record))
+        for key, one in known.items():
+            if key not in found.keys and one.key in self._written:
+                self._book.release(one.tenant, [one.key])
+
+    def _adopt(self, key: str, record: RetainedRecord) -> None:
+        """Keep what another instance keeps, if it has the same blocks."""
+        one = self._retained(key, record)
+        if record.block_size == self._block_size and self._book.adopt(one):
+            self._written[one.key] = one.expires
+
+    def _retained(self, key: str, record: RetainedRecord) -> Retained:
+        return record.retained(key.split("/")[2], time.time() + self._book.longest)
+
+    def _key(self, one: Retained) -> str:
+        return RETENTIONS.key(self._model, one.tenant, one.key.hex())
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until all records are written. False if that takes longer."""
+        return self._follower.flush(timeout)
+
+    def close(self, timeout: float) -> None:
+        """Write what is due, and end the thread."""
+        self._follower.close(timeout)
+
+
+def _lags(one: Retained, written: float) -> bool:
+    """Whether the expiry in a retention's record is outdated."""
+    if one.ttl is None:
+        return written != math.inf
+    return one.expires - written > _RENEWAL * one.ttl

@@ -17,7 +17,7 @@ from tiny import greedy, prompt
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT
 from foreword.entrypoints.llm import LLM
-from foreword.prefixes import stored_retentions
+from foreword.prefixes import stored as prefix_records
 from foreword.prefixes.erasure import forget_tenant
 from foreword.store import shared_records
 
@@ -109,7 +109,7 @@ def test_instances_share_retentions(
 ) -> None:
     """A retention of one instance is known to the other one, which renews it by using it; a release reaches it too."""
     hours = Hours()
-    monkeypatch.setattr(stored_retentions, "time", hours)
+    monkeypatch.setattr(prefix_records, "time", hours)
     monkeypatch.setattr(shared_records, "time", hours)
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     path, tokens = str(folder("llama")), prompt(81, 1)

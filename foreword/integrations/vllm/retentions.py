@@ -20,8 +20,7 @@ from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.stored import PrefixPins
-from foreword.prefixes.stored_retentions import StoredRetentions
+from foreword.prefixes.stored import PrefixPins, StoredRetentions
 from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
