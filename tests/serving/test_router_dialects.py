@@ -181,8 +181,8 @@ def test_failover_of_translated_streams(shared: SharedServers, loop: Loop) -> No
         assert begun == count.input_tokens  # also where the router has not tokenized it
         with pytest.raises(anthropic.NotFoundError, match="No prefix named 'no-such'"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "no-such"})
-        text = {"name": "text", "content": words("a prefix of text", 12)}
-        assert http_client.post(f"{router.url}/v1/prefixes", json=text).status_code < 300
+        text = {"content": words("a prefix of text", 12)}  # both replicas are one server, which gets it twice
+        assert http_client.put(f"{router.url}/v1/prefixes/text", json=text).status_code < 300
         with pytest.raises(anthropic.BadRequestError, match="'text' is text"):
             claude.messages.count_tokens(model=shared.open.model, messages=messages, extra_body={"prefix": "text"})
         http_client.delete(f"{router.url}/v1/prefixes/text")
