@@ -171,15 +171,15 @@ async def replay(port: int, sessions: Sequence[Sequence[Prompt]], concurrency: i
 
 async def until_ready(port: int, prompt: Prompt) -> None:
     """Wait until a request is answered, through the router if there is one."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as client:
         while True:
             try:
                 await ask(client, port, prompt)
                 return
-            except (Failed, aiohttp.ClientError) as error:
+            except (Failed, aiohttp.ClientError, TimeoutError) as error:
                 if time.monotonic() > deadline:
-                    raise Failed(f"no answer: {error}") from error
+                    raise Failed(f"no answer: {type(error).__name__} {error}") from error
                 await asyncio.sleep(0.5)
 
 
