@@ -251,6 +251,12 @@ def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]
     return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
 
 
+@pytest.mark.parametrize("tokens", [0, 7])
+def test_steps_of_a_degraded_connector(vllm: Callable[[str], Any], tokens: int) -> None:
+    """Workers wait for loads in steps without tokens. A degraded connector has no loads, and delays no step."""
+    assert vllm("degraded").Expectations().give_up(tokens).tokens == max(tokens, 1)
+
+
 class TestMiddleware(FrontContract):
     """The middleware in a server on a port, before a fake vLLM, which checks keys and counts requests itself."""
 

@@ -135,7 +135,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
         self._expect(request, blocks, num_external_tokens)
 
-    @hook(lambda self, *_: self._expected.give_up())
+    @hook(lambda self, output: self._expected.give_up(output.total_num_scheduled_tokens))
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
         metadata = self._scheduler.build_connector_meta(scheduler_output)
         self._expected.sent()

@@ -151,9 +151,11 @@ class Expectations:
         """The workers know what to do with all of it."""
         self._loads, self._kept = {}, []
 
-    def give_up(self) -> ForewordConnectorMetadata:
-        """For the workers: fail the loads and give back the blocks."""
+    def give_up(self, tokens: int) -> ForewordConnectorMetadata:
+        """For the workers: fail the loads and give back the blocks. `tokens`: of the step. Never 0 there, as workers wait for
+        loads in a step without tokens, which delays the next one."""
         metadata = ForewordConnectorMetadata(
+            tokens=max(tokens, 1),
             refused=list(self._loads.values()),
             finished=list(self._kept),
             revoked=[LeaseRevocation(request_id) for request_id in self._kept],
