@@ -106,7 +106,7 @@ def closure(product: str) -> int:
         ("statements", statements, 50_174),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_881),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_883),
         ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_847),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
