@@ -14,7 +14,7 @@ from example_counts import represented
 from lazy_queues import LazyQueues
 
 from foreword.offload import staging
-from foreword.offload.device import DeviceCopies, Stream
+from foreword.offload.device import DeviceCopies, Stream, _Copy
 from foreword.offload.staging import StagingArena
 
 COMPUTE, SAVE, LOAD = Stream.COMPUTE, Stream.SAVE, Stream.LOAD
@@ -105,8 +105,6 @@ class Planted(DeviceCopies):
         self._queues.submit(stream, lambda: self._move(self._mirror, self._arena, slots))
 
     def note(self, slots: Sequence[int], event: Any, **more: Any) -> None:
-        from foreword.offload.device import _Copy
-
         self._saves.update(dict.fromkeys(slots, _Copy(event, **more)))
 
 

@@ -103,10 +103,10 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 50_174),
+        ("statements", statements, 50_176),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_883),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_888),
         ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_847),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",

@@ -321,6 +321,42 @@ def test_prefetch(vllm: Callable[[str], Any]) -> None:
     served(vllm, check)
 
 
+@pytest.mark.parametrize(
+    ("body", "header", "params"),
+    [
+        ({"prompt": "a", "user": "me"}, "", {"foreword_session": {"session_id": "me"}}),
+        ({"prompt": "a", "user": "me", "kv_transfer_params": None}, "task", {"foreword_session": {"session_id": "me"}}),
+        ({"prompt": "a", "prompt_cache_key": "key", "user": "me"}, "", {"foreword_session": {"session_id": "key"}}),
+        ({"metadata": {"user_id": "me"}}, "task", {"foreword_session": {"session_id": "me"}}),
+        ({"prompt": "a"}, "task", {"foreword_session": {"session_id": "task"}}),
+        ({"user": "me", "kv_transfer_params": {"x": 1}}, "", {"x": 1, "foreword_session": {"session_id": "me"}}),
+        ({"user": "me", "kv_transfer_params": {"foreword_session": {}}}, "", {"foreword_session": {}}),
+        ({"prompt": "a", "user": "m" * 300}, "", None),
+        ({"prompt": "a", "user": 5}, "task", None),
+        ({"prompt": "a"}, "", None),
+    ],
+)
+def test_the_session_of_a_request(
+    vllm: Callable[[str], Any], body: dict[str, Any], header: str, params: dict[str, Any] | None
+) -> None:
+    """The session that a request names goes into its `kv_transfer_params`, beside what is there; nothing else changes."""
+    data = f" {json.dumps(body)}\n".encode()
+    changed = json.loads(vllm("middleware").in_session(data, header))
+    assert changed == (body if params is None else {**body, "kv_transfer_params": params})
+
+
+def test_a_connector_that_does_not_answer(vllm: Callable[[str], Any]) -> None:
+    """Where the connector is degraded or missing, calls for sessions are a 503 that says so."""
+
+    async def check(client: httpx.AsyncClient, fake: FakeVllm, storage: MemoryStorage) -> None:
+        answer = await client.post("/v1/sessions", json={"action": "open", "session_id": "x", "cache_salt": "s"})
+        assert answer.status_code == 503 and "connector" in answer.json()["error"]["message"]
+        assert fake.bodies[0]["cache_salt"] == "s" and fake.bodies[0]["kv_transfer_params"]["foreword_session"]
+        assert (await client.get("/v1/sessions")).status_code == 503
+
+    served(vllm, check)
+
+
 def test_named_prefixes(vllm: Callable[[str], Any]) -> None:
     """A prefix is tokenized and computed by vLLM, pinned, put before prompts and messages, counted, and unpinned in the end."""
 

@@ -266,6 +266,12 @@ def test_every_dialect_names_its_session(pair: Pair) -> None:
         assert (one["id"], one["requests"]) == ("talk", 1) and one["blocks"] >= 200 // BLOCK, path
         tell(pair.first, "end", "talk")
     assert pair.first.complete(text(88, 64), user="never opened")["cached"] == 0
+    tell(pair.first, "open", "private", cache_salt="mine")
+    for other in ({}, {"cache_salt": "another"}):
+        ended = {"action": "end", "session_id": "private", **other}
+        assert pair.first.ask("POST", "/v1/sessions", ended).status_code == 404
+    assert pair.first.ask("GET", "/v1/sessions").json()["data"] == []
+    tell(pair.first, "end", "private", cache_salt="mine")
     for wrong in ({"action": "close", "session_id": "x"}, {"action": "fork", "session_id": "x"}):
         assert pair.first.ask("POST", "/v1/sessions", wrong).status_code == 400
     assert (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct, ValidationError
 
 from foreword.blocks.retention_book import RetentionBook
-from foreword.blocks.salt import tenant_digest
+from foreword.blocks.salt import Salt, tenant_digest
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.decoders import convert
 from foreword.errors import BadRequest, ForewordError
@@ -37,6 +37,11 @@ class ToldOfSession(Struct):
     keep_tokens: Annotated[int, Meta(ge=0)] = 0
 
 
+def _owner(salt: Salt) -> bytes:
+    """Whose sessions a request means: its tenant's, or where salts name no tenants those of its salt."""
+    return salt.tenant or salt.client
+
+
 class ConnectorSessions:
     """The sessions of a vLLM engine. Called from the engine's thread only.
 
@@ -54,44 +59,44 @@ class ConnectorSessions:
         self._retired: list[RetiredBlocks] = []
         self._late: list[tuple[str, Alone]] = []
 
-    def ended(self, state: RequestState, tenant: bytes, ids: BlockIds) -> dict[str, Any] | None:
-        """A request of a tenant, given its salt, has ended well. Returns the answer to what it tells, None if it is silent."""
+    def ended(self, state: RequestState, salt: Salt, ids: BlockIds) -> dict[str, Any] | None:
+        """A request with this salt has ended well. Returns the answer to what it says, None if it asks for nothing."""
         try:
             told = convert((state.request.kv_transfer_params or {}).get(SESSION_KEY) or {}, ToldOfSession)
         except ValidationError as error:
             return {"error": str(error), "status": 400, "param": None}
         if not told.action:
-            self._note(state, tenant, told.session_id, ids)
+            self._note(state, salt, told.session_id, ids)
             return None
         try:
-            return self._act(told, tenant)
+            return self._act(told, salt)
         except ForewordError as error:
             return {"error": error.message, "status": error.status, "param": getattr(error, "param", None)}
 
-    def _act(self, told: ToldOfSession, tenant: bytes) -> dict[str, Any]:
+    def _act(self, told: ToldOfSession, salt: Salt) -> dict[str, Any]:
         """Raises BadRequest, NotFound."""
-        name = told.session_id
+        name, owner = told.session_id, _owner(salt)
         if told.action == "list":
-            return {"data": [one.describe() for one in self._book.all(tenant)]}
+            return {"data": [one.describe() for one in self._book.all(owner)]}
         if not name or (told.action == "fork") != bool(told.parent_session_id):
             raise BadRequest("give session_id, and parent_session_id for a fork only", param="session_id")
         if told.action in ("open", "fork"):
-            self._book.open(tenant, name, told.parent_session_id or "", told.timeout)
+            self._book.open(owner, name, told.parent_session_id or "", told.timeout)
             return {}
         if told.action == "end":
-            alone = self._book.end(tenant, name)
+            alone = self._book.end(owner, name)
         else:
-            alone = self._book.compact(tenant, name, -(-told.keep_tokens // self._info.key_size))
-        return {"freed_blocks": self._retire(tenant_digest(tenant), alone)}
+            alone = self._book.compact(owner, name, -(-told.keep_tokens // self._info.key_size))
+        return {"freed_blocks": self._retire(tenant_digest(salt.tenant), alone)}
 
-    def _note(self, state: RequestState, tenant: bytes, name: str, ids: BlockIds) -> None:
+    def _note(self, state: RequestState, salt: Salt, name: str, ids: BlockIds) -> None:
         """Without open sessions nothing is noted: what a request has used is cached when a session comes to it."""
         size, request, chain = self._info.key_size, state.request, state.chain
         full = min(request.num_computed_tokens, len(chain)) // size
-        if not full or not self._book.follows(tenant):
+        if not full or not self._book.follows(_owner(salt)):
             return
         found = self._book.note(
-            tenant,
+            _owner(salt),
             request.request_id,
             chain.root,
             chain.keys_to(full)[:full],
@@ -102,9 +107,9 @@ class ConnectorSessions:
         )
         for alone in found:
             if alone.drop:  # of a session that has ended; vLLM still has the blocks in use
-                self._late.append((tenant_digest(tenant), alone))
+                self._late.append((tenant_digest(salt.tenant), alone))
             else:
-                self._retire(tenant_digest(tenant), alone)
+                self._retire(tenant_digest(salt.tenant), alone)
 
     def take_retired(self) -> list[RetiredBlocks]:
         """What nothing continues since the last call, for the workers."""

@@ -65,7 +65,7 @@ class RequestState:
         self.skip_to(info, held)
 
     def note_cached(self, tokens: int) -> None:
-        """So many tokens were cached. A request that was preempted finds its own."""
+        """The number of tokens that were cached. A request that was preempted finds its own."""
         if not self.request.num_preemptions:
             self.cached = tokens
 

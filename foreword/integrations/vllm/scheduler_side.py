@@ -516,12 +516,12 @@ class ForewordConnectorScheduler:
     def _answers(self, state: RequestState, ids: BlockIds) -> dict[str, Any]:
         """Follow what a request that has ended says of caching and sessions. The answers, for its `kv_transfer_params`."""
         request, prompt = state.request, state.request.num_prompt_tokens
-        tenant, found = self._info.current(salt_of(request)).tenant, {}
+        salt, found = self._info.current(salt_of(request)), {}
         if state.actions and request.num_computed_tokens >= prompt:
             keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-            answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, tenant)
+            answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt.tenant)
             found[PARAMS_KEY] = [dataclasses.asdict(one) for one in answers]
-        told = self.sessions.ended(state, tenant, ids)
+        told = self.sessions.ended(state, salt, ids)
         return found if told is None else {**found, SESSION_KEY: told}
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
