@@ -5,7 +5,7 @@
 - `bandwidth`: bytes per second that PyTorch's threads read from memory (the sum of 1 GiB);
 - `step_bytes`: bytes of weights that each decode step reads, and `token_bytes`: of KV, for each token of the context;
 - `products`: tokens per second of prefill if nothing but linear layers took time, at oneDNN's rate for 512 rows of bfloat16
-  and a packed weight.
+  and a packed weight; of float32, where oneDNN has no bfloat16 on this processor.
 """
 
 import argparse
@@ -40,12 +40,13 @@ def limits(model: Path, threads: int) -> dict[str, float]:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     head = loaded.get_output_embeddings()
     weights = [layer.weight for layer in loaded.modules() if isinstance(layer, torch.nn.Linear)]
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     seconds: dict[torch.Size, float] = {}
     with torch.inference_mode():
         for weight in weights:
             if weight.shape not in seconds and weight is not head.weight:
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-                x = torch.randn(ROWS, weight.shape[1]).bfloat16()
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), None)
+                x = torch.randn(ROWS, weight.shape[1], dtype=dtype)
                 multiply = torch.ops.mkldnn._linear_pointwise
                 seconds[weight.shape] = best(lambda: multiply(x, packed, None, "none", [], ""), 12)  # noqa: B023
     config = loaded.config
