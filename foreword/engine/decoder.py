@@ -1,7 +1,8 @@
 """Norms and whole decoder layers by the compiled kernels (kernels/decoder.h). Model code stays.
 
 Where the compiled kernels are chosen for all products and the attention, a layer is one call; in a step that only decodes, the
-call of the first layer computes all. Elsewhere it is a few calls, between which other kernels multiply or attend.
+call of the first layer computes all, and the model's own code around the layers is left out (`DecodeForward`). Elsewhere
+it is a few calls, between which other kernels multiply or attend.
 
 A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
 computes what the kernels compute is not read from its code but tried: in one pass of the model over random tokens, before its
@@ -20,7 +21,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_outputs import CausalLMOutput
 
+from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention.backend import (
     AttentionBackend,
     LayerRecorder,
@@ -32,7 +35,7 @@ from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.kernel_choice import COMPILED, row_bucket
-from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, PackedWeight
+from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, OutputLayer, PackedWeight
 from foreword.engine.linear import ChosenProduct, PackedForward, Patch
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
@@ -68,6 +71,7 @@ class _LayerParts:
     """What a decoder layer is made of. `heads` are query heads."""
 
     number: int
+    layout: LayerLayout
     heads: int
     params: AttentionParams
     qkv: ChosenProduct
@@ -87,7 +91,7 @@ class _LayerParts:
 class DecoderForward(Patch):
     """`forward` of a decoder layer: in the engine's step by the kernels, elsewhere the layer's own."""
 
-    __slots__ = ("_layer", "_numbers", "_parts", "_rotated", "_run", "_whole")
+    __slots__ = ("_layer", "_parts", "_rotated", "_whole")
 
     def __init__(self, layer: nn.Module, parts: _LayerParts, rotated: bool) -> None:
         self._layer = layer
@@ -96,12 +100,6 @@ class DecoderForward(Patch):
         # By `row_bucket`: whether one call computes the layer.
         kinds = zip(*(product.served for product in parts.products.values()), strict=True)
         self._whole = [set(served) == {COMPILED} for served in kinds]
-        self.run_before([])
-
-    def run_before(self, others: Sequence[DecoderForward]) -> None:
-        """Let this layer's call compute these as well, one after the other."""
-        self._run = (self, *others)
-        self._numbers = tuple(forward.number for forward in self._run)
 
     @property
     def number(self) -> int:
@@ -112,28 +110,22 @@ class DecoderForward(Patch):
         """Layers of the same kind can be computed by one call."""
         parts = self._parts
         sizes = [(product.inputs, product.outputs) for product in parts.products.values()]
-        return sizes, parts.heads, parts.params.window, self._rotated, self._whole
+        return sizes, parts.layout, parts.heads, parts.params.window, self._whole
 
     def __call__(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
         attention = current_attention()
-        if isinstance(attention, StepAttention) and self._parts.number in attention.computed:
-            return hidden_states
         rotary = named.get("position_embeddings")
         unusual = arguments or any(named.get(name) is not None for name in ("attention_mask", "past_key_values"))
-        cpu = attention.cpu(self._parts.number) if isinstance(attention, StepAttention) else None
+        cpu = attention.cpu(self.number) if isinstance(attention, StepAttention) else None
         if cpu is None or unusual or not _is_rotary(rotary, hidden_states):
             return type(self._layer).forward(self._layer, hidden_states, *arguments, **named)
         assert isinstance(attention, StepAttention)
-        backend = attention.backend(self._parts.number, hidden_states)
+        backend = attention.backend(self.number, hidden_states)
         if backend is cpu and self.is_whole(hidden_states.shape[1]):
-            run = self._run if attention.decodes(self._numbers) else (self,)
-            out = self.compute(cpu, hidden_states, rotary, run)
+            out = self.compute(cpu, hidden_states, rotary)
         else:
-            run = (self,)
             out = self.compute_in_parts(cpu, backend, hidden_states, rotary)
-        for forward in run:
-            attention.notify_written(forward.number)
-        attention.computed.update(forward.number for forward in run[1:])
+        attention.notify_written(self.number)
         return out
 
     def is_whole(self, rows: int) -> bool:
@@ -141,13 +133,21 @@ class DecoderForward(Patch):
         return self._whole[row_bucket(rows)]
 
     def compute(
-        self, cpu: CpuAttention, x: Tensor, rotary: tuple[Tensor, Tensor], run: Sequence[DecoderForward]
+        self,
+        cpu: CpuAttention,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        others: Sequence[DecoderForward] = (),
+        last: OutputLayer | None = None,
     ) -> Tensor:
-        """The output of the last layer of a run for the step's tokens, in one call; their K and V go into the paged tensors."""
+        """This layer and others of its kind behind it, and the output layer behind these, in one call: the output of the last
+        one for the step's tokens. K and V go into the paged tensors."""
         cosines, sines = (one.contiguous() for one in rotary)
-        numbers = self._numbers if run is self._run else (self.number,)
-        decoders = cpu.layers.decoders(numbers, lambda: [forward._decoder(cpu, cosines) for forward in run])
-        return cpu.decode(decoders, x.contiguous(), cosines, sines, self._parts.params.window)
+        run = (self, *others)
+        decoders = cpu.layers.decoders(
+            tuple(one.number for one in run), lambda: [one._decoder(cpu, cosines) for one in run]
+        )
+        return cpu.decode(decoders, x.contiguous(), cosines, sines, self._parts.params.window, last)
 
     def compute_in_parts(
         self, cpu: CpuAttention, backend: AttentionBackend, x: Tensor, rotary: tuple[Tensor, Tensor]
@@ -181,6 +181,78 @@ class DecoderForward(Patch):
                 setattr(decoder, f"{name}_norm", norm.weight.data_ptr())
                 setattr(decoder, f"{name}_epsilon", norm.epsilon)
         return decoder
+
+
+class DecodeForward(Patch):
+    """`forward` of a model whose layers one call computes in a step that only decodes: embedding, layers, norm, output layer.
+    Of such a step at a batch of 1, the model's own code between them takes a tenth."""
+
+    __slots__ = ("_embedding", "_head", "_layers", "_model", "_norm", "_numbers", "_rotary")
+
+    def __init__(self, model: Any, layers: Sequence[DecoderForward]) -> None:
+        self._model, self._layers, self._numbers = model, layers, [layer.number for layer in layers]
+        self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._rotary, self._norm = model.base_model.rotary_emb, model.base_model.norm
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        attention = current_attention()
+        if not isinstance(attention, StepAttention) or not attention.decodes(self._numbers):
+            return type(self._model).forward(self._model, *arguments, **named)
+        x, (first, *others) = self._embedding(named["input_ids"]), self._layers
+        cpu, rows = attention.cpu(first.number), x.shape[1]
+        if cpu is None or attention.backend(first.number, x) is not cpu or not first.is_whole(rows):
+            return type(self._model).forward(self._model, *arguments, **named)
+        kept = named["logits_to_keep"]
+        last = self._last(rows) if len(kept) == rows else None
+        out = first.compute(cpu, x, self._rotary(x, named["position_ids"]), others, last)
+        for number in self._numbers:
+            attention.notify_written(number)
+        return CausalLMOutput(logits=self._head(self._norm(out[:, kept])) if last is None else out)
+
+    def _last(self, rows: int) -> OutputLayer | None:
+        """Norm and output layer, if the compiled kernels multiply this number of rows by it."""
+        norm, head = (module.__dict__.get("forward") for module in (self._norm, self._head))
+        if not isinstance(norm, NormForward) or not isinstance(head, PackedForward):
+            return None
+        product = head.product
+        if product.compiled is None or product.kind(rows) != COMPILED or len(product.layers) > 1:
+            return None
+        return OutputLayer(norm.weight, norm.epsilon, product.compiled.weight)
+
+    @torch.inference_mode()
+    def fits(self, recorder: LayerRecorder, kernels: Kernels) -> bool:
+        """Whether it gives the bits that the model's own `forward` gives with the same layers."""
+        ends = (11, 2, 7)
+        tables = [range(place * _TRIAL_BLOCK, (place + 1) * _TRIAL_BLOCK) for place in range(len(ends))]
+        chunks = [QueryChunk(row, end - 1, 1, tables[row], end - 1) for row, end in enumerate(ends)]
+        metadata = AttentionMetadata(chunks, _TRIAL_BLOCK)
+        layers = _zero_layers(recorder, len(ends) * _TRIAL_BLOCK)
+        noise = torch.Generator().manual_seed(0)
+        named = {
+            "input_ids": torch.randint(0, self._embedding.num_embeddings, (1, len(ends)), generator=noise),
+            "position_ids": torch.tensor([[end - 1 for end in ends]]),
+            "use_cache": False,
+        }
+
+        def logits(forward: Callable[..., Any], rows: list[int]) -> Tensor:
+            with forward_context(
+                StepAttention(dict.fromkeys(layers, metadata), layers, cpu=CpuLayers(kernels, layers))
+            ):
+                found: Tensor = forward(**named, logits_to_keep=torch.tensor(rows)).logits
+            return found
+
+        own = partial(type(self._model).forward, self._model)
+        try:
+            same = all(torch.equal(logits(self, rows), logits(own, rows)) for rows in ([0, 1, 2], [0, 2]))
+            # A cap would not be seen in the small logits of a model with small weights.
+            large = torch.linspace(-1e4, 1e4, self._embedding.num_embeddings).to(recorder.dtype).expand(1, 1, -1)
+            hook = self._head.register_forward_hook(lambda *_: large)
+            try:
+                return same and torch.equal(logits(own, [0]), large)
+            finally:
+                hook.remove()
+        except (TypeError, RuntimeError, AttributeError, ValueError):
+            return False
 
 
 def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,8 +307,16 @@ def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial) ->
     """Replace `forward` of norms and decoder layers that the kernels compute as well. The model's linear layers are packed."""
     fuse_norms(model, kernels.norm)
     candidates = {layer: parts for layer in model.modules() if (parts := _layer_parts(layer, recorder)) is not None}
-    if candidates:
-        _replace_forwards(_decoder_forwards(recorder, kernels, candidates, trial))
+    forwards = _decoder_forwards(recorder, kernels, candidates, trial) if candidates else {}
+    _replace_forwards(forwards)
+    layers = sorted(forwards.values(), key=lambda forward: forward.number)
+    around = [getattr(model.base_model, name, None) for name in ("rotary_emb", "norm")]
+    if len(layers) < len(recorder.layouts) or any(layer.kind != layers[0].kind for layer in layers):
+        return
+    if layers and all(isinstance(module, nn.Module) for module in around):
+        whole = DecodeForward(model, layers)
+        if whole.fits(recorder, kernels):
+            _replace_forwards({model: whole})
 
 
 def fuse_norms(model: nn.Module, norm: Norm | None = None) -> None:
@@ -313,7 +393,7 @@ def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | Non
     if not fits:
         return None
     return _LayerParts(
-        number, heads, params, qkv, output, gate_up, down, input_norm, output_norm, query_norm, key_norm
+        number, layout, heads, params, qkv, output, gate_up, down, input_norm, output_norm, query_norm, key_norm
     )  # fmt: skip
 
 
@@ -357,26 +437,7 @@ def _decoder_forwards(
         if forward is None:
             return {}
         forwards[layer] = forward
-    _join(forwards, recorder, trial)
     return forwards
-
-
-def _join(forwards: Mapping[nn.Module, DecoderForward], recorder: LayerRecorder, trial: Trial) -> None:
-    """Let one call compute layers of one kind of which, in the trial, each took the output of the one before as it was."""
-    run: list[DecoderForward] = []
-    last: _LayerCall | None = None
-    for layer, forward in sorted(forwards.items(), key=lambda item: item[1].number):
-        call, layout = trial.calls[layer], recorder.layouts[forward.number]
-        follows = (
-            last is not None
-            and forward.kind == run[0].kind
-            and layout == recorder.layouts[run[0].number]
-            and torch.equal(call.x, last.out)
-            and all(map(torch.equal, call.rotary, last.rotary))
-        )
-        run = [*run, forward] if follows else [forward]
-        run[0].run_before(run[1:])
-        last = call
 
 
 def _try_layer(
@@ -394,7 +455,7 @@ def _try_layer(
         forward = DecoderForward(layer, parts, rotated)
         ways = [partial(forward.compute_in_parts, cpu, cpu)]
         if all(product.compiled for product in parts.products.values()):
-            ways.append(partial(forward.compute, cpu, run=(forward,)))
+            ways.append(partial(forward.compute, cpu))
         if all(
             _agree(way(call.x, call.rotary), call.out, call.x)
             and _agree(found.k, expected.k)

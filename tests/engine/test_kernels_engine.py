@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from foreword import compiled_code
 from foreword.cli.doctor import Finding, examine
 from foreword.compiled_code import CannotBuild
-from foreword.engine.decoder import DecoderForward, NormForward
+from foreword.engine.decoder import DecodeForward, DecoderForward, NormForward
 from foreword.engine.kernels import native
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
@@ -157,6 +157,55 @@ def test_different_layer_is_not_replaced(
     assert fused_layers(loaded.model) == (3 if change in ("between", "none") else 0)
     norms = sum(isinstance(module.__dict__.get("forward"), NormForward) for module in loaded.model.modules())
     assert norms == (0 if change == "epsilon" else 7)
+    self_check(loaded, 4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", represented(["llama", "qwen3", "smollm3", "gemma2", "mixtral"], "smollm3", "gemma2"))
+def test_a_step_in_one_call(family: str, engine: Make, reference: Find, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernels compute whole layers, a step that only decodes is one call of theirs, and its tokens are the
+    model's own; in other models each product is a call."""
+    calls: list[str] = []
+    for name in ("decode", "multiply", "norm"):
+        kernel = getattr(native.Kernels, name)
+        monkeypatch.setattr(
+            native.Kernels, name, lambda *args, kernel=kernel, name=name: (calls.append(name), kernel(*args))[1]
+        )
+    llm = engine(family, kernels="native")
+    [found] = llm.generate([PROMPTS[2]], tiny.greedy(1))
+    calls.clear()
+    [found] = llm.generate([PROMPTS[2]], tiny.greedy(9))
+    reference(family).check(PROMPTS[2], found.outputs[0], 9)
+    assert (calls[-8:] == ["decode"] * 8) == (family in WHOLE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("change", ["cap", "input", "output", "none"])
+def test_code_around_the_layers_is_run(change: str, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model computes before its layers or after them is not left out, even if it changes small numbers little."""
+    kinds = transformers.models.llama.modeling_llama
+    whole, inner = kinds.LlamaForCausalLM, kinds.LlamaModel
+    honest, layers = whole.forward, inner.forward
+
+    def capped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = honest(self, *args, **kwargs)
+        found.logits = torch.tanh(found.logits / 3e4) * 3e4
+        return found
+
+    def scaled(self: Any, *args: Any, input_ids: Any, **kwargs: Any) -> Any:
+        return layers(self, *args, **kwargs | {"inputs_embeds": self.embed_tokens(input_ids) * 1.5})
+
+    def shifted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = layers(self, *args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state + 1.0
+        return found
+
+    if change == "cap":
+        monkeypatch.setattr(whole, "forward", capped)
+    elif change != "none":
+        monkeypatch.setattr(inner, "forward", {"input": scaled, "output": shifted}[change])
+    loaded = load_model(EngineConfig(model=str(folder("llama")), dtype="float32", kernels="native"))
+    assert isinstance(loaded.model.__dict__.get("forward"), DecodeForward) == (change == "none")
     self_check(loaded, 4)
 
 

@@ -61,8 +61,6 @@ class StepAttention:
         # By KV group.
         self._cpu: dict[AttentionMetadata, CpuAttention] = {}
         self._others: dict[AttentionMetadata, AttentionBackend] = {}
-        # Layers whose output the call of an earlier layer has computed.
-        self.computed: set[int] = set()
         self._make_backend = make_backend or (lambda metadata: TorchAttention(metadata, layers))
 
     def cpu(self, layer: int) -> CpuAttention | None:

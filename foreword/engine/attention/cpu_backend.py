@@ -27,6 +27,7 @@ from foreword.engine.kernels.native import (
     DecoderLayers,
     DecoderStep,
     Kernels,
+    OutputLayer,
     layer_pointers,
 )
 
@@ -215,9 +216,17 @@ class CpuAttention:
         )
         self.layers.kernels.prepare(qkv.dtype, decoder, step)
 
-    def decode(self, decoders: DecoderLayers, x: Tensor, cosines: Tensor, sines: Tensor, window: int | None) -> Tensor:
-        """Whole decoder layers of the same sizes and window: `x` `[1, T, hidden]` to the same shape; K and V go into their
-        slots."""
+    def decode(
+        self,
+        decoders: DecoderLayers,
+        x: Tensor,
+        cosines: Tensor,
+        sines: Tensor,
+        window: int | None,
+        last: OutputLayer | None = None,
+    ) -> Tensor:
+        """Whole decoder layers of the same sizes and window: `x` `[1, T, hidden]` to the same shape, with the output layer to
+        logits `[1, T, vocab]`; K and V go into their slots."""
         decoder = decoders[0].contents
         widths = (decoder.hidden, decoder.qkv.outputs, decoder.output.inputs, decoder.gate_up.outputs)
         step = self._steps.get(widths)
@@ -226,9 +235,13 @@ class CpuAttention:
         out = torch.empty_like(x)
         step.tasks = ctypes.pointer(self.tasks(window, decoder.layer))
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
-        step.x, step.out = x.data_ptr(), out.data_ptr()
+        step.x, step.out, found = x.data_ptr(), out.data_ptr(), out
+        if last is not None:
+            step.last_norm, step.last_epsilon = last.norm.data_ptr(), last.epsilon
+            step.head, found = ctypes.addressof(last.weight), x.new_empty(*x.shape[:2], last.weight.outputs)
+            step.logits = found.data_ptr()
         self.layers.kernels.decode(x.dtype, decoders, step)
-        return out
+        return found
 
     def _make_step(self, decoder: DecoderLayer, x: Tensor) -> DecoderStep:
         """Memory for a layer's intermediate results; the same for all layers of one size."""

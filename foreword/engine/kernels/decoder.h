@@ -21,7 +21,11 @@ struct DecoderStep {
     const void *cosines, *sines;  // `[tokens, rotated]`
     const void* x;                // `[tokens, hidden]`
     void *normed, *qkv, *attended, *between, *gate_up, *inner, *out;
+    const PackedWeight* head;  // the model's output layer, after the last layer and a norm; or null
+    const void* last_norm;
+    void* logits;  // `[tokens, head's outputs]`
     int64_t tokens;
+    float last_epsilon;
 };
 
 // Root mean square norm of one row. Two vectors of sums, so that additions do not wait for each other.
@@ -123,31 +127,39 @@ static void gate_rows(const void* gate_up, int64_t rows, int64_t inner, void* ou
 }
 
 template <class T>
+static void norm_rows(const DecoderStep& step, const void* x, const void* weight, float epsilon, int64_t hidden,
+                      ThreadTeam& team) {
+    for_rows(team, step.tokens, [&](int64_t row) {
+        norm<T>(at<T>(x, row * hidden), weight, epsilon, hidden, at<T>(step.normed, row * hidden));
+    });
+}
+
+template <class T>
 static void decode(const DecoderLayer& decoder, const DecoderStep& step, ThreadTeam& team) {
     const AttentionLayer& layer = decoder.layer;
     const int64_t tokens = step.tokens, hidden = decoder.hidden, inner = decoder.inner, qkv = decoder.qkv.outputs;
     const int64_t attended = layer.kv_heads * layer.group * layer.value_dim;
-    auto norm_rows = [&](const void* x, const void* weight, float epsilon) {
-        for_rows(team, tokens, [&](int64_t row) {
-            norm<T>(at<T>(x, row * hidden), weight, epsilon, hidden, at<T>(step.normed, row * hidden));
-        });
-    };
-    norm_rows(step.x, decoder.input_norm, decoder.input_epsilon);
+    norm_rows<T>(step, step.x, decoder.input_norm, decoder.input_epsilon, hidden, team);
     multiply_packed<T>(decoder.qkv, Operands{step.normed, hidden, tokens, nullptr, step.qkv, qkv}, team);
     prepare_rows<T>(decoder, step, team);
     attend<T>(*step.tasks, layer, QueryRows{step.qkv, step.attended, qkv, layer.key_dim}, team);
     multiply_packed<T>(decoder.output, Operands{step.attended, attended, tokens, step.x, step.between, hidden}, team);
-    norm_rows(step.between, decoder.output_norm, decoder.output_epsilon);
+    norm_rows<T>(step, step.between, decoder.output_norm, decoder.output_epsilon, hidden, team);
     multiply_packed<T>(decoder.gate_up, Operands{step.normed, hidden, tokens, nullptr, step.gate_up, 2 * inner}, team);
     gate_rows<T>(step.gate_up, tokens, inner, step.inner, team);
     multiply_packed<T>(decoder.down, Operands{step.inner, inner, tokens, step.between, step.out, hidden}, team);
 }
 
-// Layers of the same sizes. All but the first read their input from `step.out`, and replace it.
+// Layers of the same sizes. All but the first read their input from `step.out`, and replace it. Then the output layer.
 template <class T>
 static void decode_layers(const DecoderLayer* const* layers, int64_t count, DecoderStep step, ThreadTeam& team) {
     for (int64_t i = 0; i < count; i++) {
         decode<T>(*layers[i], step, team);
         step.x = step.out;
     }
+    if (step.head == nullptr) return;
+    const int64_t hidden = step.head->inputs;
+    norm_rows<T>(step, step.out, step.last_norm, step.last_epsilon, hidden, team);
+    const Operands operands{step.normed, hidden, step.tokens, nullptr, step.logits, step.head->outputs};
+    multiply_packed<T>(*step.head, operands, team);
 }

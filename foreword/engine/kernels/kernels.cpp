@@ -85,7 +85,8 @@ void fw_decode(int type, const DecoderLayer* const* layers, int64_t count, const
 
 void fw_sample(int type, const void* logits, int64_t stride, int64_t vocab, SampledRow* rows, int64_t count,
                int threads) {
-    ThreadTeam team(threads);
+    // Few logits take less time than the threads need to meet, which they do late where other processes have the cores.
+    ThreadTeam team(count * vocab < FEW_LOGITS ? 1 : threads);
     team.run([&] {
         with_type(type, [&](auto number) { sample_rows<decltype(number)>(logits, stride, vocab, rows, count, team); });
     });

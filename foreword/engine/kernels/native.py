@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,11 +87,20 @@ class DecoderStep(Structure):
     _fields_ = [
         ("tasks", POINTER(AttentionTasks)),
         *_fields(
-            "slot_mapping cosines sines x normed qkv attended between gate_up inner out",
+            "slot_mapping cosines sines x normed qkv attended between gate_up inner out head last_norm logits",
             "tokens",
+            "last_epsilon",
         ),
     ]
     memory: object
+
+
+class OutputLayer(NamedTuple):
+    """A model's last norm and its output layer."""
+
+    norm: Tensor
+    epsilon: float
+    weight: PackedWeight
 
 
 class SampledRow(Structure):
@@ -210,7 +219,8 @@ class Kernels:
         self._lib.fw_prepare(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
 
     def decode(self, dtype: torch.dtype, decoders: DecoderLayers, step: DecoderStep) -> None:
-        """Whole decoder layers of the same sizes, each over the output of the one before."""
+        """Whole decoder layers of the same sizes, each over the output of the one before; then, if the step has one, the
+        output layer."""
         self._lib.fw_decode(TYPES[dtype], decoders, len(decoders), byref(step), torch.get_num_threads())
 
 

@@ -34,6 +34,7 @@ struct SampledRow {
 };
 
 constexpr int64_t GROUP = 128;
+constexpr int64_t FEW_LOGITS = 1 << 18;
 // Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 constexpr double MIN_TEMPERATURE = 1e-6;
 
