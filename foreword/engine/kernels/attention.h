@@ -18,7 +18,7 @@
 #include "threads.h"
 #include "vectors.h"
 
-constexpr int KEYS = KEY_VECTORS * LANES;
+constexpr int KEYS = KEY_VECTORS * LANES * KEY_PARTS;
 
 struct AttentionTask {
     int64_t rows_at, rows;  // in `AttentionTasks.rows`
@@ -274,25 +274,29 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     }
     if (widest == 0) return;
     // The scores of all rows, then one row at a time: mask, softmax, weights.
-    Floats scores[ROWS][KEY_VECTORS] = {};
     typedef typename T::Tiled N;
-    multiply<N, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words, tile.keys, KEYS, tile.words,
-                                   ahead);
+    constexpr int VECTORS = KEYS / LANES;
     float decay[ROWS];
-    Floats products[ROWS * KEY_VECTORS];
+    Floats products[ROWS * VECTORS];
+#pragma GCC unroll 1
+    for (int part = 0; part < KEY_PARTS; part++) {
+        Floats scores[ROWS][KEY_VECTORS] = {};
+        multiply<N, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words,
+                                       tile.keys + part * KEY_VECTORS * LANES, KEYS, tile.words, ahead);
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
+        for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < KEY_VECTORS; c++) products[r * KEY_VECTORS + c] = scores[r][c];
+            for (int c = 0; c < KEY_VECTORS; c++) products[r * VECTORS + part * KEY_VECTORS + c] = scores[r][c];
+    }
     const float scale = layer.scale * LOG2E;
     Words numbers;
     for (int i = 0; i < LANES; i++) numbers[i] = i;
 #pragma GCC unroll 1
     for (int r = 0; r < ROWS; r++) {
-        Floats values[KEY_VECTORS];
-#pragma GCC unroll 4
-        for (int c = 0; c < KEY_VECTORS; c++) {
-            values[c] = products[r * KEY_VECTORS + c] * scale;
+        Floats values[VECTORS];
+#pragma GCC unroll 8
+        for (int c = 0; c < VECTORS; c++) {
+            values[c] = products[r * VECTORS + c] * scale;
             if (__builtin_expect(layer.softcap > 0, 0))
                 values[c] = tanh_of(values[c] * (1.0f / (layer.softcap * LOG2E))) * (layer.softcap * LOG2E);
             if (masked) {
@@ -302,16 +306,17 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
             }
         }
         Floats top = values[0];
-#pragma GCC unroll 4
-        for (int c = 1; c < KEY_VECTORS; c++) top = larger(top, values[c]);
+#pragma GCC unroll 8
+        for (int c = 1; c < VECTORS; c++) top = larger(top, values[c]);
         const float old_largest = tile.largest[row + r];
         const float new_largest = largest_of(larger(top, broadcast(old_largest)));
         const float origin = new_largest == -INFINITE ? 0.0f : new_largest;
-        const Floats rescale = exp2_of<6>(broadcast(old_largest - origin));
+        // Most blocks have no larger score than those before them.
+        const Floats rescale = old_largest == origin ? broadcast(1.0f) : exp2_of<6>(broadcast(old_largest - origin));
         decay[r] = rescale[0];
         Floats sum = load<Floats>(tile.sums + (row + r) * LANES) * rescale;
-#pragma GCC unroll 4
-        for (int c = 0; c < KEY_VECTORS; c++) {
+#pragma GCC unroll 8
+        for (int c = 0; c < VECTORS; c++) {
             const Floats weight = exp2_of<T::EXP_DEGREE>(values[c] - origin);
             sum += weight;
             N::write(tile.weights + r * KEYS + c * LANES, weight);

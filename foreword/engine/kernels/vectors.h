@@ -29,7 +29,9 @@ constexpr int TILE_ROWS = LANES == 16 ? 12 : LANES == 8 ? 5 : 4;
 // A tile is laid out from one vector of words per row, transposed.
 static_assert(TILE_ROWS <= LANES);
 constexpr int KEY_VECTORS = LANES == 16 ? 4 : 2;
-constexpr int QUERY_ROWS = LANES == 16 ? 6 : 4;
+// Blocks of keys are KEY_PARTS times as long: the state of the softmax is updated once for each.
+constexpr int KEY_PARTS = LANES == 16 ? 1 : 2;
+constexpr int QUERY_ROWS = 6;
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
