@@ -281,11 +281,20 @@ class Plain:
             arguments.model, dtype=arguments.dtype[0], threads=arguments.threads, kv_memory="24576 tokens", **options
         )
 
-    def seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
-        """How long it takes to complete some prompts, of which at most a shared prefix is cached."""
+    def prefill_speed(self, prompt: list[int]) -> float:
+        """Tokens per second of a prompt of which nothing is cached."""
         self.llm.clear_cache()
-        if len(prompts) > 1 and prompts[0][:SHARED_TOKENS] == prompts[1][:SHARED_TOKENS]:
-            self._generate([prompts[0][:SHARED_TOKENS]], 1)
+        return len(prompt) / self._seconds([prompt], 1)
+
+    def decode_speed(self, prompts: Sequence[list[int]]) -> float:
+        """Tokens per second of decode steps: the prompts are cached, and the time for one token is subtracted."""
+        self.llm.clear_cache()
+        self._generate([prompts[0][:SHARED_TOKENS]], 1)
+        self._generate(prompts, 1)
+        first = self._seconds(prompts, 1)
+        return len(prompts) * NEW_DECODED / (self._seconds(prompts, NEW_DECODED + 1) - first)
+
+    def _seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
         clock = time.process_time if self._processor_time else time.perf_counter
         start = clock()
         self._generate(prompts, new_tokens)
@@ -309,11 +318,8 @@ def measure(arguments: argparse.Namespace, facts: dict[str, str]) -> str:
             prefix = [chance.randrange(3, vocabulary) for _ in range(shared)]
             prompts = [[*prefix, *(chance.randrange(3, vocabulary) for _ in range(length))] for _ in range(batch)]
             for mode in sorted(modes, reverse=number % 2 == 0):
-                first = modes[mode].seconds(prompts, 1)
-                if name.startswith("prefill"):
-                    speed = length / first
-                else:
-                    speed = batch * NEW_DECODED / (modes[mode].seconds(prompts, NEW_DECODED + 1) - first)
+                engine = modes[mode]
+                speed = engine.prefill_speed(prompts[0]) if name.startswith("prefill") else engine.decode_speed(prompts)
                 if number:
                     speeds[mode][name].append(speed)
     rows = []
