@@ -200,6 +200,23 @@ INLINE void transpose_keys(const typename T::Element* const* keys, int64_t offse
         if (WHOLE || word + i < words) store(to + (word + i) * KEYS, block[i]);
 }
 
+// The same for words that are halves of words in memory: LANES keys' `[word, word + 2 * LANES)`, transposed in pairs.
+template <class T>
+INLINE void transpose_pairs(const typename T::Element* const* keys, int64_t offset, int64_t word, int32_t* to,
+                            LinesAhead<1>& ahead) {
+    Words block[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        ahead();
+        block[i] = load<Words>(keys[i] + offset + word);
+    }
+    transpose(block);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) store(to + (word + 2 * i + half) * KEYS, tiled_words<T>(block[i], half));
+}
+
 // `words` words from `from` on; zeros follow, up to `room` words.
 template <class T, class N>
 INLINE void put_words(const typename T::Element* from, int64_t words, int32_t* to, int64_t room) {
@@ -219,6 +236,9 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
     const int64_t key = head * key_dim, value = head * value_dim;
     for (int64_t i = 0; i < KEYS; i += LANES) {
         int64_t word = 0;
+        if constexpr (T::TILED_WORDS == 2)
+            for (; word + 2 * LANES <= words; word += 2 * LANES)
+                transpose_pairs<T>(current.keys + i, key, word, tile.keys + i, ahead);
         for (; word + LANES <= words; word += LANES)
             transpose_keys<true, T>(current.keys + i, key, word, words, tile.keys + i, ahead);
         if (word < words) transpose_keys<false, T>(current.keys + i, key, word, words, tile.keys + i, ahead);

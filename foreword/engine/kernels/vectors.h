@@ -63,6 +63,8 @@ INLINE Floats select(Words where, Floats a, Floats b) { return where ? a : b; }
 INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return select(a > b, a, b);
 #endif
@@ -71,6 +73,8 @@ INLINE Floats larger(Floats a, Floats b) {
 INLINE Bits widen(Halves v) {
 #if defined(__AVX512F__)
     return (Bits)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+    return (Bits)_mm256_cvtepu16_epi32((__m128i)v);
 #else
     return __builtin_convertvector(v, Bits);
 #endif
@@ -341,7 +345,33 @@ INLINE Words tiled_words(Words words, int which) {
     return which == 0 ? words << 16 : words & (int32_t)0xffff0000;
 }
 
-// LANES vectors of LANES words each, transposed: log2(LANES) rounds of interleaving row i with row i + LANES / 2.
+// LANES vectors of LANES words each, transposed.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Eight unpackings of words, eight of pairs of words, eight exchanges of halves: each is one instruction.
+INLINE void transpose(Words rows[LANES]) {
+    Words made[LANES];
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 2) {
+        made[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+        made[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            const Words a = made[i + half], b = made[i + half + 2];
+            rows[i + 2 * half] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+            rows[i + 2 * half + 1] = __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES / 2; i++) {
+        const Words a = rows[i], b = rows[i + LANES / 2];
+        rows[i] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[i + LANES / 2] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+#else
+// log2(LANES) rounds of interleaving row i with row i + LANES / 2.
 INLINE void transpose(Words rows[LANES]) {
 #if defined(__AVX512F__)
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -356,9 +386,6 @@ INLINE void transpose(Words rows[LANES]) {
 #if defined(__AVX512F__)
             made[2 * i] = (Words)_mm512_permutex2var_epi32((__m512i)a, low, (__m512i)b);
             made[2 * i + 1] = (Words)_mm512_permutex2var_epi32((__m512i)a, high, (__m512i)b);
-#elif defined(__AVX2__)
-            made[2 * i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
-            made[2 * i + 1] = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
             made[2 * i] = __builtin_shufflevector(a, b, 0, 4, 1, 5);
             made[2 * i + 1] = __builtin_shufflevector(a, b, 2, 6, 3, 7);
@@ -368,6 +395,7 @@ INLINE void transpose(Words rows[LANES]) {
         for (int i = 0; i < LANES; i++) rows[i] = made[i];
     }
 }
+#endif
 
 template <class T>
 INLINE typename T::Element* at(void* base, int64_t elements) {
