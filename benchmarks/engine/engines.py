@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.worker import MODES, environment, parse_row
-from benchmarks.harness import cores, machine, median, ratio, set_up, table
+from benchmarks.harness import cores, machine, median, ratio, set_up, table, write_figures
 
 OURS = "foreword"
 DEFAULT, TORCH = "foreword", "foreword (torch)"
@@ -157,10 +157,14 @@ def measure_limits(model: Path, arguments: argparse.Namespace) -> dict[str, floa
     return found
 
 
-def report(model: str, rows: Sequence[str], results: Results, field: Sequence[Contender]) -> str:
+def head_of(field: Sequence[Contender]) -> list[str]:
+    """The columns after the model's name."""
+    return [*(contender.label for contender in field), "default / torch", "default / best peer", "share of the limit"]
+
+
+def lines_of(model: str, rows: Sequence[str], results: Results, field: Sequence[Contender]) -> list[list[str]]:
     """Tokens per second of each contender, ours as multiples, and as shares of the machine's limits."""
     labels = [contender.label for contender in field]
-    head = [model, *labels, "default / torch", "default / best peer", "share of the limit"]
     lines = []
     for row in rows:
         speeds = {label: results.find(label, model, row) for label in labels}
@@ -169,7 +173,7 @@ def report(model: str, rows: Sequence[str], results: Results, field: Sequence[Co
         cells = [f"{speed:,.1f}" if speed is not None else "-" for speed in speeds.values()]
         pairs = [times(ours, speeds.get(TORCH)), times(ours, max(peers, default=None))]
         lines.append([row, *cells, *pairs, share(row, ours, results.limits.get(model))])
-    return table(head, lines)
+    return lines
 
 
 def times(ours: float | None, theirs: float | None) -> str:
@@ -236,6 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--llama-python", help="interpreter of an environment with llama-cpp-python and gguf")
     parser.add_argument("--environment", nargs="+", default=[], metavar="NAME=VALUE", help="for Foreword's processes")
     parser.add_argument("--json", type=Path, help="keep results here, and measure only those that are missing")
+    parser.add_argument("--figures", type=Path, help="write the table to this file (docs/figures)")
     found = parser.parse_args()
     found.deadline = time.monotonic() + found.seconds
     return found
@@ -249,6 +254,7 @@ def main() -> None:
     results = Results(arguments.json)
     results.set_up = results.set_up or facts(arguments)
     print(set_up(results.set_up), flush=True)
+    lines = []
     for model in arguments.models:
         rows = rows_of(model, arguments.only)
         if model.name not in results.limits:
@@ -259,8 +265,14 @@ def main() -> None:
             if missing and time.monotonic() < arguments.deadline:
                 results.rows += measure(contender, model, missing, arguments)
             results.save()
-        print(f"\nTokens per second\n\n{report(model.name, rows, results, field)}", flush=True)
+        found = lines_of(model.name, rows, results, field)
+        print(f"\nTokens per second\n\n{table([model.name, *head_of(field)], found)}", flush=True)
+        lines += [[f"{model.name}, {row}", *cells] for row, *cells in found]
     print(f"\n{set_up(versions(results.rows))}")
+    if arguments.figures is not None:
+        title = f"The engine beside others, {results.set_up['instructions']}"
+        about = {"tokens per second": f"in {arguments.dtype}"} | results.set_up | versions(results.rows)
+        write_figures(arguments.figures, title, ["model, row", *head_of(field)], lines, about)
 
 
 if __name__ == "__main__":
