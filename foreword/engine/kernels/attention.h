@@ -473,14 +473,16 @@ static void merge_row(const AttentionTasks& step, const AttentionLayer& layer, c
     }
 }
 
-// A task with at most so many rows in all heads is one item of work; a longer one is an item per KV head.
+// A longer task, by its rows in all heads, is an item of work per KV head. Others have several heads in an item, whose keys are
+// adjacent in memory, and one item where there are enough tasks for the threads.
 constexpr int64_t MAX_ROWS_OF_ALL_HEADS = 256;
 
 template <class T>
 static void attend(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows, ThreadTeam& team) {
-    const bool enough = step.num_tasks >= 2 * team.threads || team.threads == 1;
+    const int64_t wanted = step.num_tasks < team.threads || team.threads == 1 ? team.threads : 2 * team.threads;
+    const int64_t heads = min(max(layer.kv_heads * step.num_tasks / wanted, 1), layer.kv_heads);
     auto heads_of = [&](const AttentionTask& task) {
-        return enough && task.rows * layer.group * layer.kv_heads <= MAX_ROWS_OF_ALL_HEADS ? layer.kv_heads : 1;
+        return task.rows * layer.group * layer.kv_heads <= MAX_ROWS_OF_ALL_HEADS ? heads : 1;
     };
     static thread_local std::vector<int64_t> items;
     items.clear();
@@ -491,7 +493,7 @@ static void attend(const AttentionTasks& step, const AttentionLayer& layer, cons
     team.share((int64_t)items.size(), [&](int64_t item) {
         const AttentionTask& task = step.tasks[found[item] / layer.kv_heads];
         const int64_t head = found[item] % layer.kv_heads;
-        attend_task<T>(step, layer, rows, task, head, head + heads_of(task));
+        attend_task<T>(step, layer, rows, task, head, min(head + heads_of(task), layer.kv_heads));
     });
     if (step.num_merges > 0)
         team.share(step.num_merges, [&](int64_t item) { merge_row<T>(step, layer, rows, step.merges[item]); });
