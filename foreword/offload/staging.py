@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -14,6 +15,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Plane, Queues
+from foreword.store.background import PagePopulator
 from foreword.store.frame import HEADER_BYTES
 
 _ALIGNMENT = 64
@@ -137,6 +139,9 @@ class StagingArena:
         stride = -(-self.frame_bytes // _ALIGNMENT) * _ALIGNMENT
         if self.device.type == "cpu":
             arena = huge_pages.zeros(slots, stride, dtype=torch.uint8)
+            populator = PagePopulator(arena, arena.data_ptr(), arena.nbytes, "foreword-staging-pages")
+            populator.extend(arena.nbytes)
+            weakref.finalize(self, populator.stop)
         else:
             arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=True)
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
-from foreword.store.background import CORES, lower_priority
+from foreword.store.background import CORES, PagePopulator
 from foreword.store.base import BAD, FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
 from foreword.store.chain_lru import ChainLru
 from foreword.store.frame import Frame
@@ -28,11 +28,6 @@ from foreword.store.wrappers import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
-_POPULATE_BYTES = 16 << 20
-_AHEAD_BYTES = 256 << 20
-_POPULATE_PAUSE = 0.03  # seconds after each piece: at most half a gigabyte per second
-_POPULATE_NICE = 10
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the module mmap
 
 
 class SlotTable:
@@ -196,7 +191,7 @@ class MemoryArena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE)
         self._view = memoryview(self._map)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def _advise(self, advice: int) -> None:
         try:
@@ -208,27 +203,17 @@ class MemoryArena:
         """Copy `data` to `offset`, and what lies behind it in memory up to `size` bytes."""
         size = size or data.nbytes
         if size > data.nbytes or (size >= _UNLOCKED_BYTES and not data.readonly):
-            ctypes.memmove(self._base + offset, _address(data), size)
+            ctypes.memmove(self.address + offset, _address(data), size)
         else:
             self._view[offset : offset + size] = data if data.format == "B" else data.cast("B")
 
     def read(self, offset: int, size: int, buffer: memoryview) -> None:
         """Copy `size` bytes from `offset` to the start of `buffer`."""
         if size >= _UNLOCKED_BYTES:
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self._base + offset, size)
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self.address + offset, size)
         else:
             target = buffer if buffer.format == "B" else buffer.cast("B")
             target[:size] = self._view[offset : offset + size]
-
-    def populate(self, offset: int, size: int) -> bool:
-        """Allocate pages for a range without changing its content and without holding the GIL.
-
-        Returns False if the kernel does not support it.
-        """
-        libc = ctypes.CDLL(None)
-        return bool(
-            libc.madvise(ctypes.c_void_p(self._base + offset), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
-        )
 
 
 def _address(data: memoryview) -> int:
@@ -250,40 +235,6 @@ def _adjacent(places: Sequence[tuple[int, Frame]], slot_bytes: int) -> Iterator[
         end = address + size if address and size == slot_bytes else -1
     if run:
         yield run
-
-
-class PagePopulator:
-    """A low-priority thread that populates an arena from start to end, in pieces, a little ahead of use."""
-
-    def __init__(self, arena: MemoryArena, name: str) -> None:
-        self._changed = threading.Condition()
-        self._used = 0
-        self._stopped = False
-        threading.Thread(target=self._run, args=(arena,), name=name, daemon=True).start()
-
-    def extend(self, end: int) -> None:
-        """Note that bytes up to `end` are in use or will be soon."""
-        if end > self._used:
-            with self._changed:
-                self._used = max(self._used, end)
-                self._changed.notify()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-
-    def _run(self, arena: MemoryArena) -> None:
-        lower_priority(_POPULATE_NICE)
-        for offset in range(0, arena.size, _POPULATE_BYTES):
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or offset < self._used + _AHEAD_BYTES)  # noqa: B023
-                if self._stopped:
-                    return
-            if not arena.populate(offset, min(_POPULATE_BYTES, arena.size - offset)):
-                return
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
 
 
 _SCAN_SLOTS = 4096
@@ -330,7 +281,7 @@ class MemoryStore(LocalRecords):
         self._slots = SlotTable(size, slot_bytes or 0, self._quota)
         self._evictions = 0
         self._refused = 0
-        self._populator = PagePopulator(self._arena, f"foreword-{label}-pages")
+        self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
         weakref.finalize(self, self._populator.stop)
 
     @staticmethod
