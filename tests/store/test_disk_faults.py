@@ -38,7 +38,7 @@ from foreword.conformance import (
 )
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
 from foreword.store.base import BAD
-from foreword.store.disk import folder_scan, opener, recovery, writer
+from foreword.store.disk import opener, recovery, writer
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.files import BlockFile, read_block_header
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check
@@ -117,7 +117,7 @@ def intact(store: DiskStore, chains: Sequence[Sequence[Frame]]) -> set[bytes]:
 
 
 def set_boot(monkeypatch: pytest.MonkeyPatch, boot: str) -> None:
-    for module in (recovery, folder_scan):
+    for module in (recovery, opener):
         monkeypatch.setattr(module, "boot_of_host", lambda: ("this host", boot))
 
 
@@ -904,7 +904,7 @@ def test_reads_need_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "index.sqlite").unlink()
     go_on = threading.Event()
     monkeypatch.setattr(opener, "_LARGE_INDEX", 0)
-    monkeypatch.setattr(folder_scan, "read_block_header", lambda file: go_on.wait(60) and read_block_header(file))
+    monkeypatch.setattr(opener, "read_block_header", lambda file: go_on.wait(60) and read_block_header(file))
     with closing(DiskStore(tmp_path, 1 << 20)) as store, closing(DiskStore(tmp_path, 1 << 20)) as other:
         for one in (store, other):
             assert one.status().notes["scanning"] == 1
@@ -940,8 +940,8 @@ def test_writes_go_on_during_a_rebuild(tmp_path: Path, monkeypatch: pytest.Monke
         return read_block_header(file)
 
     monkeypatch.setattr(opener, "_LARGE_INDEX", 0)
-    monkeypatch.setattr(folder_scan, "_ROWS", 1)
-    monkeypatch.setattr(folder_scan, "read_block_header", slow)
+    monkeypatch.setattr(opener, "_ROWS", 1)
+    monkeypatch.setattr(opener, "read_block_header", slow)
     with closing(DiskStore(tmp_path, BUDGET)) as store, closing(DiskStore(tmp_path, BUDGET)) as other:
         assert added.wait(60)
         assert store.put([old[9]], deadline=soon()) == 1, "it is present, though not in the index yet"
