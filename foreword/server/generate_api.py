@@ -23,7 +23,7 @@ from foreword.api.rights import Right
 from foreword.api.routes import JsonBody, Meter, Routes
 from foreword.engine.request import Delta, Request
 from foreword.errors import ShuttingDown
-from foreword.server import relay
+from foreword.server import migration
 from foreword.server.endpoint import ServerContext, check_model
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import conversation_size, count_prompt, make_job
@@ -156,7 +156,7 @@ async def _deltas(
             if delta.moved is None or job.client_follows:
                 yield prompt, delta
                 continue
-            async with aclosing(relay.follow(delta.moved, job.caller, context.admission.stopped)) as rest:
+            async with aclosing(migration.follow(delta.moved, job.caller, context.admission.stopped)) as rest:
                 async for relayed in rest:
                     yield prompt, relayed
 
@@ -196,7 +196,7 @@ async def events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None
                 continue
             prompt, delta = item
             if delta.moved is not None:
-                yield relay.moved_event(delta.moved)
+                yield migration.moved_event(delta.moved)
                 return
             if not started:
                 started = True

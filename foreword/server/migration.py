@@ -1,4 +1,5 @@
-"""Live migration: move one running request to another server, or all of them when this server is about to stop.
+"""Live migration: move one running request to another server, or all of them when this server is about to stop, and fetch the
+deltas from there for a client that stayed here.
 
 The hand-off message says how a migrated request's answer is written. It travels with the request; engines do not read it.
 """
@@ -8,41 +9,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from msgspec.structs import replace
 
-from foreword.api import logprobs
+from foreword.api import logprobs, sse
+from foreword.api.dialects.answer_reader import error_of
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.request import GenerateRequest
 from foreword.api.tools.parser import AnswerFormats
-from foreword.decoders import decode_json
+from foreword.decoders import convert, decode_json
 from foreword.disaggregation.unclaimed import UnclaimedRequest
-from foreword.engine.request import Request
+from foreword.engine.request import Delta, MigratedTo, Request
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, ForewordError, ShuttingDown, TransferUnavailable
 from foreword.server.endpoint import ServerContext
 from foreword.server.instance_api import describe
-from foreword.server.job import Caller, Job, reader_for
+from foreword.server.job import FOLLOW_HEADER, Caller, Job, reader_for
 from foreword.server.peers import server_url
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
     from foreword.entrypoints.async_engine import AsyncEngine
 
+T = TypeVar("T")
 VERSION: Final = 2
+# Names of events between servers, and between a server and a router.
+MOVED: Final = "foreword.moved"
+DELTA: Final = "foreword.delta"
 logger = logging.getLogger(__name__)
 
 _CONCURRENT: Final = 4
 # A request whose KV is being loaded cannot migrate now, but a moment later.
 _ATTEMPTS: Final = 20
 _RETRY_SECONDS: Final = 0.1
+# Seconds without any byte after which the other server counts as dead. It sends a comment every KEEP_ALIVE seconds.
+_READ_TIMEOUT: Final = 30.0
 
 
 async def migrate(context: ServerContext, job: Job, to: str) -> dict[str, Any]:
@@ -227,3 +238,98 @@ def _decode(message: bytes) -> HandoffMessage:
 
 def _unknown() -> BadRequest:
     return BadRequest("the migrated request's hand-off message has a format that this server does not know")
+
+
+def moved_event(departure: MigratedTo) -> bytes:
+    """The last event of a stream whose client reconnects by itself."""
+    return sse.encode(asdict(departure), MOVED)
+
+
+def delta_event(delta: Delta) -> bytes:
+    """A delta for another server."""
+    return sse.encode(msgspec.to_builtins(delta, builtin_types=(bytes,)), DELTA)
+
+
+async def follow(departure: MigratedTo, caller: Caller, stop: asyncio.Event) -> AsyncGenerator[Delta, None]:
+    """The deltas of a migrated request, also when it migrates again.
+
+    Raises ShuttingDown once `stop` is set, TransferUnavailable if the other server is gone, EngineFailed with the other
+    server's error.
+    """
+    source: MigratedTo | None = departure
+    while source is not None:
+        onward: MigratedTo | None = None
+        async with aclosing(_until_stopped(_fetch(source, caller), stop)) as items:
+            async for item in items:
+                if isinstance(item, MigratedTo):
+                    onward = item
+                    break
+                yield item
+                if item.finish_reason is not None:
+                    return
+        if onward is None:
+            raise TransferUnavailable(f"the server at {source.to}, where the request migrated to, has ended")
+        source = onward
+
+
+async def _fetch(source: MigratedTo, caller: Caller) -> AsyncGenerator[Delta | MigratedTo, None]:
+    import httpx
+
+    url = f"{source.to.rstrip('/')}/v1/requests/{quote(source.request_id, safe='')}/stream"
+    headers = {**caller.headers, FOLLOW_HEADER: "1"}
+    timeout = httpx.Timeout(10, read=_READ_TIMEOUT)
+    query = {"from": str(source.tokens), "format": "deltas"}
+    parser = sse.EventParser()
+    try:
+        async with (
+            httpx.AsyncClient(timeout=timeout, trust_env=False, verify=url.startswith("https")) as client,
+            client.stream("GET", url, params=query, headers=headers) as response,
+        ):
+            if response.status_code != 200:
+                message = _error_message(await response.aread())
+                raise TransferUnavailable(f"{source.to} does not continue the request: {message}")
+            async for piece in response.aiter_bytes():
+                for event in parser.feed(piece):
+                    if event.data:
+                        yield _read_event(event)
+    except httpx.HTTPError as error:
+        text = f"the connection to {source.to}, where the request migrated to, broke: {error}"
+        raise TransferUnavailable(text) from error
+
+
+def _read_event(event: sse.ServerSentEvent) -> Delta | MigratedTo:
+    if event.name == MOVED:
+        return decode_json(event.data, MigratedTo)
+    if event.name == DELTA:
+        return convert(json.loads(event.data), Delta)
+    raise EngineFailed(_error_message(event.data))
+
+
+def _error_message(data: bytes) -> str:
+    return error_of(data).message or "it did not answer as a Foreword server does"
+
+
+async def _until_stopped(items: AsyncGenerator[T, None], stop: asyncio.Event) -> AsyncGenerator[T, None]:
+    """The items. Raises ShuttingDown once `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
+    following: asyncio.Future[T] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(items))
+            await asyncio.wait((following, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                raise ShuttingDown("The server is shutting down and ended the request before its end")
+            try:
+                item = following.result()
+            except StopAsyncIteration:
+                return
+            following = None
+            yield item
+    finally:
+        stopped.cancel()
+        if following is not None:
+            following.cancel()
+        if following is not None:
+            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
+                await following
+        await items.aclose()

@@ -19,7 +19,6 @@ from foreword.server import generate_api, migration, request_notes
 from foreword.server.endpoint import ServerContext
 from foreword.server.job import Caller, Job
 from foreword.server.prepare import formats_of
-from foreword.server.relay import delta_event, moved_event
 
 
 class MigrateBody(Body, kw_only=True):
@@ -121,4 +120,4 @@ async def _deltas(context: ServerContext, job: Job) -> AsyncGenerator[bytes, Non
                 yield b""
             else:
                 _, delta = item
-                yield delta_event(delta) if delta.moved is None else moved_event(delta.moved)
+                yield migration.delta_event(delta) if delta.moved is None else migration.moved_event(delta.moved)
