@@ -17,8 +17,7 @@ from foreword.config import TransferConfig
 from foreword.disaggregation.context import EngineContext, EngineThread
 from foreword.disaggregation.kv_send import KVSend, KVSender
 from foreword.disaggregation.live_migration import Migrations, OutgoingMigration
-from foreword.disaggregation.prefill_service import PrefillService
-from foreword.disaggregation.remote_prefill import RemotePrefill
+from foreword.disaggregation.remote_prefill import PrefillService, RemotePrefill
 from foreword.disaggregation.request_messages import MigrationOffer, PrefillTask, decode, pack
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request
