@@ -16,8 +16,7 @@ from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messa
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, refuse
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import Message, Tool
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 
 DEFAULT_TTL: Final = 300.0

@@ -22,8 +22,8 @@ from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_respo
 from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
-from foreword.api.rights import NO_TENANT, Right, Rights
-from foreword.api.routes import JsonBody, Meter, Route, Routes
+from foreword.api.rights import NO_TENANT, Rights
+from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean

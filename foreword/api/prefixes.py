@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from foreword.api.dialects.decode import Body, Limits, check_length, refuse
 from foreword.api.front import Answer, Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.blocks.salt import PUBLIC
 from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.usage import TokenUsage

@@ -7,8 +7,7 @@ from typing import Any
 
 from foreword import __version__
 from foreword.api.front import Answer, Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 
 
 def add_routes(routes: Routes[Handler], render: Callable[[str], tuple[bytes, str]]) -> None:

@@ -11,9 +11,9 @@ import hmac
 import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from typing import Final
 
+from foreword.api.routes import Right
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
 
@@ -86,26 +86,6 @@ def is_local(address: str | None, headers: Mapping[str, str]) -> bool:
         return False
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return (mapped or found).is_loopback
-
-
-class Right(Enum):
-    """Who may call a route. The text is for the reference."""
-
-    ANYONE = "any"
-    TENANT = "tenant"
-    """A caller with a key; anyone where none is required."""
-    OWNER = "owner"
-    """A tenant, about what belongs to it. Where no API keys are required, an operator."""
-    TENANT_OR_OPERATOR = "tenant or operator"
-    OWNER_OR_OPERATOR = "owner or operator"
-    STATE = "state"
-    """An operator. Where no key of any kind is configured, anyone."""
-    OPERATOR = "operator"
-
-    @property
-    def names_tenant(self) -> bool:
-        """Whether its callers are always tenants, to whom quotas apply."""
-        return self in (Right.TENANT, Right.OWNER)
 
 
 NO_TENANT: Final = Tenant("unknown", b"", "none")

@@ -21,11 +21,30 @@ import msgspec
 from foreword import __version__
 from foreword.api.dialects.decode import Body, Limits, parse_body, unknown_fields
 from foreword.api.errors import ErrorResponder, openai_error
-from foreword.api.rights import Right
 
 H = TypeVar("H", bound=Callable[..., Any])
 
 _NAME: Final = re.compile(r"\{(\w+)(:path)?\}")
+
+
+class Right(Enum):
+    """Who may call a route. The text is for the reference."""
+
+    ANYONE = "any"
+    TENANT = "tenant"
+    """A caller with a key; anyone where none is required."""
+    OWNER = "owner"
+    """A tenant, about what belongs to it. Where no API keys are required, an operator."""
+    TENANT_OR_OPERATOR = "tenant or operator"
+    OWNER_OR_OPERATOR = "owner or operator"
+    STATE = "state"
+    """An operator. Where no key of any kind is configured, anyone."""
+    OPERATOR = "operator"
+
+    @property
+    def names_tenant(self) -> bool:
+        """Whether its callers are always tenants, to whom quotas apply."""
+        return self in (Right.TENANT, Right.OWNER)
 
 
 class Meter(Enum):

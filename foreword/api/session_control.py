@@ -9,8 +9,7 @@ from msgspec import Meta
 
 from foreword.api.dialects.decode import Body, Limits, refuse
 from foreword.api.front import Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 
 PATH = "/v1/sessions"
 LONGEST_NAME: Final = 256

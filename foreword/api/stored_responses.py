@@ -10,8 +10,7 @@ from typing import Any, Final
 
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.errors import BadRequest, NotFound
 
 _TENANT_RESPONSES: Final = 1000

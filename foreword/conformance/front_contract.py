@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from foreword.api.rights import Right
-from foreword.api.routes import JsonBody, Meter, Route, Routes
+from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
 
 _JSON = {"content-type": "application/json"}
 _REQUEST_ID = "asked-by-the-contract"

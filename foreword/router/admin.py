@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from foreword.api.dialects.decode import Body, refuse
 from foreword.api.front import Answer, Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.errors import BadRequest, ConfigError
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec

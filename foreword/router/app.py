@@ -6,8 +6,7 @@ from functools import partial
 
 from foreword.api import probes
 from foreword.api.front import Answer, Call, Front, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Route, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Route, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ShuttingDown
 from foreword.router import admin, cache_api, completions, dashboard, fleet_erasures, passthrough, prefixes_api

@@ -23,8 +23,7 @@ from foreword.api.dialects.decode import Limits, TooMany
 from foreword.api.errors import error_body
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody, GenerateRequest
-from foreword.api.rights import Right
-from foreword.api.routes import Routes
+from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.passthrough import healthy, send_once

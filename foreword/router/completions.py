@@ -18,8 +18,7 @@ from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.outcomes import ClientGone
 from foreword.api.request import GenerateRequest
-from foreword.api.rights import Right
-from foreword.api.routes import JsonBody, Meter, Routes
+from foreword.api.routes import JsonBody, Meter, Right, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt

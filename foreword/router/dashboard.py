@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from foreword import __version__
 from foreword.api.front import Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages
 from foreword.errors import Forbidden, Unauthorized

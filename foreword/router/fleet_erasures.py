@@ -11,8 +11,7 @@ import msgspec
 from yarl import URL
 
 from foreword.api.front import Answer, Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
 from foreword.router.passthrough import chosen, send_once
 from foreword.router.replicas import Upstream, clock

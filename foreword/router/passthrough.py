@@ -11,8 +11,8 @@ from yarl import URL
 from foreword.api import stored_responses
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody
-from foreword.api.rights import Right, credentials
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.rights import credentials
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.errors import NoReplica, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.router.auth import request_headers, response_headers
 from foreword.router.replica_body import edited, read_body

@@ -11,8 +11,7 @@ import msgspec
 from foreword.api.dialects import chat
 from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix

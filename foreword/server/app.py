@@ -16,8 +16,8 @@ from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.prefixes import AnyPrefixBody
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
-from foreword.api.rights import HostNames, Right, Rights
-from foreword.api.routes import NO_BODY, Meter, Route, Routes
+from foreword.api.rights import HostNames, Rights
+from foreword.api.routes import NO_BODY, Meter, Right, Route, Routes
 from foreword.api.stored_responses import StoredResponses
 from foreword.api.tenants import Tenants
 from foreword.api.tools.parser import formats_named

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from foreword import __version__
 from foreword.api.front import Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, Meter, Routes
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.blocks.common_prefixes import CommonPrefix
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.dashboard.pages import add_pages

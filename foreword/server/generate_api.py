@@ -19,8 +19,7 @@ from foreword.api.dialects.writer import to_json
 from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import GenerateRequest
-from foreword.api.rights import Right
-from foreword.api.routes import JsonBody, Meter, Routes
+from foreword.api.routes import JsonBody, Meter, Right, Routes
 from foreword.engine.request import Delta, Request
 from foreword.errors import ShuttingDown
 from foreword.server import migration

@@ -12,8 +12,7 @@ from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messa
 from foreword.api.dialects.decode import UNSET_RAW, Body, Limits, bounded_object, refuse
 from foreword.api.dialects.decode import check_length as check_entries
 from foreword.api.front import Call, Handler, Reply
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
 
 if TYPE_CHECKING:

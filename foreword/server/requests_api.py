@@ -11,8 +11,7 @@ from msgspec import Meta, field
 from foreword.api.dialects.decode import Body
 from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler
-from foreword.api.rights import Right
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.errors import BadRequest, CannotMigrate, NotFound
 from foreword.process_config import ServerConfig
 from foreword.server import generate_api, migration, request_notes

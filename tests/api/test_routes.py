@@ -13,8 +13,8 @@ import pytest
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.front import Call, Handler
-from foreword.api.rights import Right, Rights
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Route, Routes
+from foreword.api.rights import Rights
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
 from foreword.server.model_api import DetokenizeBody

@@ -39,8 +39,8 @@ from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.outcomes import ClientGone, Outcome
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
-from foreword.api.rights import Right, Rights
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Routes
+from foreword.api.rights import Rights
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
