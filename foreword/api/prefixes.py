@@ -10,7 +10,7 @@ from foreword.api.dialects.decode import Body, Limits, check_length, refuse
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
 from foreword.blocks.salt import PUBLIC
-from foreword.prefixes.async_service import AsyncPrefixes
+from foreword.prefixes.prefix_service import AsyncPrefixes
 from foreword.usage import TokenUsage
 
 PATH = "/v1/prefixes"

@@ -37,9 +37,8 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
 from foreword.events import Event, Observer
 from foreword.offload.manager import OffloadManager
-from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.erasure import described, erase_prefixes
-from foreword.prefixes.prefix_service import Registration
+from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
 
 Result = TypeVar("Result")

@@ -14,9 +14,8 @@ from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
-from foreword.prefixes.async_service import AsyncPrefixes
 from foreword.prefixes.book import Content, KeptBytes, Message, NamedPrefix
-from foreword.prefixes.prefix_service import PrefixService, Registration
+from foreword.prefixes.prefix_service import AsyncPrefixes, PrefixService, Registration
 
 # How often the pins of a prefix in use are checked.
 _CHECK_SECONDS: Final = 30.0
