@@ -30,10 +30,9 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.config import SharedSecret, TransferConfig, parse_bytes
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, Payload
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.sockets import SocketStream, tune
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVDestination, TransferSide
+from foreword.transfer.transfers import KVDestination, TransferService, TransferSide
 from foreword.transfer.wire_format import Frames, KVPart, Reason
 
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20}

@@ -47,7 +47,7 @@ class ServedStatus:
 
 
 class FrameServer:
-    """Answers `locate` and `get` of a transfer service (`transfer.service.TransferService`), on the endpoint's threads.
+    """Answers `locate` and `get` of a transfer service (`transfer.transfers.TransferService`), on the endpoint's threads.
 
     Args:
         layouts: of each KV group's blocks; blocks of another layout are missing.

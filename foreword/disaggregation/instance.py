@@ -25,9 +25,8 @@ from foreword.engine.sequence import SequenceState, Step
 from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import BadRequest, ForewordError
 from foreword.transfer.link import Payload
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
+from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, KVPart, Reason
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """KV receive: KV from another instance arrives in blocks that a sequence holds already.
 
 The engine's thread begins and closes it, the connection's reader thread writes what comes. No part is being written any more
-once `KVDestination.cancel` has returned (`transfer.service`), so `close` ends the writing.
+once `KVDestination.cancel` has returned (`transfer.transfers`), so `close` ends the writing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Received
-from foreword.transfer.peer_service import TransferService
+from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import (
     ID_BYTES,
     Buffer,

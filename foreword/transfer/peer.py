@@ -30,9 +30,9 @@ from foreword.store.base import Name, StoreStatus, time_left
 from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer.transfers import TransferService
 
 log = logging.getLogger("foreword.transfer")
 Result = TypeVar("Result")

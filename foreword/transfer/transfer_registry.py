@@ -8,9 +8,8 @@ from collections import Counter, OrderedDict
 from typing import Final
 
 from foreword.transfer.channel import Channel
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import Action, Timings, TransferOutcome
-from foreword.transfer.transfers import EndpointHooks, TransferSide
+from foreword.transfer.transfers import EndpointHooks, TransferService, TransferSide
 
 _QUERY_INTERVAL: Final = 0.5
 _REMEMBERED: Final = 1 << 16

@@ -1,4 +1,4 @@
-"""The two sides of a transfer as a service uses them: `KVSource` has the KV, `KVDestination` receives it.
+"""The two sides of a transfer as a service uses them, and the service: `KVSource` has the KV, `KVDestination` receives it.
 
 Any thread may call. There are two locks, taken in this order: `_notifying` is held while the service is notified, `_lock`
 guards the state. Messages to the peer are queued under `_lock`, so they leave in the order of the states.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foreword.blocks.layout import Layout
 from foreword.errors import TransferError
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Payload, Received
@@ -47,12 +48,46 @@ _EVENTS: dict[type[TransferMessage], TransferEvent] = {
 }
 
 
-class TransferListener:
-    """What a service is notified of about a transfer in progress; `service.TransferService` extends it.
+class TransferService:
+    """What an instance does for its peers, and is notified of. An engine's service extends it; as it is, it refuses every
+    request and has no blocks, and serves an instance that only fetches.
 
-    Calls come on a connection's reader thread or on the clock's. An exception is logged and ends the transfer with the reason
-    `failed`.
+    Calls come on a connection's reader thread, one at a time per connection, or on the clock's, and must be quick: nothing else
+    is read from that peer meanwhile. Copying a part is quick; waiting for a step of the engine is not. Answers (`accept`,
+    `refuse`, `take` ...) may be given inside the call or later, from any thread. A call must not wait for a lock whose holder
+    calls into a transfer. An exception is logged and ends the transfer with the reason `failed`.
+
+    For one transfer `part`, `finished` and `ended` exclude each other. So after `ended` was called or `cancel` has returned, no
+    `part` of it is running or will come: its blocks can be freed.
+
+    Args:
+        layout: of this instance's blocks; None if it has none.
     """
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = layout
+
+    def pull_requested(self, source: KVSource) -> None:
+        """A peer requests the KV of `source.request`.
+
+        Call `source.accept()` or `source.refuse()`, then `send` for each part, then `finish`.
+        """
+        source.refuse(Reason.ROLE, "this instance does not compute for others")
+
+    def push_requested(self, destination: KVDestination) -> None:
+        """A peer migrates the running request `destination.request`. Call `destination.accept(have)` or `refuse()`."""
+        destination.refuse(Reason.ROLE, "this instance takes no requests over")
+
+    def locate(self, names: Sequence[bytes], deadline: float) -> int:
+        """How many of these blocks (layout fingerprint and key), from the first on, can be sent now. On its own thread."""
+        return 0
+
+    def get(self, names: Sequence[bytes], longest: int, deadline: float) -> Iterator[Sequence[Buffer | None]]:
+        """Whole sealed frames of at most `longest` bytes in the order of `names`, in batches; None for a missing one.
+
+        A batch's memory may be reused when the next batch is requested. Runs on its own thread; ends early if the peer is gone.
+        """
+        return iter(())
 
     def accepted(self, transfer: TransferSide) -> None:
         """The peer accepted a transfer that began here; `transfer.have` is what it answered."""
@@ -81,12 +116,12 @@ class EndpointHooks:
     """What a transfer needs of its endpoint.
 
     Attributes:
-        listener: is notified of the transfer.
+        service: is notified of the transfer.
         perform: performs an action that concerns the endpoint: `ASK`, `REMEMBER`, `NOTIFY_ENDED`.
         count: counts a rare event by name.
     """
 
-    listener: TransferListener
+    service: TransferService
     timings: Timings
     perform: Callable[[TransferSide, Action], None]
     count: Callable[[str], None]
@@ -232,13 +267,13 @@ class TransferSide:
 
     def _notify(self, actions: Sequence[Action]) -> None:
         """Notify the service; under `_notifying`."""
-        listener = self._endpoint.listener
+        service = self._endpoint.service
         if Action.NOTIFY_ACCEPTED in actions:
-            self._guarded(lambda: listener.accepted(self))
+            self._guarded(lambda: service.accepted(self))
         if Action.NOTIFY_ENDED in actions:
             self.channel.wake_senders()
             self._endpoint.perform(self, Action.NOTIFY_ENDED)
-            self._guarded(lambda: listener.ended(self))
+            self._guarded(lambda: service.ended(self))
             self._ended.set()
 
     def _guarded(self, call: Callable[[], object]) -> None:
@@ -366,7 +401,7 @@ class KVDestination(TransferSide):
                 raise
             if Action.NOTIFY_PART in actions:
                 self._received.add(part)
-                self._guarded(lambda: self._endpoint.listener.part(self, part, payload))
+                self._guarded(lambda: self._endpoint.service.part(self, part, payload))
             else:
                 payload.release()
 
@@ -377,4 +412,4 @@ class KVDestination(TransferSide):
         event = TransferEvent.GOT_FINISHED if gap is None else TransferEvent.GOT_GAPS
         with self._notifying:
             if Action.NOTIFY_FINISHED in self.handle(event, Reason.GAPS, gap or ""):
-                self._guarded(lambda: self._endpoint.listener.finished(self, message.result, message.tokens))
+                self._guarded(lambda: self._endpoint.service.finished(self, message.result, message.tokens))

@@ -22,8 +22,8 @@ from foreword.engine.request import SamplingParams
 from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.process_config import EngineConfig
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import Reason
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)

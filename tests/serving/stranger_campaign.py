@@ -68,8 +68,8 @@ from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.process_config import ServerConfig
 from foreword.routing.kv_event_wire import REPLAY_END, encode_number
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer.transfers import TransferService
 
 LIVE, HELD = 32, 64  # connections of strangers at a time, and those that they hold open besides
 PATIENCE = 0.15  # seconds that a stranger waits for an answer

@@ -12,8 +12,7 @@ from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.transfer.link import Payload
 from foreword.transfer.parts import payload_bytes, split
-from foreword.transfer.peer_service import TransferService
-from foreword.transfer.transfers import KVDestination, KVSource, TransferSide
+from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, KVPart, Reason, split_keys
 
 PATIENCE = 60.0

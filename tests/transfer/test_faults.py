@@ -20,10 +20,9 @@ from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferError
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import State, TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVDestination
+from foreword.transfer.transfers import KVDestination, TransferService
 from foreword.transfer.wire_format import Reason
 
 SECRET = "a shared secret of the tests"

@@ -20,10 +20,9 @@ from foreword.errors import (
 )
 from foreword.transfer.connection import Connection
 from foreword.transfer.link import Payload
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import Role, State, TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVDestination, KVSource
+from foreword.transfer.transfers import KVDestination, KVSource, TransferService
 from foreword.transfer.wire_format import Buffer, KVPart, Reason, Taken
 
 

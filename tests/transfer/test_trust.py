@@ -20,10 +20,9 @@ from test_faults import until
 from foreword.blocks.layout import NAME_BYTES
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferError, TransferRefused
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVDestination
+from foreword.transfer.transfers import KVDestination, TransferService
 from foreword.transfer.wire_format import Reason
 
 OLD, NEW, READER = "the old secret of the tests", "the new secret of the tests", "a secret only for reading"

@@ -23,10 +23,9 @@ from foreword.integrations.vllm.rank_stores import rank_address
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES
-from foreword.transfer.peer_service import TransferService
 from foreword.transfer.sockets import Address, parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
-from foreword.transfer.transfers import KVSource, TransferSide
+from foreword.transfer.transfers import KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer
 
 _FOLDER_PREFIX = "foreword-vllm-"
