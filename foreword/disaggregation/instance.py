@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from foreword.config import TransferConfig
 from foreword.disaggregation.context import EngineContext, EngineThread
-from foreword.disaggregation.kv_send import KVSend, KVSender
+from foreword.disaggregation.kv_transfer import KVSend, KVSender
 from foreword.disaggregation.live_migration import Migrations, OutgoingMigration
 from foreword.disaggregation.remote_prefill import PrefillService, RemotePrefill
 from foreword.disaggregation.request_messages import MigrationOffer, PrefillTask, decode, pack

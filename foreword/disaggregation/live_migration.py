@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from foreword.disaggregation.context import EngineContext
-from foreword.disaggregation.kv_receive import KVReceive
-from foreword.disaggregation.kv_send import KVSend, KVSender
+from foreword.disaggregation.kv_transfer import KVReceive, KVSend, KVSender
 from foreword.disaggregation.request_messages import MigrationOffer, MigrationState, decode, encode, pack, unpack
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import MigratedTo, Request

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from foreword.disaggregation.context import EngineContext
-from foreword.disaggregation.kv_receive import KVReceive
-from foreword.disaggregation.kv_send import KVRange, KVSend, KVSender
+from foreword.disaggregation.kv_transfer import KVRange, KVReceive, KVSend, KVSender
 from foreword.disaggregation.request_messages import PrefillResult, PrefillTask, decode, encode, unpack
 from foreword.engine.external_kv import KVArrival
 from foreword.engine.request import Request

@@ -17,7 +17,7 @@ from tiny import prompt
 
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.disaggregation.kv_send import KVRange, KVSend
+from foreword.disaggregation.kv_transfer import KVRange, KVSend
 from foreword.disaggregation.live_migration import GROWTH
 from foreword.engine.request import Delta, SamplingParams
 from foreword.engine.structured.structured_output import StructuredOutput
