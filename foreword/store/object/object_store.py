@@ -52,8 +52,13 @@ from foreword.store.frame import Frame
 from foreword.store.object.bucket import ChunkRead, ObjectBucket
 from foreword.store.object.chunks import (
     MAX_BLOCKS,
+    Heads,
     IndexEntry,
+    Location,
     ObjectChunk,
+    RecentlyUsed,
+    Search,
+    Section,
     divide,
     prefix_of,
     read_index,
@@ -62,7 +67,6 @@ from foreword.store.object.chunks import (
     tag_of,
 )
 from foreword.store.object.client import ClientLoop, open_client, remove_leftovers
-from foreword.store.object.sections import Heads, Location, RecentlyUsed, Search, Section
 from foreword.store.opened_folder import OpenedFolder
 
 _WAITING: Final = 1024  # chunks
