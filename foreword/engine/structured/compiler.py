@@ -14,8 +14,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from foreword.engine.structured.closing import ClosingPath
-from foreword.engine.structured.examples import examples
+from foreword.engine.structured.closing import ClosingPath, examples
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.structured.structured_output import (
     MAX_CHOICES,
