@@ -17,9 +17,11 @@ from foreword.api.tools.formats import (
     CODER_PARAMETER_CLOSE,
     HERMES_CLOSE,
     HERMES_OPEN,
+    Markers,
     ToolFormat,
+    json_rule,
+    more_calls,
 )
-from foreword.api.tools.grammar import Markers, json_rule, more_calls
 from foreword.api.tools.json_calls import NAME_CHARACTERS, JsonCalls
 from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
 from foreword.errors import BadRequest

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 
 from foreword.api.request import Tool, ToolChoice
-from foreword.api.tools.formats import REASONING_TAGS
-from foreword.api.tools.grammar import Markers, TokenId, json_rule
+from foreword.api.tools.formats import REASONING_TAGS, Markers, TokenId, json_rule
 from foreword.api.tools.parser import AnswerFormats
 from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest

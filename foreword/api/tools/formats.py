@@ -1,4 +1,5 @@
-"""How models write tool calls and reasoning: the class of formats of calls, markers and keys.
+"""How models write tool calls and reasoning: the class of formats of calls, markers and keys, and parts of the grammars that
+force a model to call tools.
 
 `parser.TOOL_FORMATS` has all formats of calls. Another package adds one as an entry point of the group
 `foreword.tool_formats`, an instance of `ToolFormat` under its name (docs/guides/agents.md, "Tools").
@@ -6,13 +7,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from foreword.api.request import Tool
-from foreword.api.tools.grammar import Markers
 from foreword.api.tools.reader import PieceCollector, Reading, TextReader, call_id
+
+# The id of a token in the model's vocabulary, None if the text is no token.
+TokenId = Callable[[str], int | None]
+
+# One space, or a new line with its indent: a model could fill its budget with more.
+_WHITESPACE: Final = r"( |\n[ \t]{0,32})?"
+# Calls of one answer.
+_MOST_CALLS: Final = 16
+
+
+class Markers:
+    """Markers as grammars name them: by the text, or by the special token that has this text."""
+
+    def __init__(self, token_id: TokenId) -> None:
+        self._token_id = token_id
+
+    def __call__(self, marker: str) -> str:
+        token = self._token_id(marker)
+        text = json.dumps(marker)
+        return text if token is None else f"({text} | <[{token}]>)"
+
+
+def json_rule(schema: Any, *, strict: bool) -> str:
+    """A schema inside of a grammar. Options of the compiler are the engine's, not the client's."""
+    own = {name: value for name, value in schema.items() if name != "x-guidance"} if isinstance(schema, Mapping) else {}
+    options = {"whitespace_pattern": _WHITESPACE, "lenient": not strict}
+    return "%json " + json.dumps({"x-guidance": options, **(own or {"type": "object"})})
+
+
+def call_objects(tools: Sequence[Tool], key: str) -> str:
+    """The rule `call`: one of the tools as a JSON object, its arguments under `key`."""
+    names = " | ".join(f"call_{number}" for number in range(len(tools)))
+    lines = [f"call: {names}"]
+    for number, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: {json_rule(tool.parameters, strict=tool.strict)}")
+    return "\n".join(lines)
+
+
+def more_calls(separator: str, call: str, parallel: bool) -> str:
+    """What follows the first call where there may be several."""
+    return f" ({separator} {call}){{0,{_MOST_CALLS - 1}}}" if parallel else ""
+
 
 ReasoningFormat = Literal["think", "mistral_think"]
 

@@ -20,9 +20,10 @@ from foreword.api.tools.formats import (
     HARMONY_MESSAGE,
     HARMONY_RETURN,
     HARMONY_START,
+    Markers,
     ToolFormat,
+    json_rule,
 )
-from foreword.api.tools.grammar import Markers, json_rule
 from foreword.api.tools.json_calls import NAME_CHARACTERS
 from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
 

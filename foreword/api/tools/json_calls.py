@@ -17,9 +17,11 @@ from foreword.api.tools.formats import (
     MISTRAL_ARGUMENTS,
     MISTRAL_CALL_ID,
     MISTRAL_CALLS,
+    Markers,
     ToolFormat,
+    call_objects,
+    more_calls,
 )
-from foreword.api.tools.grammar import Markers, call_objects, more_calls
 from foreword.api.tools.reader import SPACE, Malformed, PieceCollector, Reading, Sink, T, TextReader, short_call_id
 
 NAME_CHARACTERS = 256
