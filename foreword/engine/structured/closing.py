@@ -1,4 +1,4 @@
-"""A short way to end a structured text, byte by byte. Short matches of the regular expressions in its grammar help to find it."""
+"""A short way to end a structured text, byte by byte. Short matches of the regular expressions of its grammar help."""
 
 from __future__ import annotations
 
