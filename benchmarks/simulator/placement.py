@@ -16,8 +16,7 @@ from pathlib import Path
 
 from benchmarks.simulator.workloads import documents, growing, sessions, system_prompts
 from foreword.routing.policies import POLICIES
-from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.profile import read_profile
+from foreword.sim.costs import EngineCosts, FleetSpec, read_profile
 from foreword.sim.report import Summary, summarize, table
 from foreword.sim.run import simulate
 from foreword.sim.trace import TraceRequest, read_trace

@@ -46,8 +46,7 @@ import httpx
 
 from benchmarks.harness import machine, set_up, table
 from benchmarks.simulator.workloads import documents, growing, scaled, sessions, spread
-from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.profile import Profile, read_profile
+from foreword.sim.costs import EngineCosts, FleetSpec, Profile, read_profile
 from foreword.sim.report import Summary, quantile, summarize
 from foreword.sim.run import simulate
 from foreword.sim.serving_metrics import Snapshot, calibrate, sample

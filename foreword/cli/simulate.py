@@ -18,9 +18,8 @@ from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.sim.costs import EngineCosts
+    from foreword.sim.costs import EngineCosts, Profile
     from foreword.sim.plan import SimulationCase
-    from foreword.sim.profile import Profile
     from foreword.sim.run import SimulationResult
     from foreword.sim.trace import TraceRequest
 
@@ -192,8 +191,8 @@ def simulate(
     """
     from foreword.routing.policies import POLICIES
     from foreword.sim.changes import parse_change
+    from foreword.sim.costs import Profile, read_profile
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
-    from foreword.sim.profile import Profile, read_profile
     from foreword.sim.trace import block_size_of, multiplied, parse_tenant, read_trace, sampled, with_tenants
 
     check_file("--out", out)

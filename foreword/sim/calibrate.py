@@ -20,8 +20,7 @@ from foreword.errors import ConfigError
 from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
 from foreword.process_config import EngineConfig
 from foreword.routing.costs import LoadCost, pairs
-from foreword.sim.costs import EngineCosts
-from foreword.sim.profile import Profile
+from foreword.sim.costs import EngineCosts, Profile
 from foreword.store.types import Reach
 from foreword.store.urls import parse
 

@@ -1,17 +1,21 @@
-"""Costs of steps and loads, and the fleet of a simulation."""
+"""Costs of steps and loads, the file of measured ones, and the fleet of a simulation."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from dataclasses import asdict, dataclass, replace
-from typing import Final, Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, reason_of
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.directory import CacheTier
 from foreword.sim.changes import FleetChange, ReplicaChange, resolve
 
+_FORMAT: Final = 1
 _MOST_REPLICAS: Final = 20_000
 
 
@@ -204,3 +208,63 @@ class FleetSpec:
     def resolved_changes(self) -> list[ReplicaChange]:
         """The changes of single replicas, in order of time. Raises ConfigError for one that is impossible."""
         return resolve(self.changes, self.members(), {"", *(group.name for group in self.all_groups)})
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs of an engine: the file that `foreword calibrate` writes and `foreword simulate --costs` reads.
+
+    Attributes:
+        costs: costs of steps and loads.
+        kv_bytes_per_token: bytes of KV per token; None if unknown.
+        block_size, max_batch_tokens, max_num_seqs: configuration of the engine.
+        about: where, when and how the costs were measured, for people.
+    """
+
+    costs: EngineCosts
+    kv_bytes_per_token: int | None = None
+    block_size: int | None = None
+    max_batch_tokens: int | None = None
+    max_num_seqs: int | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a file of costs. Raises ConfigError with file and reason if it is not one."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the costs {path}: {reason_of(error)}") from error
+    try:
+        return _parse(read)
+    except (TypeError, ValueError, KeyError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path} is not a file of costs: {reason}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def _parse(read: Any) -> Profile:
+    if not isinstance(read, dict) or read.get("format") != _FORMAT:
+        raise ValueError(f"expected an object with format {_FORMAT}")
+    given = {name: value for name, value in read.items() if name != "format"}
+    _check_names(given, Profile)
+    costs = dict(given.pop("costs"))
+    _check_names(costs, EngineCosts)
+    loads = tuple(LoadCost(float(one["per_token"]), float(one["latency"])) for one in costs.pop("loads"))
+    numbers = {name: float(value) for name, value in costs.items()}
+    whole = {name: None if value is None else int(value) for name, value in given.items() if name != "about"}
+    for name, number in whole.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, not {number}")
+    return Profile(EngineCosts(**numbers, loads=loads), about=dict(given.get("about", {})), **whole)
+
+
+def _check_names(given: Mapping[str, Any], kind: type[Any]) -> None:
+    known = [one.name for one in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"unknown key {name!r}{did_you_mean(name, known)}")

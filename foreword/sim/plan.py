@@ -12,8 +12,7 @@ from typing import Any, Final
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, did_you_mean
 from foreword.routing.policies import policy_named
-from foreword.sim.costs import FleetSpec, ReplicaGroup
-from foreword.sim.profile import read_profile
+from foreword.sim.costs import FleetSpec, ReplicaGroup, read_profile
 
 # Keys of --group that are numbers or sizes, and their fields of `ReplicaGroup`.
 _NUMBERS: Final = {"replicas": "replicas", "max-batch-tokens": "max_batch_tokens", "max-num-seqs": "max_num_seqs"}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 from foreword import __version__
 from foreword.errors import ConfigError
 from foreword.sim.calibrate import StepSample, fit
-from foreword.sim.profile import Profile
+from foreword.sim.costs import Profile
 
 if TYPE_CHECKING:
     import httpx

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from foreword.errors import ConfigError
 from foreword.routing.costs import pairs
 from foreword.sim.calibrate import CalibrationSetup, StepSample, fit, measure
-from foreword.sim.profile import read_profile
+from foreword.sim.costs import read_profile
 
 
 @settings(max_examples=30, deadline=None)

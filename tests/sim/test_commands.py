@@ -13,8 +13,7 @@ import pytest
 
 from foreword.cli import main as cli
 from foreword.routing.costs import LoadCost
-from foreword.sim.costs import EngineCosts, FleetSpec
-from foreword.sim.profile import Profile, read_profile
+from foreword.sim.costs import EngineCosts, FleetSpec, Profile, read_profile
 from foreword.sim.report import summarize
 from foreword.sim.run import simulate
 from foreword.sim.sizing import parse_objective

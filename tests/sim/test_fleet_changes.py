@@ -15,9 +15,8 @@ from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost
 from foreword.routing.policies import POLICIES
 from foreword.sim.changes import parse_change
-from foreword.sim.costs import EngineCosts, FleetSpec, ReplicaGroup
+from foreword.sim.costs import EngineCosts, FleetSpec, Profile, ReplicaGroup
 from foreword.sim.plan import parse_group
-from foreword.sim.profile import Profile
 from foreword.sim.report import page, phases, summarize, table
 from foreword.sim.run import SimulationResult, simulate
 from foreword.sim.trace import TraceRequest
