@@ -165,22 +165,26 @@ def _digest(command: list[str], compiler: list[str], sources: dict[str, bytes]) 
 
 def processor_flags() -> frozenset[str]:
     """Instruction sets of the processor, by Linux's names; none where they are not known."""
+    return frozenset(processor_field("flags", "Features").split())
+
+
+def processor_field(*names: str) -> str:
+    """The first value of a field of `/proc/cpuinfo` that has one of these names; empty where it is not known."""
+    fields = (line.partition(":") for line in _processor_lines())
+    return next((value.strip() for name, _, value in fields if name.strip() in names), "")
+
+
+def _processor_lines() -> list[str]:
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return frozenset()
-    lines = (line.partition(":") for line in text.splitlines())
-    return frozenset(next((value for name, _, value in lines if name.strip() in ("flags", "Features")), "").split())
+        return []
 
 
 def processor() -> str:
     """Architecture and instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    named = sorted({line for line in lines if line.split("\t")[0].strip(" :") in wanted})
+    named = sorted({line for line in _processor_lines() if line.split("\t")[0].strip(" :") in wanted})
     return "\n".join([platform.machine(), platform.processor(), *named])
 
 

@@ -19,6 +19,7 @@ from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import with_config
 from foreword.cli.help import described
+from foreword.compiled_code import processor_flags
 from foreword.errors import ForewordError, ModelNotFound
 from foreword.process_config import Config, EngineConfig
 
@@ -133,8 +134,7 @@ def _memory() -> str:
 
 
 def _features() -> str:
-    lines = (line for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features")))
-    flags = next(lines, "").split()
+    flags = processor_flags()
     found = [feature for feature in _FEATURES if feature in flags]
     return f"{platform.machine()}, {' '.join(found) or 'no vector features known'}"
 

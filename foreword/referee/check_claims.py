@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from foreword.compiled_code import processor_field
 from foreword.errors import ConfigError, did_you_mean
 from foreword.referee import faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
@@ -257,21 +258,12 @@ def _write(plan: Plan, versions: str, results: Sequence[Result]) -> None:
             "plan": plan.identity,
             "name": plan.target.name,
             "versions": versions,
-            "processor": processor(),
+            "processor": processor_field("model name"),
             "date": time.strftime("%Y-%m-%d"),
             "claims": [asdict(one) for one in results],
         }
         plan.report.parent.mkdir(parents=True, exist_ok=True)
         plan.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def processor() -> str:
-    """The name of this machine's processor, "" if it is not known."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def table(results: Sequence[Result]) -> str:

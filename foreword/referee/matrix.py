@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from foreword import __version__
+from foreword.compiled_code import processor_field
 from foreword.errors import ConfigError
-from foreword.referee.check_claims import Plan, Result, conform, processor
+from foreword.referee.check_claims import Plan, Result, conform
 from foreword.referee.session import environment_note
 
 BEGIN = "<!-- Written by foreword conform --matrix: begin -->"
@@ -100,7 +101,8 @@ def write_page(page: Path, plan: Plan, given: Sequence[Environment], results: Ma
         raise ConfigError(f"{page} must have the lines {BEGIN} and {END}")
     when = f"{int(time.strftime('%d'))} {time.strftime('%B %Y')}"
     about = (
-        f"{when}, Foreword {__version__}, {plan.target.name}, seed {plan.seed}, {processor() or 'unknown processor'}."
+        f"{when}, Foreword {__version__}, {plan.target.name}, seed {plan.seed}, "
+        f"{processor_field('model name') or 'unknown processor'}."
     )
     versions = "\n".join(f"- {one.name}: {one.versions}" for one in given)
     seconds = [f"{name} {sum(one.seconds for one in some) / 60:.1f} min" for name, some in results.items()]

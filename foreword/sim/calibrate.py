@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
 from statistics import median
 from typing import Final
 
 from foreword import __version__
+from foreword.compiled_code import processor_field
 from foreword.errors import ConfigError
 from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
 from foreword.process_config import EngineConfig
@@ -335,10 +335,5 @@ def _load(setup: CalibrationSetup, url: str) -> LoadCost | None:
 
 
 def _machine() -> str:
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
+    name = processor_field("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {platform.system()}"
