@@ -286,10 +286,7 @@ class TransferConfig:
         """The configuration with the secret read from its file. Raises ConfigError."""
         if self.secret_file is None:
             return self
-        try:
-            text = Path(self.secret_file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read transfer.secret_file {self.secret_file}: {reason_of(error)}") from error
+        text = read_text(self.secret_file, "transfer.secret_file")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         limited = tuple(line for line in lines if SharedSecret.parse(line).rights != ALL_RIGHTS)
         full = [line for line in lines if line not in limited]
@@ -354,13 +351,18 @@ def read_secret(text: str, where: str) -> str:
     if not text.startswith("file:"):
         return text
     path = text.removeprefix("file:")
-    try:
-        found = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {where} from {path}: {reason_of(error)}") from None
+    found = read_text(path, f"{where} from").strip()
     if not found:
         raise ConfigError(f"cannot read {where} from {path}: the file is empty")
     return found
+
+
+def read_text(path: str | Path, what: str, encoding: str = "utf-8") -> str:
+    """The text of a file that the user has named, `what` in the error's message. Raises ConfigError."""
+    try:
+        return Path(path).read_text(encoding=encoding)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {reason_of(error)}") from None
 
 
 def check_folder(folder: str) -> None:

@@ -13,10 +13,10 @@ import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from foreword.blocks.salt import ungenerated
+from foreword.config import read_text
 from foreword.errors import BadRequest, ConfigError, Unauthorized
 
 if TYPE_CHECKING:
@@ -147,12 +147,7 @@ def derive_salt(secret: bytes, tenant: str) -> bytes:
 def _read(path: str | None) -> list[str]:
     if path is None:
         return []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"cannot read server.api_key_file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"server.api_key_file {path} is not text in UTF-8") from error
+    lines = read_text(path, "server.api_key_file").splitlines()
     if not (found := [bare for line in lines if (bare := line.partition("#")[0].strip())]):
         raise ConfigError(f"server.api_key_file {path} has no key, and without any every caller would be let in")
     return found

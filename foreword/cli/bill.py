@@ -17,6 +17,7 @@ import typer
 
 from foreword.cli.help import described
 from foreword.cli.server_client import plural
+from foreword.config import read_text
 from foreword.decoders import decode_json
 from foreword.errors import ConfigError
 
@@ -55,9 +56,7 @@ class Prices:
     def read(cls, path: Path) -> Prices:
         """From a file. Raises ConfigError."""
         try:
-            given = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
-        except OSError as error:
-            raise ConfigError(f"cannot read the prices {path}: {error.strerror}") from error
+            given = tomllib.loads(read_text(path, "the prices"), parse_float=Decimal)
         except ValueError as error:
             raise ConfigError(f"{path} is no TOML file: {error}") from error
         models = given.pop("models", None)

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foreword.config import ENV_PREFIX, build
+from foreword.config import ENV_PREFIX, build, read_text
 from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import Config
 
@@ -219,10 +219,8 @@ def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
     if path is None:
         return {}
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(read_text(path, "the configuration file"))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     for name, table in data.items():
         if name not in _SECTIONS:

@@ -22,8 +22,9 @@ from typing import Final, Literal
 import aiohttp
 import msgspec
 
+from foreword.config import read_text
 from foreword.decoders import decode_json
-from foreword.errors import ConfigError, ForewordError, reason_of
+from foreword.errors import ConfigError, ForewordError
 from foreword.process_config import RouterConfig
 from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec, parse_spec, read_whole, url_parts
 from foreword.router.service import Router
@@ -76,10 +77,7 @@ def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
 
 def read_file(path: Path) -> list[ReplicaSpec]:
     """Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the replica file {path}: {reason_of(error)}") from error
+    lines = read_text(path, "the replica file").splitlines()
     without_comments = (line.partition("#")[0].strip() for line in lines)
     return [parse_spec(line) for line in without_comments if line]
 

@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.errors import ConfigError, did_you_mean, reason_of
+from foreword.config import read_text
+from foreword.errors import ConfigError, did_you_mean
 
 _KEYS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "share": (float, r"\d{1,9}(\.\d{1,9})?"),
@@ -243,11 +244,7 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
 
     `numbers` maps the 53-bit ids of recordings to small numbers, the same for all files.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {reason_of(error)}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path, "the trace").split("\n"), start=1):
         if not line.strip():
             continue
         try:

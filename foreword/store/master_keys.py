@@ -7,10 +7,9 @@ import shlex
 import subprocess
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from foreword.config import EncryptionConfig
+from foreword.config import EncryptionConfig, read_text
 from foreword.errors import ConfigError, reason_of
 
 if TYPE_CHECKING:
@@ -70,11 +69,7 @@ class MasterKeys:
         if config.master_keys:
             return list(config.master_keys)
         if config.master_key_file is not None:
-            try:
-                text = Path(config.master_key_file).read_text(encoding="ascii")
-            except (OSError, UnicodeDecodeError) as error:
-                what = f"cannot read encryption.master_key_file {config.master_key_file}"
-                raise ConfigError(f"{what}: {reason_of(error)}") from None
+            text = read_text(config.master_key_file, "encryption.master_key_file", "ascii")
         else:
             text = _output(shlex.split(config.master_key_command or ""))
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
