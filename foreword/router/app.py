@@ -40,12 +40,8 @@ def create_front(router: Router) -> Front:
 def routes_of(router: Router, history: MetricsHistory) -> Routes[Handler]:
     """The router's table. What is not in it is refused: replicas have paths that only their operator may call."""
     routes = Routes[Handler]()
-    completions.add_routes(routes, router)
-    passthrough.add_routes(routes, router)
-    fleet_erasures.add_routes(routes, router)
-    prefixes_api.add_routes(routes, router)
-    cache_api.add_routes(routes, router)
-    admin.add_routes(routes, router)
+    for api in (completions, passthrough, fleet_erasures, prefixes_api, cache_api, admin):
+        api.add_routes(routes, router)
     dashboard.add_routes(routes, router, history)
     _add_probes(routes, router)
     probes.add_routes(routes, router.metrics.render)
