@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from foreword.errors import StoreError
 from foreword.integrations.vllm.degraded import statistic
-from foreword.integrations.vllm.leases import KVLeases
+from foreword.integrations.vllm.endpoints import KVLeases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.offload.policy import LoadCosts

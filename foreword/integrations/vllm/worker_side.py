@@ -24,10 +24,9 @@ from foreword.config import TransferConfig
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
-from foreword.integrations.vllm.endpoints import InstanceEndpoint, LookupEndpoint, rank_config
+from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings
 from foreword.integrations.vllm.kv_views import block_views
-from foreword.integrations.vllm.leases import KVLeases
 from foreword.integrations.vllm.namespace import Observations, ProbeSample, choose
 from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.producers import LeaseReader
