@@ -18,8 +18,7 @@ from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
 from foreword.transfer.protocol import Role, TransferEvent
-from foreword.transfer.transfer_registry import TransferRegistry
-from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
+from foreword.transfer.transfers import KVDestination, KVSource, TransferRegistry, TransferService, TransferSide
 from foreword.transfer.wire_format import (
     ID_BYTES,
     NO_TRANSFER,

@@ -31,8 +31,7 @@ from foreword.transfer.protocol import State, Timings, TransferEvent
 from foreword.transfer.shm import remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, peer_is_local, tune
 from foreword.transfer.tls import TlsSettings
-from foreword.transfer.transfer_registry import TransferRegistry
-from foreword.transfer.transfers import TransferService, TransferSide
+from foreword.transfer.transfers import TransferRegistry, TransferService, TransferSide
 from foreword.transfer.wire_format import OwnershipQuery, Reason
 
 _LIMIT: Final = 256
