@@ -18,7 +18,7 @@ from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
 from foreword.transfer.protocol import Role, TransferEvent
-from foreword.transfer.transfers import KVDestination, KVSource, TransferRegistry, TransferService, TransferSide
+from foreword.transfer.transfers import KVDestination, KVSource, TransferRegistry, TransferSide
 from foreword.transfer.wire_format import (
     ID_BYTES,
     NO_TRANSFER,
@@ -61,7 +61,6 @@ class Connection:
     def __init__(
         self,
         channel: Channel,
-        service: TransferService,
         registry: TransferRegistry,
         server: FetchServer,
         traffic: LinkTraffic,
@@ -73,7 +72,6 @@ class Connection:
         # A peer with limited rights may claim an address, and is not trusted to be the instance there.
         trusted = channel.peer.rights == ALL_RIGHTS
         self.known_as = {channel.peer.address} - {""} if trusted else set()
-        self._service = service
         self._registry = registry
         self._server = server
         self._traffic = traffic
@@ -99,17 +97,17 @@ class Connection:
 
         Raises TransferUnavailable, and TransferError if there are too many transfers or no common layout.
         """
-        opening = PullRequest(request, join_keys(keys), have, self._registry.hooks.timings.progress)
+        opening = PullRequest(request, join_keys(keys), have, self._registry.timings.progress)
         return self._begin(KVDestination, Role.PULL_DESTINATION, opening, context)
 
     def push(self, request: bytes, keys: Sequence[bytes], tokens: int, *, context: object = None) -> KVSource:
         """Migrate a running request to the peer. `tokens` have KV so far; `keys` are those of its full blocks."""
-        opening = PushRequest(request, join_keys(keys), tokens, self._registry.hooks.timings.lease)
+        opening = PushRequest(request, join_keys(keys), tokens, self._registry.timings.lease)
         return self._begin(KVSource, Role.PUSH_SOURCE, opening, context)
 
     def _begin(self, kind: type[Side], role: Role, opening: PullRequest | PushRequest, context: object) -> Side:
         assert self.channel.layout is not None  # raises TransferError if there is no common layout
-        side = kind(self.channel, secrets.token_bytes(ID_BYTES), role, opening, self._registry.hooks)
+        side = kind(self.channel, secrets.token_bytes(ID_BYTES), role, opening, self._registry)
         side.context = context
         if not self._registry.add(side):
             raise TransferError("this instance has too many transfers", reason=Reason.FULL)
@@ -191,13 +189,13 @@ class Connection:
         if not self.channel.has_layout:
             self.channel.post(Refuse(Reason.LAYOUT, "one of the two instances has no blocks"), transfer)
             return
-        service, hooks = self._service, self._registry.hooks
+        registry = self._registry
         if isinstance(message, PullRequest):
-            source = KVSource(self.channel, transfer, Role.PULL_SOURCE, message, hooks)
-            self._admit(source, lambda: service.pull_requested(source))
+            source = KVSource(self.channel, transfer, Role.PULL_SOURCE, message, registry)
+            self._admit(source, lambda: registry.service.pull_requested(source))
         else:
-            destination = KVDestination(self.channel, transfer, Role.PUSH_DESTINATION, message, hooks)
-            self._admit(destination, lambda: service.push_requested(destination))
+            destination = KVDestination(self.channel, transfer, Role.PUSH_DESTINATION, message, registry)
+            self._admit(destination, lambda: registry.service.push_requested(destination))
 
     def _admit(self, side: TransferSide, notify: Callable[[], None]) -> None:
         if self._registry.add(side):

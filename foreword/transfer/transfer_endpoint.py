@@ -260,7 +260,7 @@ class TransferEndpoint:
             timeout=config.progress_timeout,
             queue_bytes=parse_bytes(config.queue),
         )
-        connection = Connection(channel, self.service, self._registry, self._server, traffic, self._forget)
+        connection = Connection(channel, self._registry, self._server, traffic, self._forget)
         with self._lock:
             if self._closing.is_set() or len(self._connections) >= config.max_connections:
                 raise TransferUnavailable("this endpoint has too many connections, or is closed")

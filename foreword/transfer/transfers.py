@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from foreword.blocks.layout import Layout
@@ -38,6 +37,9 @@ from foreword.transfer.wire_format import (
 )
 
 log = logging.getLogger("foreword.transfer")
+
+_QUERY_INTERVAL: Final = 0.5
+_REMEMBERED: Final = 1 << 16
 
 _EVENTS: dict[type[TransferMessage], TransferEvent] = {
     Accept: TransferEvent.GOT_ACCEPT,
@@ -112,22 +114,6 @@ class TransferService:
         """
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointHooks:
-    """What a transfer needs of its endpoint.
-
-    Attributes:
-        service: is notified of the transfer.
-        perform: performs an action that concerns the endpoint: `ASK`, `REMEMBER`, `NOTIFY_ENDED`.
-        count: counts a rare event by name.
-    """
-
-    service: TransferService
-    timings: Timings
-    perform: Callable[[TransferSide, Action], None]
-    count: Callable[[str], None]
-
-
 class TransferSide:
     """What both sides have in common.
 
@@ -142,7 +128,12 @@ class TransferSide:
     """
 
     def __init__(
-        self, channel: Channel, number: bytes, role: Role, opening: PullRequest | PushRequest, endpoint: EndpointHooks
+        self,
+        channel: Channel,
+        number: bytes,
+        role: Role,
+        opening: PullRequest | PushRequest,
+        registry: TransferRegistry,
     ) -> None:
         self.channel = channel
         self.id = number
@@ -150,11 +141,11 @@ class TransferSide:
         self.request = opening.request
         self.have = opening.have if isinstance(opening, PullRequest) else 0
         self.context: Any = None
-        self._endpoint = endpoint
+        self._registry = registry
         self._lock = threading.RLock()
         self._notifying = threading.RLock()
         self._ended = threading.Event()
-        self._transfer = Transfer(role, endpoint.timings, time.monotonic())
+        self._transfer = Transfer(role, registry.timings, time.monotonic())
 
     @property
     def role(self) -> Role:
@@ -264,16 +255,16 @@ class TransferSide:
                 case Action.SEND_NO:
                     self.channel.post(OwnershipAnswer(False), self.id)
                 case Action.ASK | Action.REMEMBER:
-                    self._endpoint.perform(self, action)
+                    self._registry.perform(self, action)
 
     def _notify(self, actions: Sequence[Action]) -> None:
         """Notify the service; under `_notifying`."""
-        service = self._endpoint.service
+        service = self._registry.service
         if Action.NOTIFY_ACCEPTED in actions:
             self._guarded(lambda: service.accepted(self))
         if Action.NOTIFY_ENDED in actions:
             self.channel.wake_senders()
-            self._endpoint.perform(self, Action.NOTIFY_ENDED)
+            self._registry.perform(self, Action.NOTIFY_ENDED)
             self._guarded(lambda: service.ended(self))
             self._ended.set()
 
@@ -287,7 +278,7 @@ class TransferSide:
                 self.cancel(Reason.FAILED, error.message)
         except Exception as error:  # the edge of this package: a service may raise anything
             log.exception("the service failed in a transfer")
-            self._endpoint.count("service_errors")
+            self._registry.count("service_errors")
             self.cancel(Reason.FAILED, f"the service failed: {type(error).__name__}")
 
 
@@ -307,7 +298,7 @@ class KVSource(TransferSide):
             deadline = self._transfer.deadline
             if self.state is not State.SENDING or deadline is None:
                 return
-            now, timings = time.monotonic(), self._endpoint.timings
+            now, timings = time.monotonic(), self._registry.timings
             if deadline - now < timings.lease - min(timings.lease, timings.progress) / 5:
                 self._transfer.progress(now)
                 self.channel.post(KeepAlive(), self.id)
@@ -349,9 +340,14 @@ class KVDestination(TransferSide):
     """The side that receives the KV."""
 
     def __init__(
-        self, channel: Channel, number: bytes, role: Role, opening: PullRequest | PushRequest, endpoint: EndpointHooks
+        self,
+        channel: Channel,
+        number: bytes,
+        role: Role,
+        opening: PullRequest | PushRequest,
+        registry: TransferRegistry,
     ) -> None:
-        super().__init__(channel, number, role, opening, endpoint)
+        super().__init__(channel, number, role, opening, registry)
         self._received = ReceivedParts(channel.layout, opening.keys, self.have)
 
     def differing_key(self, keys: Sequence[bytes]) -> int | None:
@@ -402,7 +398,7 @@ class KVDestination(TransferSide):
                 raise
             if Action.NOTIFY_PART in actions:
                 self._received.add(part)
-                self._guarded(lambda: self._endpoint.service.part(self, part, payload))
+                self._guarded(lambda: self._registry.service.part(self, part, payload))
             else:
                 payload.release()
 
@@ -413,22 +409,19 @@ class KVDestination(TransferSide):
         event = TransferEvent.GOT_FINISHED if gap is None else TransferEvent.GOT_GAPS
         with self._notifying:
             if Action.NOTIFY_FINISHED in self.handle(event, Reason.GAPS, gap or ""):
-                self._guarded(lambda: self._endpoint.service.finished(self, message.result, message.tokens))
-
-
-_QUERY_INTERVAL: Final = 0.5
-_REMEMBERED: Final = 1 << 16
+                self._guarded(lambda: self._registry.service.finished(self, message.result, message.tokens))
 
 
 class TransferRegistry:
-    """Thread-safe.
+    """The transfers of one endpoint: those in progress, those in doubt, and the ids of those that were taken. Thread-safe.
 
     Args:
+        service: is notified of the transfers.
         limit: transfers in progress at a time.
     """
 
     def __init__(self, service: TransferService, timings: Timings, limit: int) -> None:
-        self.hooks = EndpointHooks(service, timings, self._perform, self.count)
+        self.service, self.timings = service, timings
         self._limit = limit
         self._lock = threading.Lock()
         self._sides: dict[bytes, TransferSide] = {}
@@ -481,7 +474,8 @@ class TransferRegistry:
             states = Counter(f"{side.role}, {side.state}" for side in self._sides.values())
             return dict(states), dict(self._ended), dict(self._counts)
 
-    def _perform(self, side: TransferSide, action: Action) -> None:
+    def perform(self, side: TransferSide, action: Action) -> None:
+        """An action of a transfer that concerns the endpoint: `ASK`, `REMEMBER`, `NOTIFY_ENDED`."""
         with self._lock:
             if action is Action.ASK:
                 self._next_query[side.id] = 0.0
@@ -498,4 +492,4 @@ class TransferRegistry:
         now = time.monotonic()
         while self._taken and (next(iter(self._taken.values())) < now or len(self._taken) >= _REMEMBERED):
             self._taken.popitem(last=False)
-        self._taken[side.id] = now + 3 * max(side.opening.seconds, self.hooks.timings.lease)
+        self._taken[side.id] = now + 3 * max(side.opening.seconds, self.timings.lease)
