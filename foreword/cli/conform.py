@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.flags import check_file
-from foreword.cli.help import described
+from foreword.cli.flags import check_file, described
 from foreword.config import check_folder
 from foreword.errors import ConfigError
 

@@ -17,8 +17,7 @@ import typer
 
 from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
-from foreword.cli.flags import with_config
-from foreword.cli.help import described
+from foreword.cli.flags import described, with_config
 from foreword.compiled_code import processor_flags
 from foreword.errors import ForewordError, ModelNotFound
 from foreword.process_config import Config, EngineConfig

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.flags import load_config
-from foreword.cli.help import described
+from foreword.cli.flags import described, load_config
 from foreword.cli.server_client import plural
 from foreword.cli.store import TenantSecret, salt_of
 from foreword.config import EncryptionConfig

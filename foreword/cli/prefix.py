@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foreword.cli.help import described
+from foreword.cli.flags import described
 from foreword.cli.server_client import call_server, plural
 from foreword.errors import ConfigError
 

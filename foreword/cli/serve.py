@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from foreword.cli.flags import with_config, with_router_config
-from foreword.cli.help import described
+from foreword.cli.flags import described, with_config, with_router_config
 from foreword.process_config import Config
 
 _LISTENING = ("config", "host", "port", "api-keys", "log-level")

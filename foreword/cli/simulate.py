@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.flags import check_file
-from foreword.cli.help import described
+from foreword.cli.flags import check_file, described
 from foreword.config import read_secret
 from foreword.errors import ConfigError
 

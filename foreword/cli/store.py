@@ -16,7 +16,7 @@ import typer
 
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
-from foreword.cli.help import described
+from foreword.cli.flags import described
 from foreword.cli.server_client import plural
 from foreword.config import EncryptionConfig, check_secret, read_secret
 from foreword.errors import ConfigError
