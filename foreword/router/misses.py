@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
@@ -96,12 +96,9 @@ class RouterMisses:
             if record is not None:
                 self._record(record)
             return None
-        loop = asyncio.get_running_loop()
-        explained: asyncio.Future[Miss] = loop.create_future()
+        explained = asyncio.wrap_future(self._thread.submit(self._explain, served))
         self._waiting[id(explained)] = record
         explained.add_done_callback(lambda done: self._note(served.id, done))
-        work = self._thread.submit(self._explain, served)
-        work.add_done_callback(lambda found: loop.call_soon_threadsafe(_resolve, explained, found))
         return explained
 
     def close(self) -> None:
@@ -139,15 +136,6 @@ class RouterMisses:
         if record is not None:
             explained = MissExplained(request_id, miss.cause, miss.where, miss.tokens_lost)
             self._record(dataclasses.replace(record, miss=explained))
-
-
-def _resolve(explained: asyncio.Future[Miss], found: Future[Miss]) -> None:
-    if found.cancelled():
-        explained.cancel()
-    elif (error := found.exception()) is not None:
-        explained.set_exception(error)
-    else:
-        explained.set_result(found.result())
 
 
 def _is_compared(served: ServedRequest) -> bool:
