@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
+from foreword.store.background import complete
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -97,19 +99,10 @@ class WorkQueue:
                 continue
             _, _, future, work = entry
             if future.set_running_or_notify_cancel():
-                _complete(future, work)
+                complete(future, work)
 
     def _next(self, only_short: bool) -> _Entry | None:
         queues = [queue for queue in ((self._short,) if only_short else (self._short, self._long)) if queue]
         if not queues or self._closed:
             return None
         return heapq.heappop(min(queues, key=lambda queue: queue[0][:2]))
-
-
-def _complete(future: Future[T], work: Callable[[], T]) -> None:
-    try:
-        result = work()
-    except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits on another thread
-        future.set_exception(error)
-    else:
-        future.set_result(result)

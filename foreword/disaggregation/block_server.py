@@ -20,6 +20,7 @@ from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.pool import BlockPool
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
+from foreword.store.background import complete
 from foreword.store.base import Name, Store
 
 if TYPE_CHECKING:
@@ -115,12 +116,8 @@ class BlockServer(FrameServer):
         answer: Future[list[HeldBlock]] = Future()
 
         def work() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return  # the peer's deadline has passed
-            try:
-                answer.set_result(self._take(wanted))
-            except BaseException as error:  # noqa: BLE001 - handed to the peer's thread; the engine continues
-                answer.set_exception(error)
+            if answer.set_running_or_notify_cancel():  # unless the peer's deadline has passed
+                complete(answer, lambda: self._take(wanted))
 
         if not self._post(work):
             return []

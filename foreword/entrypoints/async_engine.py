@@ -40,6 +40,7 @@ from foreword.offload.manager import OffloadManager
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
+from foreword.store.background import complete
 
 Result = TypeVar("Result")
 
@@ -288,19 +289,10 @@ class AsyncEngine:
     ) -> RetentionAnswer:
         """Load what the stores have of `tokens` to the device, and keep it there for some seconds. Nothing is computed. Raises
         BadRequest, PromptTooLong, QueueFull."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[RetentionAnswer] = loop.create_future()
-
-        def resolve(answer: RetentionAnswer) -> None:
-            if not future.done():
-                future.set_result(answer)
-
-        def done(answer: RetentionAnswer) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
-                loop.call_soon_threadsafe(resolve, answer)
-
-        await self._call(lambda: cache_requests.prefetch(self._core, tokens, salt, seconds, done))
-        return await future
+        future: Future[RetentionAnswer] = Future()
+        future.set_running_or_notify_cancel()  # as in `_call`
+        await self._call(lambda: cache_requests.prefetch(self._core, tokens, salt, seconds, future.set_result))
+        return await asyncio.wrap_future(future)
 
     def release(self, tokens: Sequence[int] | None = None, *, salt: Salt = NO_SALT) -> list[RetentionInfo]:
         """End the retentions along a prompt, or all of a salt, without a client's salt all of the tenant. Returns them."""
@@ -340,6 +332,7 @@ class AsyncEngine:
         if instance is None:
             raise CannotMigrate("this engine has no transfer endpoint (--role, --transfer-bind)")
         future: Future[MigrationResult] = Future()
+        future.set_running_or_notify_cancel()  # as in `_call`
         name = new_id or f"{request_id.partition('~')[0]}~{secrets.token_hex(4)}"
         await self._call(lambda: instance.migrations.begin(request_id, address, to or address, name, envelope, future))
         return await asyncio.wrap_future(future)
@@ -485,25 +478,11 @@ class AsyncEngine:
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Run a function on the engine's thread, between two steps."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-
-        def resolve(method: Callable[[Any], None], value: Any) -> None:
-            if not future.done():  # the caller may have been cancelled meanwhile
-                method(value)
-
-        def work() -> None:
-            answer: tuple[Callable[[Any], None], Any]
-            try:
-                answer = future.set_result, function()
-            except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits on another thread
-                answer = future.set_exception, error
-            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
-                loop.call_soon_threadsafe(resolve, *answer)
-
-        if not self.post(work):
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # a caller that is cancelled does not take back what was posted
+        if not self.post(lambda: complete(future, function)):
             raise EngineFailed(self._failed) if self._failed else ShuttingDown("the engine is closed")
-        return await future
+        return await asyncio.wrap_future(future)
 
     def notify(self, event: Event) -> None:
         """Give an event to the engine's observers, on its thread."""

@@ -25,6 +25,7 @@ from foreword.engine.structured.structured_output import (
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
 from foreword.newest import Newest
+from foreword.store.background import complete
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100
@@ -230,12 +231,8 @@ class GrammarCompiler:
         future: Future[CompiledOutput] = Future()
 
         def work() -> None:
-            try:
-                future.set_result(self._build(text, output))
-            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-                future.set_exception(error)
-            finally:
-                self._turn.release()
+            complete(future, lambda: self._build(text, output))
+            self._turn.release()
 
         if not self._turn.acquire(timeout=_MAX_SECONDS):
             raise QueueFull("other grammars are being compiled; try again")
