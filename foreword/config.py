@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean, reason_of
 
@@ -306,19 +306,6 @@ class TransferConfig:
         return (*full, *map(SharedSecret.parse, self.limited_secrets))
 
 
-_CHANGE_CLIENT: Final = "let the client send what it sent before (docs/guides/misses.md)"
-_REMOVED: Final = {
-    "compile": "simulate a part of a large fleet, with --sample",
-    **dict.fromkeys(("drop_lines", "sort_tools", "keep_answers"), _CHANGE_CLIENT),
-}
-
-
-def removed(key: str) -> str:
-    """What to do without an option that there was, as the rest of an error; empty for all others."""
-    advice = _REMOVED.get(key)
-    return f", which was removed: {advice}" if advice else ""
-
-
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
     hints = typing.get_type_hints(kind)
@@ -329,7 +316,7 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     }
     for key in values:
         if key not in hints:
-            raise ConfigError(f"unknown configuration key {where}.{key}{removed(key) or did_you_mean(key, hints)}")
+            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
     return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
 
 

@@ -217,7 +217,6 @@ ROUTE = [
     (f"{REPLICA} --prefix-file {{folder}}/file/prefixes", "{folder}/file"),
     (f"{REPLICA} --audit-reports {{folder}}/file/reports", "cannot be created: Not a directory"),
     (f"{REPLICA} --tenant-weight a", "TENANT=WEIGHT"),
-    (f"{REPLICA} --drop-lines ^Today", "no option --drop-lines, which was removed: let the client"),
     (f"{REPLICA} --picker 9002", "--picker is written HOST:PORT"),
     (f"{REPLICA} --picker 127.0.0.1:0 --picker-tls-key-file {{folder}}/none", "given together"),
     ("--replica-dns http://user@host:1", "--replica-dns"),

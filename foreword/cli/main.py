@@ -12,8 +12,7 @@ import typer
 
 from foreword import __version__
 from foreword.cli import audit, bill, conform, demo, doctor, explain, keys, prefix, serve, simulate, store, traffic
-from foreword.config import removed
-from foreword.errors import ConfigError, ForewordError
+from foreword.errors import ForewordError
 
 app = typer.Typer(
     name="foreword",
@@ -45,9 +44,6 @@ def _options(
 def main() -> None:
     """Run the command. Exit status: 0, 2 for an error of the caller, 1 for any other error."""
     try:
-        for argument in sys.argv[1:]:
-            if argument.startswith("--") and (advice := removed(argument[2:].partition("=")[0].replace("-", "_"))):
-                raise ConfigError(f"there is no option {argument}{advice}")
         app()
     except ForewordError as error:
         print(f"foreword: {error.message}", file=sys.stderr)
