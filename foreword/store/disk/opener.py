@@ -14,9 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from foreword.errors import StoreError
 from foreword.store.disk.files import (
@@ -57,61 +55,54 @@ _FILES_FOR_ROOM: Final = 4
 
 
 class UnlistedFiles:
-    """A scratch database of complete block files: sorts any number of them in constant memory.
+    """Complete block files in a scratch database, which sorts any number of them in constant memory.
 
     The order is that of writing, so parents come before children, the blocks of a chain are adjacent, and their headers
-    lie near each other on the disk. The database has no name in the folder and vanishes with the process.
+    lie near each other on the disk.
 
     Attributes:
         bytes: the sizes of all files.
     """
 
-    def __init__(self, files: BlockFiles) -> None:
+    def __init__(self, files: BlockFiles, database: sqlite3.Connection) -> None:
         self.bytes = 0
         self._files = files
-        self._path = f"{files.folder}/unlisted.sqlite"
-
-    def __enter__(self) -> Self:
-        make_folder(self._files.folder)
-        remove_file(self._path)
-        try:
-            self._database = sqlite3.connect(self._path, isolation_level=None)
-            for pragma in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{_CACHE_KIB}"):
-                self._database.execute(f"PRAGMA {pragma}").fetchone()
-            self._database.execute(_SCHEMA)
-            self._database.execute("BEGIN")
-        except sqlite3.Error as error:
-            raise translate(error, self._path) from error
-        finally:
-            remove_file(self._path)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._database.close()
+        self._database = database
 
     def add(self, found: Sequence[BlockFile]) -> None:
-        """Add files. Raises StoreError."""
+        """Add files. Raises sqlite3.Error."""
         rows = [(int(file.modified * 1e6), file.name, file.size) for file in found]
-        try:
-            self._database.executemany("INSERT OR IGNORE INTO files VALUES (?, ?, ?)", rows)
-        except sqlite3.Error as error:
-            raise translate(error, self._path) from error
+        self._database.executemany("INSERT OR IGNORE INTO files VALUES (?, ?, ?)", rows)
         self.bytes += sum(file.size for file in found)
 
     def batches(self, count: int) -> Iterator[list[BlockFile]]:
-        """All files, the oldest first. Raises StoreError."""
+        """All files, the oldest first. Raises sqlite3.Error."""
         sql = "SELECT modified, name, size FROM files ORDER BY modified, name"
-        with closing(self._database.execute(sql)) as cursor:
-            try:
-                while rows := cursor.fetchmany(count):
-                    yield [
-                        BlockFile(name, self._files.path(name), None, size, modified / 1e6)
-                        for modified, name, size in rows
-                    ]
-            except sqlite3.Error as error:
-                raise translate(error, self._path) from error
+        with contextlib.closing(self._database.execute(sql)) as cursor:
+            while rows := cursor.fetchmany(count):
+                yield [
+                    BlockFile(name, self._files.path(name), None, size, modified / 1e6) for modified, name, size in rows
+                ]
+
+
+@contextlib.contextmanager
+def _unlisted_files(files: BlockFiles) -> Iterator[UnlistedFiles]:
+    """An empty scratch database, without a name in the folder: it vanishes with the process. Raises StoreError."""
+    path = f"{files.folder}/unlisted.sqlite"
+    make_folder(files.folder)
+    remove_file(path)
+    try:
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+            for pragma in ("journal_mode=OFF", "synchronous=OFF", f"cache_size=-{_CACHE_KIB}"):
+                database.execute(f"PRAGMA {pragma}").fetchone()
+            database.execute(_SCHEMA)
+            database.execute("BEGIN")
+            remove_file(path)
+            yield UnlistedFiles(files, database)
+    except sqlite3.Error as error:
+        raise translate(error, path) from error
+    finally:
+        remove_file(path)
 
 
 class FolderScan:
@@ -156,7 +147,7 @@ class FolderScan:
         if not fresh and self._index.journal == "wal":  # with other journals a long read would block writers
             self._index.check(_soon())
         self._check_rows()
-        with UnlistedFiles(self._files) as unlisted:
+        with _unlisted_files(self._files) as unlisted:
             self._list(unlisted)
             if self._stopped.is_set():
                 return False
