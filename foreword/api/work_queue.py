@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
-from foreword.store.background import complete
+from foreword.futures import complete
 
 P = ParamSpec("P")
 T = TypeVar("T")

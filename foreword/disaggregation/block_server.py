@@ -20,7 +20,7 @@ from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.pool import BlockPool
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
-from foreword.store.background import complete
+from foreword.futures import complete
 from foreword.store.base import Name, Store
 
 if TYPE_CHECKING:

@@ -36,11 +36,11 @@ from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engi
 from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
 from foreword.events import Event, Observer
+from foreword.futures import complete
 from foreword.offload.manager import OffloadManager
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
-from foreword.store.background import complete
 
 Result = TypeVar("Result")
 

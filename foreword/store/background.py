@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 Result = TypeVar("Result")
@@ -101,12 +101,6 @@ class PagePopulator:
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped, _POPULATE_PAUSE)
-def complete(future: Future[Result], work: Callable[[], Result]) -> None:
-    """Give a future, for which another thread waits, what `work` returns or raises."""
-    try:
-        future.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
-        future.set_exception(error)
 
 
 class Follower:

@@ -24,8 +24,8 @@ from foreword.engine.structured.structured_output import (
 )
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
+from foreword.futures import complete
 from foreword.newest import Newest
-from foreword.store.background import complete
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100
