@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -45,6 +47,32 @@ def test_copies_start_no_openmp_threads() -> None:
         return set(os.listdir("/proc/self/task")) - before
 
     assert elsewhere(copy) == set()
+
+
+def resident(address: int) -> int:
+    """Bytes of the mapping at this address that have pages."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            low, high = (int(end, 16) for end in name.split("-"))
+            inside = low <= address < high
+        elif inside and name == "Rss:":
+            return int(values[0]) << 10
+    raise AssertionError("nothing is mapped there")
+
+
+@linux
+def test_pages_are_allocated_before_they_are_written() -> None:
+    """The pages of a staging arena are allocated in the background, so that no load waits for them."""
+    blocks = torch.zeros(16, 1 << 20, dtype=torch.uint8)
+    staging = StagingArena([[blocks]], 16)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(staging.buffer(0)))
+    until = time.monotonic() + 60
+    while resident(address) < 16 << 20:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not any(staging.buffer(15))
 
 
 @linux

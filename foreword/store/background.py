@@ -20,9 +20,10 @@ Result = TypeVar("Result")
 
 CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20  # a part has at least this size
-_POPULATE_BYTES: Final = 16 << 20
+# While a piece is populated no other thread of the process can map memory.
+_POPULATE_BYTES: Final = 1 << 20
 _AHEAD_BYTES: Final = 256 << 20
-_POPULATE_PAUSE: Final = 0.03  # seconds after each piece: at most half a gigabyte per second
+_POPULATE_PAUSE: Final = 0.002  # seconds after each piece: at most half a gigabyte per second
 _POPULATE_NICE: Final = 10
 _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in the module mmap
 _cores: frozenset[int] = frozenset()

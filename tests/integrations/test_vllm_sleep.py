@@ -203,7 +203,7 @@ def test_leased_blocks(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPat
     cache = torch.ones(BLOCKS, HEADS, BLOCK, 2 * DIM)
     layout = Layout(b"m" * 16, BLOCK, (LayerLayout(HEADS, DIM, DIM),), "float32", order="test")
     staging = StagingArena([[cache]], 8)
-    leases = vllm("leases").KVLeases([layout], staging, [], WITHIN)
+    leases = vllm("endpoints").KVLeases([layout], staging, [], WITHIN)
     save = vllm("step_messages").BlockSave(0, ROOT, KEYS[:2], b"p" * 32, 0, (3, 7))
     leases.add(vllm("step_messages").BlockLease("request", b"l" * 16, (save,), ()))
     names = [chain_prefix(layout.fingerprint, ROOT) + key for key in KEYS[:2]]
