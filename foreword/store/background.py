@@ -20,8 +20,7 @@ Result = TypeVar("Result")
 
 CORES: Final = os.cpu_count() or 1
 _PART_BYTES: Final = 2 << 20  # a part has at least this size
-# While a piece is populated no other thread of the process can map memory.
-_POPULATE_BYTES: Final = 1 << 20
+_POPULATE_BYTES: Final = 1 << 20  # meanwhile no other thread of the process can map memory
 _AHEAD_BYTES: Final = 256 << 20
 _POPULATE_PAUSE: Final = 0.002  # seconds after each piece: at most half a gigabyte per second
 _POPULATE_NICE: Final = 10
