@@ -87,7 +87,7 @@ class StoreConfig:
     Attributes:
         urls: URLs of stores, fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
         staging: host memory for copies between device and stores, allocated at start, half of it for the write queue. 1 GiB
-            with a GPU, which fills blocks faster than stores take them, and 256 MiB without if it is `auto`. A GPU has a copy of it.
+            with a GPU, which fills blocks faster than stores take them, and 256 MiB without if it is `auto`. A GPU has a copy.
         lookup_timeout: seconds that a request waits for a lookup in remote stores, or a tenth of the time to compute the prompt
             if that is longer. Memory and disks, which answer late only on a busy machine, have 8 times as long, or the whole
             time to compute the prompt.
