@@ -203,7 +203,7 @@ class DecodeForward(Patch):
         if cpu is None or attention.backend(first.number, x) is not cpu or not first.is_whole(rows):
             return type(self._model).forward(self._model, *arguments, **named)
         kept = named["logits_to_keep"]
-        last = self._last(rows) if len(kept) == rows else None
+        last = self._last(rows) if kept.tolist() == list(range(rows)) else None
         out = first.compute(cpu, x, self._rotary(x, named["position_ids"]), others, last)
         for number in self._numbers:
             attention.notify_written(number)
@@ -229,7 +229,7 @@ class DecodeForward(Patch):
         layers = _zero_layers(recorder, len(ends) * _TRIAL_BLOCK)
         noise = torch.Generator().manual_seed(0)
         named = {
-            "input_ids": torch.randint(0, self._embedding.num_embeddings, (1, len(ends)), generator=noise),
+            "input_ids": torch.randint(0, self._head.weight.shape[0], (1, len(ends)), generator=noise),
             "position_ids": torch.tensor([[end - 1 for end in ends]]),
             "use_cache": False,
         }
@@ -243,9 +243,9 @@ class DecodeForward(Patch):
 
         own = partial(type(self._model).forward, self._model)
         try:
-            same = all(torch.equal(logits(self, rows), logits(own, rows)) for rows in ([0, 1, 2], [0, 2]))
+            same = all(torch.equal(logits(self, rows), logits(own, rows)) for rows in ([0, 1, 2], [0, 2], [2, 0, 0]))
             # A cap would not be seen in the small logits of a model with small weights.
-            large = torch.linspace(-1e4, 1e4, self._embedding.num_embeddings).to(recorder.dtype).expand(1, 1, -1)
+            large = torch.linspace(-1e4, 1e4, self._head.weight.shape[0]).to(recorder.dtype).expand(1, 1, -1)
             hook = self._head.register_forward_hook(lambda *_: large)
             try:
                 return same and torch.equal(logits(own, [0]), large)
