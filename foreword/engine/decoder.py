@@ -184,8 +184,8 @@ class DecoderForward(Patch):
 
 
 class DecodeForward(Patch):
-    """`forward` of a model whose layers one call computes in a step that only decodes: embedding, layers, norm, output layer.
-    Of such a step at a batch of 1, the model's own code between them takes a tenth."""
+    """`forward` of a model whose layers one call computes in a step that only decodes: embedding, layers, norm, output
+    layer. The rest of the model's code is left out."""
 
     __slots__ = ("_embedding", "_head", "_layers", "_model", "_norm", "_numbers", "_rotary")
 

@@ -235,7 +235,7 @@ class CpuAttention:
         out = torch.empty_like(x)
         step.tasks = ctypes.pointer(self.tasks(window, decoder.layer))
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
-        step.x, step.out, found = x.data_ptr(), out.data_ptr(), out
+        step.x, step.out, step.head, found = x.data_ptr(), out.data_ptr(), None, out
         if last is not None:
             step.last_norm, step.last_epsilon = last.norm.data_ptr(), last.epsilon
             step.head, found = ctypes.addressof(last.weight), x.new_empty(*x.shape[:2], last.weight.outputs)
