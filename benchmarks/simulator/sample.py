@@ -1,10 +1,11 @@
 """Whether a part of a fleet answers for the whole: hit rate, TTFT, and the smallest fleet that meets a service level.
 
     python -m benchmarks.simulator.sample mooncake-conversation.jsonl [--copies 20] [--replicas 120,160,200] [--samples 5,10]
+    python -m benchmarks.simulator.sample agent-*.jsonl [--copies 20] [--replicas 64] [--samples 8]
 
-The whole is the trace, copied (`multiplied` in sim/trace.py), on each number of replicas; a sample of N is one in N of its
-sessions (`sampled`) on an N-th of the replicas. Seeds choose when the copies begin, and which sessions are taken. Progress
-goes to standard error.
+The whole is the trace, copied (`multiplied` in sim/trace.py; `sessions` in workloads.py for several files, one session each),
+on each number of replicas; a sample of N is one in N of its sessions (`sampled`) on an N-th of the replicas. Seeds choose when
+the copies begin, and which sessions are taken. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -12,33 +13,41 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from benchmarks.harness import machine, set_up, table, write_figures
+from benchmarks.simulator.workloads import sessions
 from foreword.sim.costs import FleetSpec
 from foreword.sim.report import summarize
 from foreword.sim.run import simulate
 from foreword.sim.trace import block_size_of, multiplied, read_trace, sampled
 
-HEAD = ["fleet", "seeds", "hit rate", "TTFT mean", "TTFT p90", "seconds to simulate"]
+HEAD = ["fleet", "seeds", "hit rate", "TTFT mean", "p50", "p90", "seconds to simulate"]
 
 
-def measure(trace: Path, copies: int, replicas: int, parts: int, seed: int) -> tuple[float, float, float, float]:
-    """Hit rate, mean and 90th percentile of TTFT in seconds, and the seconds that the simulation took."""
+def measure(traces: list[Path], copies: int, seconds: float, replicas: int, parts: int, seed: int) -> tuple[float, ...]:
+    """Hit rate, mean, median and 90th percentile of TTFT in seconds, and the seconds of processor time of the simulation."""
     # Copies begin at the same times in all samples: a sample is of one whole.
-    whole = multiplied(read_trace(trace), copies, seed=seed if parts == 1 else 1)
+    begins = seed if parts == 1 else 1
+    if len(traces) > 1:
+        whole = sessions(traces, copies, seconds, None, seed=begins)
+    else:
+        whole = multiplied(read_trace(traces[0]), copies, seed=begins)
     requests = sampled(whole, parts, seed=seed)
     spec = FleetSpec(replicas=replicas // parts, block_size=block_size_of(requests, None))
+    began = time.process_time()
     result = simulate(requests, spec, "cost")
+    took = time.process_time() - began
     numbers = summarize(result)
     print(
         f"{replicas} replicas, sample of {parts}, seed {seed}: {len(requests):,} requests, hits {numbers.hit_share:.1%}, "
-        f"mean {numbers.mean:.3f} s, p90 {numbers.p90:.3f} s, {result.wall:.0f} s to simulate",
+        f"mean {numbers.mean:.3f} s, p50 {numbers.p50:.3f} s, p90 {numbers.p90:.3f} s, {took:.0f} s to simulate",
         file=sys.stderr,
         flush=True,
     )
-    return numbers.hit_share, numbers.mean, numbers.p90, result.wall
+    return numbers.hit_share, numbers.mean, numbers.p50, numbers.p90, took
 
 
 def spread(values: list[float], form: str, unit: str = "") -> str:
@@ -49,10 +58,11 @@ def spread(values: list[float], form: str, unit: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--copies", type=int, default=20)
     parser.add_argument("--replicas", default="120,160,200", help="sizes of the whole fleet")
     parser.add_argument("--samples", default="5,10")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="within which sessions of several files begin")
     parser.add_argument("--seeds", type=int, default=2, help="of the whole")
     parser.add_argument("--sample-seeds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=3.0, help="seconds: service level for the p90 of TTFT")
@@ -67,29 +77,28 @@ def main() -> None:
         for seed in range(1, 1 + (given.seeds if parts == 1 else given.sample_seeds))
     ]
     with ProcessPoolExecutor(given.jobs) as pool:
-        running = {case: pool.submit(measure, given.trace, given.copies, *case) for case in cases}
+        running = {case: pool.submit(measure, given.traces, given.copies, given.seconds, *case) for case in cases}
         found = {case: future.result() for case, future in running.items()}
     rows = []
     for size in sizes:
         for parts in dict.fromkeys(case[1] for case in cases):
             runs = [found[case] for case in cases if case[:2] == (size, parts)]
-            hits, means, p90s, walls = ([run[i] for run in runs] for i in range(4))
+            hits, *times, seconds = ([run[i] for run in runs] for i in range(5))
             name = f"{size}" if parts == 1 else f"{size}, sample of {parts}"
             rows.append(
                 [
                     name,
                     str(len(runs)),
                     spread([100 * one for one in hits], ".1f", " %"),
-                    spread(means, ".2f", " s"),
-                    spread(p90s, ".2f", " s"),
-                    f"{statistics.mean(walls):.0f}",
+                    *(spread(one, ".2f", " s") for one in times),
+                    f"{statistics.mean(seconds):.0f}",
                 ]
             )
-    facts = machine() | {"copies": str(given.copies), "trace": given.trace.name}
+    facts = machine() | {"copies": str(given.copies), "traces": ", ".join(one.name for one in given.traces)}
     for parts in dict.fromkeys(case[1] for case in cases):
         enough = []
         for seed in dict.fromkeys(case[2] for case in cases if case[1] == parts):
-            good = [size for size in sizes if found[size, parts, seed][2] < given.limit]
+            good = [size for size in sizes if found[size, parts, seed][3] < given.limit]
             enough.append(str(min(good)) if good else f"more than {max(sizes)}")
         name = "whole" if parts == 1 else f"sample of {parts}"
         facts[f"smallest fleet with p90 below {given.limit:g} s, {name}"] = ", ".join(enough) + " (one per seed)"

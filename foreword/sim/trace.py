@@ -17,12 +17,13 @@ the earlier prompt in it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,11 +207,13 @@ def multiplied(trace: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> 
 
 
 def sampled(trace: Sequence[TraceRequest], parts: int, *, seed: int = 1) -> list[TraceRequest]:
-    """One of `parts` parts of a trace, for as many times fewer replicas: whole sessions, chosen at random.
+    """One of `parts` parts of a trace, for as many times fewer replicas: whole sessions.
 
-    Requests without a session belong together if the first block is the same that at most one in a hundred requests has: then
-    the sample has the requests that share a document, and some of all that share a system prompt. Raises ConfigError if no
-    request is left, and for text without sessions.
+    Of sessions with about as many tokens, in the order of their arrival, every `parts`-th is taken, so that the sample has its
+    share of the work at each time: drawn one by one, sessions would bring a small sample more bursts than the whole has.
+    `seed` decides with which ones this begins. Requests without a session belong together if the first block is the same that
+    at most one in a hundred requests has: then the sample has the requests that share a document, and some of all that share a
+    system prompt. Raises ConfigError if no request is left, and for text without sessions.
     """
     if parts < 1:
         raise ConfigError(f"--sample must be at least 1, not {parts}")
@@ -220,14 +223,15 @@ def sampled(trace: Sequence[TraceRequest], parts: int, *, seed: int = 1) -> list
         raise ConfigError("--sample takes whole sessions: a trace with text needs session_id in each request")
     counts = Counter(number for one in trace for number in set(one.ids) if one.session is None)
     most, rng = max(_RARE * len(trace), 1), random.Random(seed)
-    taken: dict[object, bool] = {}
-    found = []
-    for one in trace:
-        group = one.session or next((number for number in one.ids if counts[number] <= most), one.ids[-1])
-        if group not in taken:
-            taken[group] = rng.random() * parts < 1
-        if taken[group]:
-            found.append(one)
+    groups = [
+        one.session or next((number for number in one.ids if counts[number] <= most), one.ids[-1]) for one in trace
+    ]
+    tokens = Counter[object]()
+    for one, group in zip(trace, groups, strict=True):
+        tokens[group] += one.prompt_tokens + one.output_tokens
+    turns = defaultdict[int, Iterator[int]](lambda: itertools.count(rng.randrange(parts)))  # by the size of sessions
+    taken = {group for group, size in tokens.items() if not next(turns[size.bit_length()]) % parts}
+    found = [one for one, group in zip(trace, groups, strict=True) if group in taken]
     if not found:
         raise ConfigError(f"--sample {parts}: the trace is too short, no session is left of it")
     return found

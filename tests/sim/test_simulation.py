@@ -316,6 +316,24 @@ def test_a_sample_has_whole_sessions() -> None:
         sampled([TraceRequest(0.0, array("I", [1, 2]), 1, 2, 1)], 2)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_sample_has_its_share_of_the_work_at_each_time(seed: int) -> None:
+    """An eighth of sessions whose lengths differ by a hundred times: about an eighth of the tokens, also of each quarter."""
+    rng = random.Random(seed)
+    trace = [
+        replace(request(float(number), [0, 1 + number]), prompt_tokens=2 ** rng.randrange(6) * rng.randrange(8, 12))
+        for number in range(1600)
+    ]
+    quarters = [[0, 0] for _ in range(4)]
+    taken = set(map(id, sampled(trace, 8, seed=seed)))
+    for one in trace:
+        quarter = quarters[int(one.arrival // 400)]
+        quarter[0] += one.prompt_tokens
+        quarter[1] += 8 * one.prompt_tokens if id(one) in taken else 0
+    assert all(share == pytest.approx(whole, rel=0.2) for whole, share in quarters)
+    assert sum(share for _, share in quarters) == pytest.approx(sum(whole for whole, _ in quarters), rel=0.05)
+
+
 @pytest.mark.slow
 def test_a_part_of_a_fleet_answers_for_the_whole() -> None:
     """A quarter of the sessions on a quarter of the replicas: hit rate and TTFT of the whole fleet."""
