@@ -352,6 +352,11 @@ def read_text(path: str | Path, what: str, encoding: str = "utf-8") -> str:
         raise ConfigError(f"cannot read {what} {path}: {reason_of(error)}") from None
 
 
+def vllm_batch_invariant() -> bool:
+    """Whether a vLLM of this environment is to compute the same bits whatever else is in the batch."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")
+
+
 def check_folder(folder: str) -> None:
     """Raises StoreConfigError if the folder does not exist and cannot be created. Does not create it."""
     place = os.path.abspath(folder)
@@ -396,8 +401,7 @@ def _scalar(wanted: type, value: Any) -> Any:
         if isinstance(value, str) and value.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
             return value.lower() in ("1", "true", "yes", "on")
         raise ValueError(value)
-    if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
-        raise ValueError(value)
-    if wanted is str and not isinstance(value, str | int | float):
+    fits = isinstance(value, str | int | float) if wanted is str else wanted is not int or not isinstance(value, float)
+    if isinstance(value, bool) or not fits:
         raise ValueError(value)
     return wanted(value)

@@ -89,7 +89,7 @@ class RowGroup:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.device = tensors[0].device if tensors else torch.device("cpu")
-        self.block_bytes = sum(map(_row_bytes, tensors))
+        self.block_bytes = sum(tensor[0].nbytes for tensor in tensors)
         self._tensors = tensors
         self._parts: list[tuple[Any, Any]] = []
 
@@ -178,10 +178,6 @@ class StagingArena:
         else:
             for block, slot, count in _runs(blocks, slots):
                 self._groups[group].scatter(block, slot, count)
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return tensor[0].numel() * tensor.element_size()
 
 
 def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from foreword.config import vllm_batch_invariant
 from foreword.errors import ConfigError
 from foreword.referee.damage import data_files
 from foreword.referee.models import KINDS, Kind, draw_tokens
@@ -35,8 +36,9 @@ from foreword.referee.process import (
 
 BLOCK: Final = 32
 KV_BYTES: Final = 256 << 20
-# In float32 a hit and a computation differ in the last bits only; tokens are compared exactly.
-_LOGPROB_WITHIN: Final = 1e-3
+# In float32 a hit and a computation differ in the last bits only; tokens are compared exactly. Where vLLM is batch-invariant,
+# no bit may differ.
+_LOGPROB_WITHIN: Final = 0.0 if vllm_batch_invariant() else 1e-3
 _HALF: Final = 0.5
 # Random prompts may begin with the same token or two, which an engine that reuses parts of blocks finds.
 _CHANCE: Final = 4

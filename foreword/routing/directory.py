@@ -186,7 +186,7 @@ class Directory:
 
     def removed(self, replica: str, tier: CacheTier, keys: Iterable[bytes]) -> None:
         """Remove `keys` from a tier. Unknown keys are ignored."""
-        slot = self._known_slot(replica, tier)
+        slot = _SHARED_SLOT if tier == CacheTier.SHARED else self._slots.get(replica)
         if slot is None:
             return
         width = slot.to_bytes(2, "little")
@@ -364,9 +364,6 @@ class Directory:
             return _SHARED_SLOT
         slot = self._slots.get(replica)
         return slot if slot is not None else self._new_slot(replica)
-
-    def _known_slot(self, replica: str, tier: CacheTier) -> int | None:
-        return _SHARED_SLOT if tier == CacheTier.SHARED else self._slots.get(replica)
 
     def _new_slot(self, replica: str) -> int:
         if len(self._counts) >= _MAX_REPLICAS:

@@ -39,7 +39,6 @@ from foreword.store.frame import (
     UNAUTHENTICATED,
     UNKEYED,
     Frame,
-    Header,
     check,
     set_key,
 )
@@ -169,7 +168,7 @@ class SealedStore(FormChanger):
     def _signed(self, frame: Frame) -> Frame:
         """A signed copy: other tiers use the frame's memory."""
         buffer = memoryview(bytearray(frame.data))
-        number, cipher = self._keys.signing(_scope(frame.header))
+        number, cipher = self._keys.signing(frame.header.layout + frame.header.root)
         nonce = os.urandom(NONCE_BYTES)
         set_key(buffer, number, nonce)
         buffer[-TAG_BYTES:] = cipher.encrypt(nonce, b"", buffer[:-TAG_BYTES])
@@ -321,10 +320,6 @@ def _encrypted(frame: Frame, key: DataKey) -> Frame:
 def _part(name: Name) -> bytes:
     """What an encrypted frame's key is derived from, besides the data key."""
     return b"frame" + name[:PREFIX_BYTES] + bytes([name[PREFIX_BYTES] % _PARTS])
-
-
-def _scope(header: Header) -> bytes:
-    return header.layout + header.root
 
 
 def _signed_record(head: bytes, key: str, data: bytes) -> bytes:

@@ -208,7 +208,8 @@ class TierThreads:
         """Make a call on a thread of the tier. Raises StoreUnavailable if too many calls have not returned."""
         call = TierCall(work, self._lock)
         with self._lock:
-            if self._queued >= _WAITING or (len(self._running) >= _THREADS and self._all_stuck()):
+            stuck = len(self._running) >= _THREADS and all(call.abandoned_at for call in self._running)
+            if stuck or self._queued >= _WAITING:
                 raise StoreUnavailable(f"{len(self._running)} calls of this tier have not returned")
             self._queued += 1
             spawn = self._queued + len(self._running) > self._threads and self._threads < _THREADS
@@ -228,9 +229,6 @@ class TierThreads:
             idle = self._threads - len(self._running) - self._queued
         for _ in range(idle):
             self._calls.put(None)
-
-    def _all_stuck(self) -> bool:
-        return all(call.abandoned_at for call in self._running)
 
     def _run(self, call: TierCall[object]) -> None:
         with self._lock:

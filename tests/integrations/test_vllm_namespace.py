@@ -24,6 +24,7 @@ from foreword.integrations.vllm.namespace import (
     base_digest,
     choose,
     recorded,
+    tolerance,
 )
 from foreword.integrations.weight_files import weights_digest
 from foreword.referee.models import KINDS, fresh_prompts
@@ -253,6 +254,25 @@ def test_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(others)) == len(others)
 
 
+def test_batch_invariance_is_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch-invariant vLLM shares KV with others of its kind only, and only where each bit of the measurement is equal: its
+    hits give the bits of a computation."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, usual = folder_with(tmp_path / "model", {}), tolerance("bfloat16")
+    without = base_of(folder)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert base_of(folder) not in (without, b"") and base_of(folder) == base_of(folder)
+    values = np.random.default_rng(5).standard_normal((4, 64)).astype(np.float32)
+    other = values.copy()
+    other[3, 63] = np.nextafter(other[3, 63], np.float32(9))
+    exact = tolerance("bfloat16")
+    assert not ProbeSample(values, exact).difference(ProbeSample(values.copy(), exact))
+    assert ProbeSample(values, exact).difference(ProbeSample(other, exact))
+    assert not ProbeSample(values, usual).difference(ProbeSample(other, usual))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert base_of(folder) == without and tolerance("bfloat16") == usual > 0
+
+
 def test_weights_replaced_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight file that is rewritten in place, with its old size and modification time, has another digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -275,13 +295,16 @@ _LONG_ROPE = {
 }  # fmt: skip
 
 
-def servers(folder: Path, kind: str, store: Path, settings: Sequence[dict[str, Any]]) -> list[list[int]]:
+def servers(
+    folder: Path, kind: str, store: Path, settings: Sequence[dict[str, Any]], plant: str = "", **environment: str
+) -> list[list[int]]:
     """Ask vLLMs with these settings, one after the other, the same prompts over one store: for each, the cached tokens of each
     prompt when it is asked first, and again after a reset of vLLM's own cache."""
     asks = ["ask", "forget", "ask"]
     runs = [{"store": [disk(store)], "passes": asks, "llm": one} for one in settings]
     job = {"model": str(folder), "llm": KINDS[kind].arguments(), "runs": runs, "prompts": fresh_prompts(3, 3, 300)}
-    found = run("vllm_kinds_script.py", job)["results"]
+    job |= {"plant": plant} if plant else {}
+    found = run("vllm_kinds_script.py", job, **environment)["results"]
     return [[answer["cached"] for answers in one["answers"] for answer in answers] for one in found]
 
 
@@ -328,6 +351,21 @@ def test_settings_under_vllm(
         expected = first[3:] if settings in same else [0, 0, 0]
         assert cached[:3] == expected, settings
         assert min(cached[3:]) > 0, "its own KV is found again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not PYTHON, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+def test_a_batch_invariant_vllm_keeps_to_itself(tmp_path: Path) -> None:
+    """It finds what batch-invariant servers have saved, also in a fresh process, and nothing that others have; nor do they.
+    The setting is real, its kernels are not: they need a GPU."""
+    folder = KINDS["Llama"].build(tmp_path / "model")
+    store, invariant = tmp_path / "store", {"VLLM_BATCH_INVARIANT": "1"}
+    [usual] = servers(folder, "Llama", store, [{}])
+    first, second = servers(folder, "Llama", store, [{}, {}], "usual_kernels", **invariant)
+    [again] = servers(folder, "Llama", store, [{}])
+    assert usual[:3] == first[:3] == [0, 0, 0] and min(first[3:]) >= 256
+    assert second[:3] == first[3:] and again[:3] == usual[3:]
 
 
 @pytest.mark.parametrize("pooling", ["MEAN", "LAST"])

@@ -1,7 +1,7 @@
 """Changes of meaning that a new version of vLLM might bring, planted into the vLLM of this process before a model is loaded.
 
-Each leaves the configuration, the attributes of the layers, names and versions as they are, and vLLM consistent with itself.
-Only what is computed, or how a block is packed, becomes something else.
+Each but the last leaves the configuration, the attributes of the layers, names and versions as they are, and vLLM consistent
+with itself. Only what is computed, or how a block is packed, becomes something else.
 """
 
 from __future__ import annotations
@@ -50,4 +50,11 @@ def packing() -> None:
     ops.cpu_attn_reshape_and_cache, ops.cpu_attention_with_kv_cache = exchanged, attention
 
 
-PLANTS = {one.__name__: one for one in (rope_base, one_layer, packing)}
+def usual_kernels() -> None:
+    """VLLM_BATCH_INVARIANT=1 replaces no operators: vLLM's CPU build lacks those of that mode, and does not start with it."""
+    from vllm.model_executor.determinism import batch_invariant
+
+    batch_invariant.init_batch_invariance = lambda: None
+
+
+PLANTS = {one.__name__: one for one in (rope_base, one_layer, packing, usual_kernels)}

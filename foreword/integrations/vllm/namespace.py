@@ -2,7 +2,8 @@
 
 Servers share KV exactly if their namespaces are equal. A namespace follows from
 
-- the *base*: the digest of the weights, and what the user configured (config.json with the overrides, dtype, quantization);
+- the *base*: the digest of the weights, and what the user configured (config.json with the overrides, dtype, quantization,
+  and whether vLLM is to be batch-invariant);
 - what vLLM *resolved*: the attributes of the model's layers as they are in memory, and the configuration that they read;
 - what a probe *measured*: the KV of fixed tokens, as packed bytes, and the rotary embeddings of far positions (`kv_probe.py`).
 
@@ -29,6 +30,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
+from foreword.config import vllm_batch_invariant
 from foreword.errors import StoreError
 from foreword.integrations.weight_files import IGNORED_KEYS, model_folder, weights_digest
 from foreword.store.shared_records import RecordKind, SharedRecords
@@ -53,8 +55,9 @@ _STRETCH, _DEVIATIONS = 0.1, 6.0
 
 
 def tolerance(dtype: str) -> float:
-    """The largest distance of two computations of the same values that counts as equal, as a share of their norm."""
-    return _TOLERANCE.get(dtype, 0.0)
+    """The largest distance of two computations of the same values that counts as equal, as a share of their norm; none where
+    vLLM is batch-invariant, so that a hit there gives the bits of a computation."""
+    return 0.0 if vllm_batch_invariant() else _TOLERANCE.get(dtype, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +233,7 @@ def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
         "dtype": str(model.dtype),
         "quantization": str(getattr(model, "quantization", None)),
         "arguments": _plain(getattr(model, "quantization_config", None)),
+        **({"batch_invariant": True} if vllm_batch_invariant() else {}),
     }
     text = json.dumps(given, sort_keys=True, default=_plain)
     return sha256(b"foreword/base\x00" + weights + drafts + text.encode()).digest()
