@@ -333,7 +333,11 @@ def test_sampling(vocab: int, dtype: torch.dtype, kernels: Kernels) -> None:
     """Under any mixture of filters, penalties, biases, exclusions and masks, rows of any size get the tokens that PyTorch's
     operators choose. (A random number may lie so near to the border of two tokens that rounding decides.)"""
     made, generator = random.Random(vocab), torch.Generator().manual_seed(vocab)
-    logits = (torch.randn(150, vocab, generator=generator) * torch.rand(150, 1, generator=generator) * 6).to(dtype)
+    logits = torch.randn(150, vocab, generator=generator) * torch.rand(150, 1, generator=generator) * 6
+    # In some rows the first tokens tell nothing of the largest logit.
+    for first, more in enumerate((-50.0, 50.0, 150.0)):
+        logits[first::9, vocab // 2 :] += more
+    logits = logits.to(dtype)
     logits[torch.rand(logits.shape, generator=generator) < torch.rand(150, 1, generator=generator) - 0.5] = -math.inf
     draws, masks = [], {}
     for row in range(150):

@@ -1,14 +1,15 @@
 // The choice of one token from each row of logits, without sorting a vocabulary (docs/decisions/0007-randomness.md).
 //
-// A row is read in groups of tokens. One pass gives the maximum of each group or, unless the choice is greedy, the sum of
-// its chords, which are above the weights and cheaper than exponentials. A token is drawn from all tokens by the inverse of
-// the cumulative distribution function, in order of their ids, and kept with the probability weight / chord. Top-p is
-// rejection sampling too (Ye et al. 2025, FlashInfer): if the tokens before the kept one, in order of descending logits,
+// A row is read in groups of tokens. One pass gives the maximum of each group, if the choice is greedy or by top-k or min-p,
+// or the sum of its chords, which are above the weights and cheaper than exponentials. A token is drawn from all tokens by the
+// inverse of the cumulative distribution function, in order of their ids, and kept with the probability weight / chord. Top-p
+// is rejection sampling too (Ye et al. 2025, FlashInfer): if the tokens before the kept one, in order of descending logits,
 // reach top_p, the next draw is among those. Groups whose sum is smaller than its chord need not be read again.
+//
+// The order in which numbers are added is part of what a seed promises: a change of it may change a token.
 #pragma once
 
 #include <algorithm>
-#include <functional>
 
 #include "threads.h"
 #include "vectors.h"
@@ -34,38 +35,71 @@ struct SampledRow {
 };
 
 constexpr int64_t GROUP = 128;
+constexpr int GROUP_VECTORS = GROUP / LANES;
 constexpr int64_t FEW_LOGITS = 1 << 18;
 // Lower temperatures are zero in float32. Only the likeliest token has weight long before that.
 constexpr double MIN_TEMPERATURE = 1e-6;
 
-// `a` for the tokens of a vector that have a bit, `b` for the others.
-INLINE Floats select_bits(const uint32_t* bits, int64_t first, Floats a, Floats b) {
-    const uint32_t found = bits[first / 32] >> first % 32;
+// `a` for the tokens of vector `i` of a group that have a bit, `b` for the others. `bits` are those of the group.
+INLINE Floats select_bits(const uint32_t* bits, int i, Floats a, Floats b) {
+    const int first = i * LANES % 32;
+    const uint32_t found = bits[i * LANES / 32];
 #if defined(__AVX512F__)
-    return (Floats)_mm512_mask_blend_ps((__mmask16)found, (__m512)b, (__m512)a);
+    return (Floats)_mm512_mask_blend_ps((__mmask16)(found >> first), (__m512)b, (__m512)a);
 #else
-    Words lanes;
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = 1 << lane;
-    return select((lanes & (int32_t)found) != 0, a, b);
+    // A lane's bit moves to its sign.
+    Bits places;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; lane++) places[lane] = 31 - first - lane;
+    return select((Words)((Bits{} + found) << places) < 0, a, b);
 #endif
+}
+
+// The sum of each of LANES vectors, as `sum_of` adds them.
+INLINE Floats sums_of(Words* vectors) {
+#if defined(__AVX512F__)
+    float sums[LANES];
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of((Floats)vectors[i]);
+    return load<Floats>(sums);
+#else
+    transpose(vectors);
+    Floats sum{};
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) sum += (Floats)vectors[i];
+    return sum;
+#endif
+}
+
+INLINE Floats largest_of(Words* vectors) {
+    transpose(vectors);
+    Floats most = (Floats)vectors[0];
+#pragma GCC unroll 16
+    for (int i = 1; i < LANES; i++) most = larger((Floats)vectors[i], most);
+    return most;
 }
 
 // One row, or the tokens of it that top-k keeps.
 template <class T>
 struct Logits {
-    const typename T::Element* row;
+    typedef typename T::Element Element;
+    const Element* row;
     int64_t size;
 
     int64_t groups() const { return (size + GROUP - 1) / GROUP; }
     int64_t end(int64_t group) const { return min(size, (group + 1) * GROUP); }
     float value(int64_t token) const { return T::to_float(row[token]); }
-    // A vector of tokens; -inf past the end.
-    __attribute__((always_inline)) Floats read(int64_t first) const {
-        if (first + LANES <= size) return T::read(row + first);
-        typename T::Element part[LANES];
-        for (int lane = 0; lane < LANES; lane++)
-            part[lane] = first + lane < size ? row[first + lane] : T::from_float(-INFINITE);
-        return T::read(part);
+    // A group's logits. Those at the end are in `part`, where -inf follows.
+    INLINE_MEMBER const Element* of(int64_t group, Element* part) const {
+        const Element* from = row + group * GROUP;
+        return (group + 1) * GROUP <= size ? from : filled(from, size - group * GROUP, part);
+    }
+    // Vector `i` of the group whose logits are `from`.
+    INLINE_MEMBER Floats read(const Element* from, int64_t, int i) const { return T::read(from + i * LANES); }
+
+  private:
+    static __attribute__((noinline)) const Element* filled(const Element* from, int64_t count, Element* part) {
+        std::fill(std::copy(from, from + count, part), part + GROUP, T::from_float(-INFINITE));
+        return part;
     }
 };
 
@@ -75,31 +109,32 @@ struct Repeated : Logits<T> {
     const uint32_t* seen;
     float penalty, inverse;
 
+    float penalized(float value) const { return value * (value > 0 ? inverse : penalty); }
     float value(int64_t token) const {
         const float value = Logits<T>::value(token);
-        return seen[token / 32] >> token % 32 & 1 ? value * (value > 0 ? inverse : penalty) : value;
+        return seen[token / 32] >> token % 32 & 1 ? penalized(value) : value;
     }
-    __attribute__((always_inline)) Floats read(int64_t first) const {
-        const Floats values = Logits<T>::read(first);
-        const Floats factors = select(values > 0.0f, broadcast(inverse), broadcast(penalty));
-        return select_bits(seen, first, values * factors, values);
+    INLINE_MEMBER Floats read(const typename T::Element* from, int64_t group, int i) const {
+        const Floats values = T::read(from + i * LANES);
+        // A zero stays the zero that it is.
+        const Floats factors = select((Words)values < 0, broadcast(penalty), broadcast(inverse));
+        return values * select_bits(seen + group * (GROUP / 32), i, factors, broadcast(1.0f));
     }
 };
 
-// What a pass over a row finds.
+// What a pass over a row finds. Arrays have room for whole vectors.
 struct Passed {
     float* maxima;  // of each group
     float* sums;    // of each group's chords
-    float best;     // the largest logit
+    float best;     // the largest logit, where the maxima are known
     float scale;    // weights are exp2(logit * scale + offset)
     float offset;   // plus the bias of an exponent, as the bits of a float
 
     // The chord of exp2 between the whole numbers next to logit * scale, which is not below the weight (but for rounding),
     // and at most 1 / LEAST_SHARE of it: a float's bits are linear between powers of two. NaN and what is too small have none.
-    __attribute__((always_inline)) Floats chords(Floats values) const {
-        const Floats bits = larger(values * (scale * 0x1p23f) + offset, broadcast(0.0f));
-        return (Floats)__builtin_convertvector(bits, Words);
-    }
+    INLINE_MEMBER Floats chords(Floats values) const { return (Floats)larger(whole(bits(values)), Words{}); }
+    INLINE_MEMBER Floats bits(Floats values) const { return values * (scale * 0x1p23f) + offset; }
+    static INLINE_MEMBER Words whole(Floats bits) { return __builtin_convertvector(bits, Words); }
     double power(float value) const { return (double)value * scale + offset * 0x1p-23 - BIAS; }
     void set_offset(double power) { offset = (float)((power + BIAS) * 0x1p23); }
 
@@ -112,88 +147,155 @@ struct Before {
     float value;
     int64_t token;
 
-    __attribute__((always_inline)) Words has(Floats values, int64_t first) const {
-        if (first + LANES <= token) return values >= value;
-        Words found = values > value;
-        for (int lane = 0; first + lane < token && lane < LANES; lane++) found[lane] |= values[lane] == value ? -1 : 0;
-        return found;
+    // Calls `use` with a function that tells which of a group's vector `i` are among them.
+    template <class F>
+    INLINE_MEMBER Floats in(int64_t group, const F& use) const {
+        const float value = this->value;
+        const int64_t left = token - group * GROUP;
+        if (left >= GROUP) return use([=](Floats values, int) INLINE_LAMBDA { return values >= value; });
+        if (left <= 0) return use([=](Floats values, int) INLINE_LAMBDA { return values > value; });
+        return use([=](Floats values, int i) INLINE_LAMBDA {
+            Words found = values > value;
+            for (int lane = 0; i * LANES + lane < left && lane < LANES; lane++) found[lane] |= values[lane] == value ? -1 : 0;
+            return found;
+        });
     }
 };
 
-// Maxima. A NaN is no maximum.
+// The largest logit of each lane of a group. A NaN is no maximum.
 template <class L>
-void find_maxima(const L& logits, Passed& passed) {
-    passed.best = -INFINITE;
-    for (int64_t group = 0; group < logits.groups(); group++) {
-        Floats most = broadcast(-INFINITE);
-#pragma GCC unroll 8
-        for (int64_t first = group * GROUP; first < (group + 1) * GROUP; first += LANES)
-            most = larger(logits.read(first), most);
-        passed.maxima[group] = largest_of(most);
-        passed.best = std::max(passed.best, passed.maxima[group]);
-    }
+INLINE Floats largest_in(const L& logits, int64_t group) {
+    typename L::Element part[GROUP];
+    const auto* from = logits.of(group, part);
+    Floats most = broadcast(-INFINITE);
+#pragma GCC unroll 32
+    for (int i = 0; i < GROUP_VECTORS; i++) most = larger(logits.read(from, group, i), most);
+    return most;
 }
 
-// Sums and the largest logit in one pass. Returns the sum of all chords; 0 if the largest logit is where chords overflow or
-// vanish.
+template <class L>
+void find_maxima(const L& logits, Passed& passed) {
+    float* const maxima = passed.maxima;
+    Floats best = broadcast(-INFINITE);
+    for (int64_t group = 0; group < logits.groups(); group += LANES) {
+        Words most[LANES];
+        for (int i = 0; i < LANES; i++)
+            most[i] = (Words)(group + i < logits.groups() ? largest_in(logits, group + i) : broadcast(-INFINITE));
+        const Floats found = largest_of(most);
+        store(maxima + group, found);
+        best = larger(found, best);
+    }
+    passed.best = largest_of(best);
+}
+
+// The sum, by lane, of a group's weights.
+template <class L, class F>
+INLINE Floats add_up(const L& logits, int64_t group, const F& weights) {
+    typename L::Element part[GROUP];
+    const auto* from = logits.of(group, part);
+    Floats sum{};
+#pragma GCC unroll 32
+    for (int i = 0; i < GROUP_VECTORS; i++) sum += weights(logits.read(from, group, i), i);
+    return sum;
+}
+
+// Returns the sum of all chords; 0 if the largest logit is where chords overflow or vanish.
 template <class L>
 double find_sums(const L& logits, Passed& passed) {
     const Passed known = passed;  // which the sums do not alias
-    Floats most = broadcast(-INFINITE);
+    Words most{};
     double total = 0;
-    for (int64_t group = 0; group < logits.groups(); group++) {
-        Floats sum = broadcast(0.0f);
-#pragma GCC unroll 8
-        for (int i = 0; i < GROUP / LANES; i++) {
-            const Floats values = logits.read(group * GROUP + i * LANES);
-            most = larger(values, most);
-            sum += known.chords(values);
-        }
-        total += passed.sums[group] = sum_of(sum);
+    for (int64_t group = 0; group < logits.groups(); group += LANES) {
+        Words sums[LANES]{};
+        const int count = (int)min(logits.groups() - group, LANES);
+        for (int i = 0; i < count; i++)
+            sums[i] = (Words)add_up(logits, group + i, [&](Floats values, int) INLINE_LAMBDA {
+                const Floats bits = known.bits(values);
+                most = larger((Words)bits, most);
+                return (Floats)larger(known.whole(bits), Words{});
+            });
+        store(known.sums + group, sums_of(sums));
+        for (int i = 0; i < count; i++) total += known.sums[group + i];
     }
-    passed.best = largest_of(most);
+    // Numbers above zero have the order of their bits, and NaN is above all.
+    int32_t last = 0;
+    for (int lane = 0; lane < LANES; lane++) last = std::max(last, most[lane]);
+    float largest;
+    memcpy(&largest, &last, sizeof last);
+    if (std::fabs(largest * 0x1p-23 - known.BIAS) < 59) return total;
+    find_maxima(logits, passed);
     return std::fabs(passed.power(passed.best)) < 60 ? total : 0;
 }
 
-// The sums again, of fewer tokens. Returns the sum of all their chords; where it is below `limit`, any number below. Then
-// the rest of the row is not read. `total` is the sum so far.
+// The sums again, of fewer tokens, each of which has a chord. Returns the sum of all their chords; where it is below `limit`,
+// any number below. Then the rest of the row is not read. `total` is the sum so far.
 template <class L>
 double find_sums(const L& logits, Passed& passed, const Before& before, double total, double limit) {
     const Passed known = passed;
     const float least = known.chords(broadcast(before.value))[0];
     double found = 0;
     for (int64_t group = 0; group < logits.groups(); group++)
-        if (passed.sums[group] < least) total -= passed.sums[group], passed.sums[group] = 0;
-    for (int64_t group = 0; group < logits.groups() && total >= limit; group++) {
-        if (!(passed.sums[group] > 0)) continue;
-        Floats sum = broadcast(0.0f);
-#pragma GCC unroll 8
-        for (int64_t first = group * GROUP; first < (group + 1) * GROUP; first += LANES) {
-            const Floats values = logits.read(first);
-            sum += select(before.has(values, first), known.chords(values), broadcast(0.0f));
+        if (known.sums[group] < least) total -= known.sums[group], known.sums[group] = 0;
+    for (int64_t group = 0; group < logits.groups() && total >= limit;) {
+        Words sums[LANES]{};
+        float made[LANES];
+        int64_t groups[LANES];
+        int count = 0;
+        for (; count < LANES && group < logits.groups(); group++) {
+            if (!(known.sums[group] > 0)) continue;
+            groups[count] = group;
+            sums[count++] = (Words)before.in(group, [&](const auto& has) INLINE_LAMBDA {
+                return add_up(logits, group, [&](Floats values, int i) INLINE_LAMBDA {
+                    return select(has(values, i), (Floats)known.whole(known.bits(values)), broadcast(0.0f));
+                });
+            });
         }
-        total -= passed.sums[group];
-        passed.sums[group] = sum_of(sum);
-        total += passed.sums[group];
-        found += passed.sums[group];
+        store(made, sums_of(sums));
+        for (int i = 0; i < count; i++) {
+            total -= known.sums[groups[i]];
+            known.sums[groups[i]] = made[i];
+            total += made[i];
+            found += made[i];
+        }
     }
     return total < limit ? total : found;
 }
 
-// The sum of weights, relative to that of the largest logit.
+// The sums of the tokens that min-p keeps, which are `kept`. Returns what the sums of all do.
 template <class L>
-double mass(const L& logits, const Passed& passed, const Before& before) {
-    double total = 0;
+double find_sums(const L& logits, Passed& passed, double min_p, Before& kept) {
+    kept = {-INFINITE, logits.size};
+    if (min_p <= 0) return find_sums(logits, passed);
+    find_maxima(logits, passed);
+    if (!(std::fabs(passed.power(passed.best)) < 60)) return 0;
+    kept.value = (float)(passed.best + std::log2(min_p) / passed.scale);
+    if (!(passed.chords(broadcast(kept.value))[0] > 0)) return find_sums(logits, passed);
+    // More than any token's chord where there is one of them.
+    for (int64_t group = 0; group < logits.groups(); group++)
+        passed.sums[group] = passed.maxima[group] >= kept.value ? 0x1p100f : 0.0f;
+    return find_sums(logits, passed, kept, 0, -INFINITE);
+}
+
+// Whether the weights of some tokens are less than a share of those of others, all with at least a value. Weights are
+// relative to that of the largest logit.
+template <class L>
+bool is_below(const L& logits, Passed& passed, const Before& some, const Before& others, double share) {
+    find_maxima(logits, passed);
+    const float best = passed.best, scale = passed.scale, least = others.value;
+    double less = 0, more = 0;
     for (int64_t group = 0; group < logits.groups(); group++) {
-        Floats sum = broadcast(0.0f);
-        for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
-            const Floats values = logits.read(first);
-            const Floats power = larger((values - passed.best) * passed.scale, broadcast(-200.0f));
-            sum += select(before.has(values, first), exp2_of<6>(power), broadcast(0.0f));
-        }
-        total += sum_of(sum);
+        Floats all{};
+        const Floats sum = some.in(group, [&](const auto& has) INLINE_LAMBDA {
+            return add_up(logits, group, [&](Floats values, int i) INLINE_LAMBDA {
+                const Floats weights = exp2_of<6, true>(larger((values - best) * scale, broadcast(-200.0f)));
+                all += select(values >= least, weights, broadcast(0.0f));
+                return select(has(values, i), weights, broadcast(0.0f));
+            });
+        });
+        less += sum_of(sum);
+        more += sum_of(all);
     }
-    return total;
+    return less < share * more;
 }
 
 // The first token with the largest logit; 0 if there is no number.
@@ -204,6 +306,31 @@ int64_t likeliest(const L& logits, const Passed& passed) {
             for (int64_t token = group * GROUP; token < logits.end(group); token++)
                 if (logits.value(token) == passed.best) return token;
     return 0;
+}
+
+template <class T>
+int64_t find_likeliest(const Logits<T>& logits, Passed& passed) {
+    find_maxima(logits, passed);
+    return likeliest(logits, passed);
+}
+
+// The maxima without the penalty tell in which groups the largest logit may be.
+template <class T>
+int64_t find_likeliest(const Repeated<T>& logits, Passed& passed) {
+    find_maxima<Logits<T>>(logits, passed);
+    const float most = passed.best;
+    passed.best = -INFINITE;
+    const auto read = [&](int64_t group) {
+        passed.maxima[group] = largest_of(largest_in(logits, group));
+        passed.best = std::max(passed.best, passed.maxima[group]);
+    };
+    int64_t first = std::find(passed.maxima, passed.maxima + logits.groups(), most) - passed.maxima;
+    read(first);
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        const float bound = std::max(passed.maxima[group], logits.penalized(passed.maxima[group]));
+        if (group != first && bound >= passed.best) read(group);
+    }
+    return likeliest(logits, passed);
 }
 
 // The token at which the sum of chords, in order of ids, exceeds `target`. Rounding chooses no token without a chord.
@@ -217,15 +344,21 @@ int64_t token_at(const L& logits, const Passed& passed, const Before& before, do
         if (sum + passed.sums[group] > target) break;
         sum += passed.sums[group];
     }
-    for (int64_t first = group * GROUP; first < logits.end(group); first += LANES) {
-        const Floats values = logits.read(first);
-        const Floats chords = select(before.has(values, first), passed.chords(values), broadcast(0.0f));
-        for (int lane = 0; lane < LANES; lane++) {
-            if (!(chords[lane] > 0)) continue;
-            found = first + lane;
-            sum += chords[lane];
-            if (sum > target) return found;
+    typename L::Element part[GROUP];
+    const auto* from = logits.of(group, part);
+    float chords[GROUP];
+    before.in(group, [&](const auto& has) INLINE_LAMBDA {
+        for (int i = 0; i < GROUP_VECTORS; i++) {
+            const Floats values = logits.read(from, group, i);
+            store(chords + i * LANES, select(has(values, i), passed.chords(values), broadcast(0.0f)));
         }
+        return Floats{};
+    });
+    for (int i = 0; i < GROUP; i++) {
+        if (!(chords[i] > 0)) continue;
+        found = group * GROUP + i;
+        sum += chords[i];
+        if (sum > target) break;
     }
     return found;
 }
@@ -238,15 +371,10 @@ INLINE int64_t next_number(int64_t number) {
     return (int64_t)((mixed ^ (mixed >> 31)) >> 11);
 }
 
-// A token by min-p, then top-p. `total` is the sum of all chords.
+// A token by top-p of those that min-p keeps. `total` is the sum of their chords.
 template <class L>
-int64_t draw(const L& logits, const SampledRow& row, Passed& passed, double total) {
-    Before before{-INFINITE, logits.size};
-    if (row.min_p > 0) {
-        before.value = (float)(passed.best + std::log2(row.min_p) / passed.scale);
-        total = find_sums(logits, passed, before, total, -INFINITE);
-    }
-    const Before all = before;
+int64_t draw(const L& logits, const SampledRow& row, Passed& passed, const Before& kept, double total) {
+    Before before = kept;
     const double limit = row.top_p * total, surely = limit * passed.LEAST_SHARE;
     for (int64_t number = row.number;; number = next_number(number)) {
         const int64_t token = token_at(logits, passed, before, (double)number * 0x1p-53 * total);
@@ -259,7 +387,7 @@ int64_t draw(const L& logits, const SampledRow& row, Passed& passed, double tota
         total = find_sums(logits, passed, before, total, surely);
         if (total < surely) return token;
         if (total * passed.LEAST_SHARE >= limit) continue;
-        if (mass(logits, passed, before) < row.top_p * mass(logits, passed, all)) return token;
+        if (is_below(logits, passed, before, kept, row.top_p)) return token;
     }
 }
 
@@ -273,8 +401,9 @@ int64_t draw(const L& logits, const SampledRow& row, Passed& passed, float* near
     find_maxima(start, passed);
     const double guess = std::floor((double)passed.best * passed.scale);
     passed.set_offset(-guess);
-    double total = std::fabs(guess) < 0x1p16 ? find_sums(logits, passed) : 0;
-    if (total > 0) return draw(logits, row, passed, total);
+    Before kept;
+    double total = std::fabs(guess) < 0x1p16 ? find_sums(logits, passed, row.min_p, kept) : 0;
+    if (total > 0) return draw(logits, row, passed, kept, total);
     // It is not, or so large that a product would be rounded too much.
     find_maxima(logits, passed);
     if (!(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
@@ -282,35 +411,58 @@ int64_t draw(const L& logits, const SampledRow& row, Passed& passed, float* near
     for (int64_t token = 0; token < logits.size; token++) near[token] = logits.value(token) - passed.best;
     passed.set_offset(power - std::floor(power));
     const Logits<Float32> moved{near, logits.size};
-    total = find_sums(moved, passed);
-    return draw(moved, row, passed, total);
+    total = find_sums(moved, passed, row.min_p, kept);
+    return draw(moved, row, passed, kept, total);
+}
+
+// The `count`-th largest of these numbers, of which none is a NaN, or a smaller number that as many are not smaller than.
+// Whole vectors are read; past the end is -inf.
+INLINE float ranked(const float* values, int64_t size, int64_t count) {
+    // As integers in the order of the numbers.
+    const auto number = [](int32_t place) {
+        const int32_t bits = place ^ (place >> 31 & 0x7fffffff);
+        float found;
+        memcpy(&found, &bits, 4);
+        return found;
+    };
+    int64_t low = -0x7f800001, high = 0x7f800001;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        const float edge = number((int32_t)middle);
+        Words found{};
+        for (int64_t i = 0; i < size; i += LANES) found -= load<Floats>(values + i) >= edge;
+        int64_t many = 0;
+        for (int lane = 0; lane < LANES; lane++) many += found[lane];
+        if (many == count) return edge;
+        (many > count ? low : high) = middle;
+    }
+    return number((int32_t)low);
 }
 
 // The `count` largest logits of a row, of equal ones the first, in order of their ids. Returns how many there are: fewer
 // where others are -inf.
 template <class L>
-int64_t select_largest(const L& logits, const Passed& passed, int64_t count, float* values, int32_t* tokens,
-                       float* ranked) {
+int64_t select_largest(const L& logits, const Passed& passed, int64_t count, float* values, int32_t* tokens) {
     // As many groups have a token that is not smaller.
     float least = -std::numeric_limits<float>::max();
-    if (count <= logits.groups()) {
-        std::copy(passed.maxima, passed.maxima + logits.groups(), ranked);
-        std::nth_element(ranked, ranked + count - 1, ranked + logits.groups(), std::greater<float>());
-        least = std::max(least, ranked[count - 1]);
-    }
+    if (count <= logits.groups()) least = std::max(least, ranked(passed.maxima, logits.groups(), count));
     int64_t found = 0;
     for (int64_t group = 0; group < logits.groups(); group++) {
         if (!(passed.maxima[group] >= least)) continue;
-        for (int64_t token = group * GROUP; token < logits.end(group); token++) {
-            values[found] = logits.value(token);
-            tokens[found] = (int32_t)token;
-            found += values[found] >= least;
+        typename L::Element part[GROUP];
+        const auto* from = logits.of(group, part);
+        for (int i = 0; i < GROUP_VECTORS; i++) {
+            const Floats some = logits.read(from, group, i);
+            for (uint32_t left = lanes_of(some >= least); left; left &= left - 1) {
+                const int lane = __builtin_ctz(left);
+                values[found] = some[lane];
+                tokens[found++] = (int32_t)(group * GROUP + i * LANES + lane);
+            }
         }
     }
     if (found <= count) return found;
-    std::copy(values, values + found, ranked);
-    std::nth_element(ranked, ranked + count - 1, ranked + found, std::greater<float>());
-    const float edge = ranked[count - 1];
+    std::fill(values + found, values + round_up(found, LANES), -INFINITE);
+    const float edge = ranked(values, found, count);
     int64_t equal = count, kept = 0;
     for (int64_t i = 0; i < found; i++) equal -= values[i] > edge;
     for (int64_t i = 0; i < found; i++) {
@@ -339,22 +491,24 @@ template <class L>
 int64_t choose(const L& logits, const SampledRow& row, const SamplingMemory& memory) {
     Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
     if (row.temperature > 0 && (row.top_k <= 0 || row.top_k >= logits.size)) return draw(logits, row, passed, memory.ranked);
+    if (row.temperature <= 0 || row.top_k == 1) return find_likeliest(logits, passed);
     find_maxima(logits, passed);
-    if (row.temperature <= 0 || row.top_k == 1 || !(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
-    const int64_t kept = select_largest(logits, passed, row.top_k, memory.values, memory.tokens, memory.ranked);
+    if (!(std::fabs(passed.best) < INFINITE)) return likeliest(logits, passed);
+    const int64_t kept = select_largest(logits, passed, row.top_k, memory.values, memory.tokens);
     return memory.tokens[draw(Logits<Float32>{memory.values, kept}, row, passed, memory.ranked)];
 }
 
-// The logits in float32, -inf where the grammar allows no token.
+// The logits in float32, -inf where the grammar allows no token. Whole vectors are written.
 template <class L>
 void copy_allowed(const L& logits, const uint32_t* mask, float* out) {
-    for (int64_t first = 0; first < logits.size; first += LANES) {
-        Floats values = logits.read(first);
-        if (mask != nullptr) values = select_bits(mask, first, values, broadcast(-INFINITE));
-        if (first + LANES <= logits.size)
-            store(out + first, values);
-        else
-            for (int lane = 0; first + lane < logits.size; lane++) out[first + lane] = values[lane];
+    for (int64_t group = 0; group < logits.groups(); group++) {
+        typename L::Element part[GROUP];
+        const auto* from = logits.of(group, part);
+        for (int i = 0; group * GROUP + i * LANES < logits.end(group); i++) {
+            Floats values = logits.read(from, group, i);
+            if (mask != nullptr) values = select_bits(mask + group * (GROUP / 32), i, values, broadcast(-INFINITE));
+            store(out + group * GROUP + i * LANES, values);
+        }
     }
 }
 

@@ -35,6 +35,7 @@ constexpr int QUERY_ROWS = 6;
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Words __attribute__((vector_size(LANES * 4)));
@@ -67,6 +68,29 @@ INLINE Floats larger(Floats a, Floats b) {
     return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
     return select(a > b, a, b);
+#endif
+}
+
+INLINE Words larger(Words a, Words b) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+// A bit for each lane that is set.
+INLINE uint32_t lanes_of(Words where) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)where, (__m512i)where);
+#elif defined(__AVX2__)
+    return _mm256_movemask_ps((__m256)where);
+#else
+    uint32_t found = 0;
+    for (int lane = 0; lane < LANES; lane++) found |= (uint32_t)(where[lane] & 1) << lane;
+    return found;
 #endif
 }
 
@@ -108,13 +132,14 @@ INLINE float largest_of(Floats v) {
 #endif
 }
 
-// 2^x by a polynomial on [-1/2, 1/2]; its error is 4e-5 at degree 4 and 1e-7 at degree 6. 0 for minus infinity.
-template <int DEGREE>
+// 2^x by a polynomial on [-1/2, 1/2]; its error is 4e-5 at degree 4 and 1e-7 at degree 6. 0 for minus infinity. NUMBERS: x is
+// a number, of at most 127.
+template <int DEGREE, bool NUMBERS = false>
 INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
     const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Floats bounded = larger(x, broadcast(-150.0f));
+    const Floats bounded = larger(x, broadcast(NUMBERS ? -127.0f : -150.0f));
     const Floats whole = (bounded + 12582912.0f) - 12582912.0f;
 #endif
 #if defined(__AVX512F__)
@@ -133,6 +158,7 @@ INLINE Floats exp2_of(Floats x) {
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else
     const Words power = __builtin_convertvector(whole, Words);
+    if (NUMBERS) return y * (Floats)((power + 127) << 23);
     const Words clamped = power < -126 ? broadcast(int32_t(-126)) : (power > 127 ? broadcast(int32_t(127)) : power);
     const Floats scaled = y * (Floats)((clamped + 127) << 23);
     const Floats beyond = select(whole > 127.0f, broadcast(INFINITE), scaled);
