@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
-from foreword.api.request import GenerateRequest, Message
+from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
@@ -366,16 +366,13 @@ def _checked(text: str, sent: str) -> str:
 def text_as_tokens(request: GenerateRequest) -> array[int]:
     """A prompt as numbers that are equal where its text is equal: four bytes per number, of 4 MiB."""
     prompt = request.prompts[0] if request.prompts else None
-    text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b"".join(map(_as_text, request.messages))
+    said = ((one.role, one.reasoning, one.content, one.tool_calls) for one in request.messages)
+    text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b"".join(map(msgspec.json.encode, said))
     if request.prefix is not None:
         text = request.prefix.encode("utf-8", "replace") + b"\x00" + text
     words = array("I")
     words.frombytes(text[: min(len(text), 4 << 20) // 4 * 4])
     return words
-
-
-def _as_text(message: Message) -> bytes:
-    return msgspec.json.encode((message.role, message.reasoning, message.content, message.tool_calls))
 
 
 def _are_token_ids(prompt: tuple[int, ...]) -> bool:
