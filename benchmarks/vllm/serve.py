@@ -1,11 +1,12 @@
-"""`vllm serve` alone against `vllm serve` with Foreword's connector, where vLLM's own prefix cache has everything.
+"""`vllm serve` alone against `vllm serve` with Foreword's connector, where vLLM's own prefix cache has everything, or nothing.
 
     python -m benchmarks.vllm.serve MODEL --vllm-python ENVIRONMENT/bin/python [--dtype float32] [--pairs 5]
-        [--concurrency 1,2,8] [--store memory://?size=1GiB,disk:///tmp/kv?size=4GiB] [--json FILE]
+        [--concurrency 1,2,8] [--new] [--store memory://?size=1GiB,disk:///tmp/kv?size=4GiB] [--json FILE]
 
-Measures what an attached connector costs when it brings nothing. Both servers are up all the time, and one of them works.
-`vllm bench serve --dataset-name prefix_repetition` asks both for the same prompts, in turn. A first run of each does not count:
-after it vLLM's own cache has the prompts. `--busy N` keeps N other processes busy.
+Measures what an attached connector costs when it brings nothing; with `--new` also what saving costs: no prompt is asked twice.
+Both servers are up all the time, and one of them works. `vllm bench serve --dataset-name prefix_repetition` asks both for the
+same prompts, in turn. A first run of each does not count: without `--new`, vLLM's own cache has the prompts after it. `--busy N`
+keeps N other processes busy.
 """
 
 import argparse
@@ -90,14 +91,15 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> 
     raise SystemExit(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def ask(arguments: argparse.Namespace, server: Server, concurrency: int) -> dict[str, float]:
+def ask(arguments: argparse.Namespace, server: Server, concurrency: int, seed: int) -> dict[str, float]:
     """One run of vLLM's own benchmark: its duration in seconds and its median TTFT in milliseconds."""
+    prefixes = arguments.prompts if arguments.new else 4
     command = [
         *vllm(arguments), "bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{server.port}",
         "--model", "model", "--tokenizer", str(arguments.model), "--dataset-name", "prefix_repetition",
         "--prefix-repetition-prefix-len", str(arguments.prefix), "--prefix-repetition-suffix-len", "64",
-        "--prefix-repetition-num-prefixes", "4", "--prefix-repetition-output-len", str(arguments.output),
-        "--num-prompts", str(arguments.prompts), "--max-concurrency", str(concurrency), "--seed", "1", "--ignore-eos",
+        "--prefix-repetition-num-prefixes", str(prefixes), "--prefix-repetition-output-len", str(arguments.output),
+        "--num-prompts", str(arguments.prompts), "--max-concurrency", str(concurrency), "--seed", str(seed), "--ignore-eos",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     found = {name: re.search(pattern, done.stdout) for name, pattern in _FIGURES.items()}
@@ -113,10 +115,11 @@ def compare(
     """Runs in turn, the order changing from pair to pair."""
     runs: dict[str, list[dict[str, float]]] = {"alone": [], "connector": []}
     for server in (alone, connector):
-        ask(arguments, server, concurrency)
+        ask(arguments, server, concurrency, 1)
     for number in range(arguments.pairs):
+        seed = (number + 2) * 100 + concurrency if arguments.new else 1
         for server in (alone, connector) if number % 2 else (connector, alone):
-            runs[server.name].append(ask(arguments, server, concurrency))
+            runs[server.name].append(ask(arguments, server, concurrency, seed))
             print(f"  concurrency {concurrency}, {server.name}: {runs[server.name][-1]}", flush=True)
     return runs
 
@@ -146,6 +149,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,2,8", help="numbers with commas between")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prefix", type=int, default=1024)
+    parser.add_argument("--new", action="store_true", help="new prompts in each pair")
     parser.add_argument("--output", type=int, default=16)
     parser.add_argument("--store", default="", help="URLs with commas between (memory and disk)")
     parser.add_argument("--busy", type=int, default=0)
@@ -167,6 +171,7 @@ def main() -> None:
         **machine(),
         "model": arguments.model.name,
         "dtype": arguments.dtype,
+        "prompts": f"{arguments.prompts} of {arguments.prefix + 64} tokens{', new in each pair' if arguments.new else ''}",
         "busy processes": str(arguments.busy),
     }
     print(set_up(facts))
