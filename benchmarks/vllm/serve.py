@@ -5,8 +5,8 @@
 
 Measures what an attached connector costs when it brings nothing; with `--new` also what saving costs: no prompt is asked twice.
 Both servers are up all the time, and one of them works. `vllm bench serve --dataset-name prefix_repetition` asks both for the
-same prompts, in turn. A first run of each does not count: without `--new`, vLLM's own cache has the prompts after it. `--busy N`
-keeps N other processes busy.
+same prompts, in turn. A first run of each does not count: without `--new`, vLLM's own cache has the prompts after it.
+`--busy N` keeps N other processes busy.
 """
 
 import argparse
