@@ -21,6 +21,12 @@ class Mutant:
     after: str
     tests: tuple[str, ...]
 
+    def planted(self, source: str) -> str:
+        """The file with the defect, given its text. Raises ValueError unless the text before occurs exactly once in it."""
+        if (places := source.count(self.before)) != 1:
+            raise ValueError(f"does not apply: {places} places in {self.file}")
+        return source.replace(self.before, self.after)
+
 
 KEYS = ("tests/blocks/test_keys.py",)
 RESUME = ("tests/blocks/test_resume.py",)
@@ -158,9 +164,16 @@ MUTANTS = (
     Mutant(
         "keys: a chain that grows starts at its root again",
         "foreword/blocks/keys.py",
-        "parent = self.keys[-1] if known else self.root",
-        "parent = self.root",
+        "parent = self.keys[-1] if known > self.public else self._behind",
+        "parent = self._behind",
         KEYS,
+    ),
+    Mutant(
+        "keys: what a tenant has behind a public prefix is everybody's",
+        "foreword/blocks/keys.py",
+        "parent = self.keys[-1] if known > self.public else self._behind",
+        "parent = self.keys[-1] if known else self._behind",
+        ("tests/blocks/test_public.py",),
     ),
     # Positions
     Mutant(
@@ -332,8 +345,8 @@ MUTANTS = (
     Mutant(
         "pins: what another prefix needs is unpinned",
         "foreword/prefixes/stored.py",
-        "[key for key in group.behind(keys) if key not in shared]",
-        "group.behind(keys)",
+        "[key for key in own_keys(bytes.fromhex(tenant), wanted) if key not in shared]",
+        "own_keys(bytes.fromhex(tenant), wanted)",
         ("tests/engine/test_stored_retentions.py",),
     ),
     Mutant(

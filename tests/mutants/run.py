@@ -51,10 +51,12 @@ class Copy:
     def caught(self, mutant: Mutant) -> str:
         """How a mutant ended: "caught", or why not."""
         path = self._folder / mutant.file
-        source = path.read_text(encoding="utf-8")
-        if source.count(mutant.before) != 1:
-            return f"does not apply: {source.count(mutant.before)} places"
-        path.write_text(source.replace(mutant.before, mutant.after), encoding="utf-8")
+        try:
+            source = path.read_text(encoding="utf-8")
+            planted = mutant.planted(source)
+        except (OSError, ValueError) as error:
+            return str(error)
+        path.write_text(planted, encoding="utf-8")
         try:
             failed = not self._check(mutant)
         finally:
