@@ -487,7 +487,7 @@ MUTANTS = (
         "offload: the copies of a step go into the slots of another group",
         "foreword/offload/manager.py",
         "for number, units, queued in waiting if number == group]",
-        "for number, units, queued in waiting if number >= group]",
+        "for number, units, queued in waiting if number <= group]",
         OFFLOAD,
     ),
     Mutant(
