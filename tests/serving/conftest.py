@@ -11,7 +11,9 @@ import httpx
 import openai
 import pytest
 from server_process import ControlledProcess, ServerProcess
-from shared_server import SharedServer, SharedServers, shared_servers
+from shared_server import ROUTER_KEY, SharedServer, SharedServers, another_server, shared_servers
+
+from foreword.process_config import ServerConfig
 
 P = TypeVar("P", bound=ServerProcess)
 
@@ -25,6 +27,13 @@ def shared() -> Iterator[SharedServers]:
 @pytest.fixture
 def server(shared: SharedServers) -> SharedServer:
     return shared.open
+
+
+@pytest.fixture(scope="module")
+def replica(shared: SharedServers) -> Iterator[str]:
+    """A server that accepts tenants' salts from a router with its key."""
+    with another_server(shared, ServerConfig(port=0, router_key=ROUTER_KEY)) as (url, _):
+        yield url
 
 
 @pytest.fixture
@@ -75,5 +84,4 @@ def made_of(kind: type[P]) -> Iterator[Callable[..., P]]:
 
     yield make
     for process in started:
-        process.popen.kill()
-        process.popen.wait()
+        process.kill()

@@ -11,7 +11,7 @@ from typing import Any
 
 import http_client
 import httpx
-from server_process import ControlledProcess, ServerProcess
+from server_process import ControlledProcess, kill
 from shared_server import until
 
 FLAGS = [
@@ -53,14 +53,7 @@ def two_servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
             assert process.end() == 0
             assert "Traceback" not in process.text
     finally:
-        end(*made)
-
-
-def end(*processes: ServerProcess) -> None:
-    """Kill what still runs."""
-    for process in processes:
-        process.popen.kill()
-        process.popen.wait()
+        kill(*made)
 
 
 @contextmanager

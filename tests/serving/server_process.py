@@ -125,6 +125,22 @@ class ControlledProcess(ServerProcess):
 
 
 @contextmanager
+def running(*flags: str) -> Iterator[list[ControlledProcess]]:
+    """Two servers with these flags, once they are ready; killed in the end."""
+    started = [ControlledProcess(*flags) for _ in range(2)]
+    for process in started:
+        process.wait_ready()
+    yield started
+    kill(*started)
+
+
+def kill(*processes: CommandProcess) -> None:
+    """Kill what still runs."""
+    for process in processes:
+        process.kill()
+
+
+@contextmanager
 def slow(*processes: ControlledProcess, step: float = 0.05) -> Iterator[Callable[[], None]]:
     """Every step of these takes at least so long: answers of hundreds of tokens outlast whatever the test does meanwhile. Gives
     what ends that before the block does, for answers that are to be read to their end."""

@@ -22,6 +22,7 @@ import foreword
 from foreword.api.front import Front
 from foreword.api.http import bind, serving
 from foreword.entrypoints.async_engine import AsyncEngine
+from foreword.observability.ledger import UsageLedger
 from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
@@ -54,6 +55,8 @@ LIMITED = ServerConfig(
     api_keys=("alice=alice-key", "bob=bob-key", "carol=carol-key", "dave=dave-key"),
     quotas=("alice requests=2", "bob concurrent=1", "carol tokens=30"),
 )
+# What a router says to a server that believes it.
+ROUTER_KEY = "router-key"
 # Bytes that the kernel keeps for a client of LIMITED that does not read.
 SEND_BUFFER = 1 << 16
 
@@ -122,6 +125,17 @@ def served(*fronts: tuple[Front, socket.socket, ServerConfig]) -> Iterator[None]
     yield
     loop.call_soon_threadsafe(stop.set)
     thread.join(60)
+
+
+@contextmanager
+def another_server(
+    shared: SharedServers, config: ServerConfig, ledger: UsageLedger | None = None
+) -> Iterator[tuple[str, ServerApp]]:
+    """One more server over the shared engine: its URL and what runs there."""
+    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES), ledger=ledger)
+    listener = bind(config)
+    with served((app.front, listener, config)):
+        yield "http://{}:{}".format(*listener.getsockname()[:2]), app
 
 
 def embedded_model(folder: Path, template: str) -> Path:

@@ -14,7 +14,7 @@ import http_client
 import httpx
 import openai
 import pytest
-from server_process import ControlledProcess, ServerProcess, slow
+from server_process import ControlledProcess, ServerProcess, kill, slow
 from shared_server import ENGINE, PREFIXES, SharedServer, SharedServers, until
 
 from foreword.observability.metrics import PrometheusObserver
@@ -31,12 +31,6 @@ def server(role: str, *more: str) -> ControlledProcess:
     return ControlledProcess("--role", role, *FLAGS, *more)
 
 
-def end(*processes: ServerProcess) -> None:
-    for process in processes:
-        process.popen.kill()
-        process.popen.wait()
-
-
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
     """A prefill server, which computes a long prompt in many steps, and a decode server."""
@@ -50,7 +44,7 @@ def servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
             assert process.end() == 0
             assert "Traceback" not in process.text
     finally:
-        end(prefill, decode)
+        kill(prefill, decode)
 
 
 @pytest.fixture
@@ -301,10 +295,10 @@ def test_prefill_is_killed(urls: tuple[str, str]) -> None:
         with slow(doomed, step=0.5):
             thread.start()
             until(lambda: metric(decode, "foreword:transfer_link_bytes_total", direction="received") > before)
-            end(doomed)
+            kill(doomed)
         thread.join(120)
     finally:
-        end(doomed)
+        kill(doomed)
     assert answers[0].status_code == 200
     report = answers[0].json()["cache_report"]
     came = report["transferred_tokens"].get(f"prefill {address}", 0)
@@ -338,10 +332,10 @@ def test_decode_is_killed(urls: tuple[str, str], servers: tuple[ControlledProces
         with slow(servers[0], step=0.5):
             thread.start()
             until(lambda: metric(url, "foreword:transfer_link_bytes_total", direction="received") > 0)
-            end(doomed)
+            kill(doomed)
         thread.join(60)
     finally:
-        end(doomed)
+        kill(doomed)
     until(lambda: free(prefill))
     until(lambda: transfers(prefill, "source", "lost") + transfers(prefill, "source", "taken") > 0)
     after = http_client.post(

@@ -13,7 +13,6 @@ from migration_client import (
     Stream,
     check_same,
     empty,
-    end,
     fetched,
     migrate,
     streamed,
@@ -21,7 +20,7 @@ from migration_client import (
     two_servers,
     whole,
 )
-from server_process import ControlledProcess, slow
+from server_process import ControlledProcess, kill, slow
 from shared_server import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
@@ -59,7 +58,7 @@ def test_shutdown_migrates_requests(urls: tuple[str, str]) -> None:
             found.read(response.iter_lines())
         assert third.end() == 0
     finally:
-        end(third)
+        third.kill()
     check_same(found, expected)
     # The second of two equal requests finds the first one's blocks, so the usage differs.
     assert (relayed.text, relayed.offsets, relayed.done) == (expected.text, expected.offsets, True)
@@ -96,7 +95,7 @@ def test_unclaimed_requests_migrate_again(
             found.read(response.iter_lines())
         assert middle.end() == 0
     finally:
-        end(middle)
+        middle.kill()
     check_same(found, expected)
     assert "Traceback" not in middle.text
 
@@ -121,7 +120,7 @@ def test_two_servers_drain(urls: tuple[str, str]) -> None:
             beside.read(others)
         assert (first.end(), second.end()) == (0, 0)
     finally:
-        end(first, second)
+        kill(first, second)
     assert (found.text, found.offsets, found.done) == (expected.text, expected.offsets, True)
     assert (beside.text, beside.offsets, beside.done) == (expected.text, expected.offsets, True)
     assert "2 of 2 requests migrated" in first.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,21 +14,17 @@ import http_client
 import pytest
 from envoy_gateway import free_port
 from router_parts import RouterThread
-from shared_server import ENGINE, PREFIXES, SharedServers, served
+from shared_server import ROUTER_KEY, SharedServers, another_server
 
 from foreword.api.dialects.answer_reader import check_whole
-from foreword.api.http import bind
 from foreword.api.routes import JsonBody
 from foreword.conformance.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.observability.ledger import UsageLedger
-from foreword.observability.metrics import PrometheusObserver
-from foreword.process_config import Config, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.router.replica_body import PASSED, PATHS
-from foreword.server.app import ServerApp
 
 TENANTS = 10
 ADMIN = "the key of the operator"
-ROUTER = "the key of the router"
 CHAT = {"messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 2}
 BODIES: dict[str, Any] = {
     "/v1/completions": {"prompt": "once", "max_tokens": 2},
@@ -50,23 +46,6 @@ def http(url: str) -> Callable[[str, str, Mapping[str, str], bytes], Asked]:
     return send
 
 
-@contextmanager
-def serving(
-    shared: SharedServers, config: ServerConfig, ledger: UsageLedger | None = None
-) -> Iterator[tuple[str, ServerApp]]:
-    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES), ledger=ledger)
-    listener = bind(config)
-    with served((app.front, listener, config)):
-        yield "http://{}:{}".format(*listener.getsockname()[:2]), app
-
-
-@pytest.fixture(scope="module")
-def replica(shared: SharedServers) -> Iterator[str]:
-    """A server that believes the router's key."""
-    with serving(shared, ServerConfig(port=0, router_key=ROUTER)) as (url, _):
-        yield url
-
-
 def flags(name: str, *more: str) -> tuple[list[str], Any]:
     """A router with tenants, and the keys of those with a quota."""
     entries, quotas, found = keys(name, TENANTS)
@@ -77,7 +56,7 @@ def flags(name: str, *more: str) -> tuple[list[str], Any]:
         "--admin-key",
         ADMIN,
         "--replica-key",
-        ROUTER,
+        ROUTER_KEY,
         "--tenant-secret",
         "a secret of the tests",
         *more,
@@ -95,7 +74,7 @@ def server_front(shared: SharedServers, tmp_path_factory: pytest.TempPathFactory
         admin_key=ADMIN,
         tenant_secret="a secret of the tests",
     )
-    with closing(ledger), serving(shared, config, ledger) as (url, app):
+    with closing(ledger), another_server(shared, config, ledger) as (url, app):
         yield RunningFront(
             app.front.routes,
             http(url),
@@ -358,8 +337,8 @@ def test_equal_rights_at_a_server_and_at_a_router(shared: SharedServers, replica
             tenant_secret=secret,
         )
         given = [*(("--api-keys", "alice=alice-key") if keyed else ()), *(("--admin-key", ADMIN) if admin else ())]
-        with serving(shared, config) as (url, _):
-            router = RouterThread("--replica", replica, "--replica-key", ROUTER, "--tenant-secret", secret, *given)
+        with another_server(shared, config) as (url, _):
+            router = RouterThread("--replica", replica, "--replica-key", ROUTER_KEY, "--tenant-secret", secret, *given)
             try:
                 router.wait_for(1)
                 for caller in callers:

@@ -36,8 +36,7 @@ def attacked(hostile: ModuleType) -> Iterator[tuple[ServerProcess, Any]]:
     others = hostile.Others(process.wait_ready())
     with others.running():
         yield process, others
-    process.popen.kill()
-    process.popen.wait()
+    process.kill()
 
 
 def test_no_kind_of_body_delays_others(hostile: ModuleType, attacked: tuple[ServerProcess, Any]) -> None:

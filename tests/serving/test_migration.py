@@ -17,7 +17,6 @@ from migration_client import (
     Stream,
     check_same,
     empty,
-    end,
     migrate,
     streamed,
     the_one,
@@ -205,9 +204,8 @@ def test_target_is_killed(urls: tuple[str, str], processes: Servers) -> None:
             moved = migrate(here, the_one(here)["id"], url)
             assert moved.status_code == 200
             found.read(lines, moved.json()["tokens"] + 3)
-            third.popen.kill()
-            third.popen.wait()
+            third.kill()
             found.read(lines)
         assert url in found.error and not found.done
     finally:
-        end(third)
+        third.kill()

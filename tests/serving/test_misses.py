@@ -147,8 +147,7 @@ def served(model: Path, recording: Path) -> Iterator[ServerProcess]:
     process = ServerProcess(str(model), *flags)
     process.wait_ready()
     yield process
-    process.popen.kill()
-    process.popen.wait()
+    process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import http_client
 import httpx
 import pytest
 from router_parts import RouterProcess
-from server_process import ControlledProcess, slow
+from server_process import ControlledProcess, running, slow
 from shared_server import abandoned_request, until, words
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,13 +24,8 @@ ADMIN = {"authorization": "Bearer admin-secret"}
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[ControlledProcess]]:
     flags = ["--kv-events", "tcp://127.0.0.1:0", "--dtype", "float32", "--max-num-seqs", "8"]
-    started = [ControlledProcess(*flags) for _ in range(2)]
-    for process in started:
-        process.wait_ready()
-    yield started
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
+    with running(*flags) as started:
+        yield started
 
 
 def replicas(servers: list[ControlledProcess]) -> list[str]:

@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import http_client
 import pytest
-import uvicorn
 from router_parts import RouterThread
-from shared_server import ENGINE, PREFIXES, SharedServers, until
+from shared_server import SharedServers, until
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
-from foreword.api.http import bind
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
 from foreword.errors import ConfigError
-from foreword.observability.metrics import PrometheusObserver
-from foreword.process_config import Config, RouterConfig, ServerConfig
+from foreword.process_config import Config, RouterConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_audit import ChangedSalts, RouterAudit, difference, read_output
 from foreword.router.replica_body import parse_request
 from foreword.router.replicas import ReplicaBreaker, ReplicaInfo, ReplicaSpec, Upstream
-from foreword.server.app import ServerApp
 
 KEYS = [
     "--api-keys",
@@ -41,20 +35,6 @@ KEYS = [
     "a secret of the tests",
 ]
 PROMPT = " ".join(f"def f{number}(): return {number}" for number in range(20))
-
-
-@pytest.fixture
-def replica(shared: SharedServers) -> Iterator[str]:
-    """A real server that accepts tenants' salts from a router."""
-    config = ServerConfig(port=0, router_key="router-key")
-    listener = bind(config)
-    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    yield "http://{}:{}".format(*listener.getsockname()[:2])
-    server.should_exit = True
-    thread.join(60)
 
 
 def test_wrong_kv_is_found_and_not_used(replica: str, shared: SharedServers, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +15,14 @@ from typing import Any
 import http_client
 import httpx
 import pytest
-import uvicorn
 from aiohttp import web
 from example_counts import represented
 from router_parts import Loop, Relay, RouterProcess, RouterThread, RunningRouter
 from scripted_replica import WEIGHTS, metrics_of
-from shared_server import ENGINE, PREFIXES, SharedServers, abandoned_request, until, words
+from shared_server import SharedServers, abandoned_request, until, words
 
-from foreword.api.http import bind
 from foreword.blocks.salt import Salt
-from foreword.observability.metrics import PrometheusObserver
-from foreword.process_config import Config, ServerConfig
 from foreword.router.replicas import Refusals, ReplicaBreaker
-from foreword.server.app import ServerApp
 
 CHUNK = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
 
@@ -603,25 +597,11 @@ def test_what_is_sent_to_a_replica(loop: Loop) -> None:
         assert post(router).status_code == 401
 
 
-@pytest.fixture(scope="module")
-def trusting(shared: SharedServers) -> Iterator[str]:
-    """A real server that accepts tenants' salts from a router."""
-    config = ServerConfig(port=0, router_key="router-key")
-    listener = bind(config)
-    app = ServerApp(shared.open.engine, PrometheusObserver(), Config(ENGINE, config, PREFIXES))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
-    thread.start()
-    yield "http://{}:{}".format(*listener.getsockname()[:2])
-    server.should_exit = True
-    thread.join(60)
-
-
-def test_tenants_share_no_blocks(trusting: str) -> None:
+def test_tenants_share_no_blocks(replica: str) -> None:
     """Tenants of a router never hit each other's blocks on a real server, whatever salt they send; each hits its
     own, and a salt of its own separates a tenant's requests further. What they keep and erase is the tenant's."""
     keys = ["--api-keys", "alice=alice-key", "--api-keys", "bob=bob-key", "--replica-key", "router-key"]
-    with routed("--replica", trusting, *keys, replicas=1) as router:
+    with routed("--replica", replica, *keys, replicas=1) as router:
 
         def cached(key: str, **more: Any) -> int:
             body = {"prompt": words("routed-tenants", 60), "max_tokens": 1, **more}

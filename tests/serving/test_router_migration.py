@@ -10,23 +10,17 @@ from typing import Any
 import http_client
 import pytest
 from router_parts import RouterProcess
-from server_process import ControlledProcess, slow
+from server_process import ControlledProcess, running, slow
 from shared_server import until, words
 
 # Two real servers: a quick test with scripted ones is in test_router_faults.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-FLAGS = ["--dtype", "float32", "--max-num-seqs", "12"]
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[ControlledProcess, ControlledProcess]]:
-    started = ControlledProcess(*FLAGS, "--role", "both"), ControlledProcess(*FLAGS, "--role", "both")
-    for process in started:
-        process.wait_ready()
-    yield started
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
+def servers() -> Iterator[list[ControlledProcess]]:
+    with running("--dtype", "float32", "--max-num-seqs", "12", "--role", "both") as started:
+        yield started
 
 
 def chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -41,7 +35,7 @@ def text(chunk: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_migrated_stream_is_followed(servers: tuple[ControlledProcess, ControlledProcess], path: str) -> None:
+def test_a_migrated_stream_is_followed(servers: list[ControlledProcess], path: str) -> None:
     """A stream whose request migrates to the other server continues from there with the same output."""
     urls = [process.url() for process in servers]
     asked: dict[str, Any] = {"max_tokens": 500, "temperature": 0, "ignore_eos": True}
@@ -73,7 +67,7 @@ def test_a_migrated_stream_is_followed(servers: tuple[ControlledProcess, Control
         router.kill()
 
 
-def test_disaggregated_prefill(servers: tuple[ControlledProcess, ControlledProcess]) -> None:
+def test_disaggregated_prefill(servers: list[ControlledProcess]) -> None:
     """While many sequences decode, a long prompt is computed by the prefill server and decoded by the other one,
     with the same output; short and cached prompts use one server."""
     prefill, decode = (process.url() for process in servers)

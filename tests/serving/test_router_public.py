@@ -8,7 +8,7 @@ from typing import Any
 import http_client
 import pytest
 from router_parts import RouterProcess
-from server_process import ControlledProcess
+from server_process import ControlledProcess, running
 from shared_server import until, words
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,13 +21,8 @@ TENANTS = [{"authorization": f"Bearer {name}-has-this-key"} for name in ("ann", 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[ControlledProcess]]:
     flags = ["--kv-events", "tcp://127.0.0.1:0", "--dtype", "float32", "--router-key", KEY, *SECRETS]
-    started = [ControlledProcess(*flags) for _ in range(2)]
-    for process in started:
-        process.wait_ready()
-    yield started
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
+    with running(*flags) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

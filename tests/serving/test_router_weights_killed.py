@@ -63,8 +63,7 @@ def fleet(other_weights: Path) -> Iterator[Fleet]:
     made = Fleet(MODEL, other_weights)
     yield made
     for process in made.started:
-        process.popen.kill()
-        process.popen.wait()
+        process.kill()
 
 
 def prompts() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import http_client
 import pytest
 from router_parts import RouterProcess
-from server_process import ControlledProcess
+from server_process import ControlledProcess, running
 from shared_server import until, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -21,13 +21,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Controlle
     shared: Path = tmp_path_factory.mktemp("shared")
     events = ["--kv-events", "tcp://127.0.0.1:0", "--no-self-check", "--kv-memory", "1024 tokens"]
     stores = ["--store", "memory://?size=64MiB", "--store", f"file://{shared}", "--store-lookup-timeout", "60"]
-    started = [ControlledProcess(*events, *stores) for _ in range(2)]
-    for process in started:
-        process.wait_ready()
-    yield started
-    for process in started:
-        process.popen.kill()
-        process.popen.wait()
+    with running(*events, *stores) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import queue
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 
@@ -32,6 +33,14 @@ QUICK = {"answer_timeout": 2.0, "progress_timeout": 2.0, "lease_seconds": 2.0, "
 def config(**other: object) -> TransferConfig:
     """Small buffers and long time limits, unless given."""
     return TransferConfig(**{"ring": "1MiB", "queue": "1MiB", **PATIENT, **other})  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until another thread has done something."""
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < ends, "the condition did not become true"
+        time.sleep(0.005)
 
 
 def keys_of(seed: int, tokens: int) -> list[bytes]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from actors import LAYOUT, PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of
+from actors import LAYOUT, PATIENCE, QUICK, Decode, Prefill, Recorder, config, keys_of, parts_of, until
 from link_contract import child
 from networks import over_each_link
 
@@ -30,14 +30,6 @@ SECRET = "a shared secret of the tests"
 
 def request(seed: int, tokens: int) -> bytes:
     return f"{seed} {tokens}".encode()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until another thread has done something."""
-    ends = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < ends, "the condition did not become true"
-        time.sleep(0.005)
 
 
 class Proxy:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from actors import LAYOUT, PATIENCE, FrameService, config
-from test_faults import Proxy, until
+from actors import LAYOUT, PATIENCE, FrameService, config, until
+from test_faults import Proxy
 
 from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig

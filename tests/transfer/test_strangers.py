@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from actors import LAYOUT, PATIENCE, FrameService, config
+from actors import LAYOUT, PATIENCE, FrameService, config, until
 from link_contract import soon
-from test_faults import SECRET, until
+from test_faults import SECRET
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.config import SharedSecret

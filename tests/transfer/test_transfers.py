@@ -3,11 +3,23 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from actors import LAYOUT, PATIENCE, Decode, FrameService, Prefill, Recorder, config, content, keys_of, parts_of
+from actors import (
+    LAYOUT,
+    PATIENCE,
+    Decode,
+    FrameService,
+    Prefill,
+    Recorder,
+    config,
+    content,
+    keys_of,
+    parts_of,
+    until,
+)
 from networks import LINKS
 
 from foreword.blocks.layout import Layout
@@ -57,14 +69,6 @@ def request(seed: int, tokens: int) -> bytes:
 
 def pull(connection: Connection, decode: Decode, seed: int, tokens: int, have: int = 0) -> KVDestination:
     return connection.pull(request(seed, tokens), keys_of(seed, tokens), have=have, context=decode.hold(tokens))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until another thread has done something."""
-    ends = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < ends, "the condition did not become true"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("link", LINKS)

@@ -10,12 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from actors import LAYOUT, PATIENCE, Decode, FrameService, Prefill, config, keys_of
+from actors import LAYOUT, PATIENCE, Decode, FrameService, Prefill, config, keys_of, until
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from test_faults import until
 
 from foreword.blocks.layout import NAME_BYTES
 from foreword.config import TransferConfig
