@@ -62,7 +62,7 @@ def scheduled(how: str, text: str, *, chunks: bool = True, copies: int = 1, coun
 
 chunked = scheduled("turn", "Chunked prefill: prompts of 400 tokens in steps of 72.")
 together = scheduled("together", "Identical prompts at the same time.", copies=2)
-aborted = scheduled("abort", "Half of the requests aborted in prefill, and asked again.")
+aborted = scheduled("abort", "Requests aborted before and in prefill, and asked again.")
 preempted = scheduled("preempt", "All requests preempted and resumed.", counted="preempted")
 drafted = scheduled("steps", "Speculative decoding with n-grams.", chunks=False, counted="drafted")
 

@@ -22,10 +22,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# One prompt after the other; all at once; all at once, half of them aborted and asked again; all at once, all preempted after
-# some steps; all at once, step by step, so that drafted tokens and preemptions are counted.
+# One prompt after the other; all at once; all at once, those that are not computed after some steps aborted and asked again;
+# all at once, all preempted after some steps; all at once, step by step, so that drafted tokens and preemptions are counted.
 HOW = ("turn", "together", "abort", "preempt", "steps")
-_BEFORE = 12  # steps before requests are aborted or preempted
 
 
 class VllmEngine:
@@ -79,12 +78,25 @@ class VllmEngine:
         engine = self._llm.llm_engine
         done: dict[str, Any] = {}
         names = [self._add(prompt, params) for prompt in prompts]
-        for _ in range(_BEFORE if how != "steps" else 0):
+        # Of prompts of 400 tokens, one is computed then, and another one half, whichever come first.
+        while (
+            how != "steps"
+            and engine.has_unfinished_requests()
+            and sum(one.num_computed_tokens for one in self._requests().values()) < 640
+        ):
             self._step(done)
         if how == "abort":
-            engine.abort_request(names[1::2])
+            # vLLM may add something of its own to the names.
+            cut = {
+                "-".join(name.split("-")[:2])
+                for name, one in self._requests().items()
+                if one.num_computed_tokens < one.num_prompt_tokens
+            }
+            engine.abort_request(list(cut))
             self._run(done)
-            names[1::2] = [self._add(prompt, params) for prompt in prompts[1::2]]
+            names = [
+                self._add(prompt, params) if name in cut else name for name, prompt in zip(names, prompts, strict=True)
+            ]
         elif how == "preempt":
             self._llm.reset_prefix_cache(reset_running_requests=True)
         self._run(done)
