@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -150,41 +149,3 @@ def test_activations_by_rows() -> None:
             assert torch.equal(whole, torch.cat([forward(x[:, row : row + 1]) for row in range(97)], dim=1))
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_hits_equal_the_computation(family: str, engine: Make, tmp_path: Path) -> None:
-    """In bfloat16, log-probabilities of prompts and outputs are equal to the last bit: cold and alone, in random chunks and
-    batches, after hits of random lengths on the device, and after hits of another engine's blocks in a store."""
-    chance = random.Random(5)
-    options = {"dtype": "bfloat16", "batch_invariant": "on", "kv_memory": "4096 tokens", "lookahead_blocks": 0}
-    prompts = [tiny.prompt(chance.randint(1, 150), seed) for seed in range(20)]
-
-    def compute(llm: LLM, numbers: list[int], chunk: int) -> list[Any]:
-        llm._core.scheduler._max_batch_tokens = chunk
-        outputs = llm.generate([prompts[number] for number in numbers], tiny.greedy(4))
-        hits.append(sum(output.cached_tokens for output in outputs))
-        return [(one.outputs[0].tokens, [token.logprob for token in one.outputs[0].logprobs]) for one in outputs]
-
-    hits: list[int] = []
-    alone = engine(family, **options, enable_prefix_caching=False)
-    expected = [compute(alone, [number], 4096)[0] for number in range(len(prompts))]
-    with engine(family, **options, store=f"disk://{tmp_path}/store") as writer:
-        for tokens in prompts:
-            writer.generate([tokens[: chance.randint(1, len(tokens))]], tiny.greedy(1))
-        assert writer.flush()
-    for llm in (
-        alone,
-        engine(family, **options),
-        engine(family, **options, store=f"disk://{tmp_path}/store?read_only=1"),
-    ):
-        hits.clear()
-        for _ in range(12):
-            numbers = chance.sample(range(len(prompts)), chance.randint(1, 6))
-            llm.clear_cache()
-            if llm.offload is None and llm is not alone:
-                llm.generate([prompts[n][: chance.randint(1, len(prompts[n]))] for n in numbers], tiny.greedy(1))
-            found = compute(llm, numbers, chance.choice((5, 16, 33, 64, 512)))
-            assert found == [expected[number] for number in numbers]
-        assert (sum(hits) > 0) == (llm is not alone)

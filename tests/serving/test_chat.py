@@ -57,19 +57,6 @@ def test_prompt_is_the_rendered_template(ai: openai.OpenAI, server: SharedServer
         assert usage is not None and usage.prompt_tokens == len(tokens)
 
 
-def test_max_completion_tokens(ai: openai.OpenAI, server: SharedServer) -> None:
-    """`max_completion_tokens` is the newer name of `max_tokens` and wins over it."""
-    body: dict[str, Any] = {
-        "model": server.model,
-        "messages": say("limit"),
-        "max_completion_tokens": 2,
-        "max_tokens": 9,
-    }
-    whole = ai.chat.completions.create(**body, extra_body={"ignore_eos": True})
-    assert whole.usage is not None and whole.usage.completion_tokens == 2
-    assert whole.choices[0].finish_reason == "length"
-
-
 def test_without_a_limit_it_ends(ai: openai.OpenAI, server: SharedServer) -> None:
     """Without `max_tokens` an answer ends by itself or at the model's maximum length."""
     longest, count = server.engine.info.max_model_len, 10

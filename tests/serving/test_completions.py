@@ -179,13 +179,6 @@ def test_max_tokens_zero_computes_the_prompt_only(ai: openai.OpenAI, server: Sha
     assert joined(stream(ai, prompt=prompt, model=server.model, max_tokens=0), 0) == ""
 
 
-def test_default_is_sixteen_tokens(client: httpx.Client) -> None:
-    """Without `max_tokens`, and without `model`, a completion has OpenAI's default of 16 tokens."""
-    answer = client.post("/v1/completions", json={"prompt": "def f(", "ignore_eos": True}).json()
-    assert answer["usage"]["completion_tokens"] == 16
-    assert answer["choices"][0]["finish_reason"] == "length"
-
-
 def test_stop_string_is_cut_and_named(ai: openai.OpenAI, server: SharedServer) -> None:
     """A stop string ends the text, is not part of it unless asked for, and is named in `stop_reason`."""
     body: dict[str, Any] = {"model": server.model, "prompt": words("halt", 4), "max_tokens": 24, "temperature": 0}

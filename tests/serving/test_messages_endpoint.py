@@ -60,15 +60,6 @@ def test_streamed_message_is_the_same(claude: anthropic.Anthropic, server: Share
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
-def test_stop_sequences(claude: anthropic.Anthropic, server: SharedServer) -> None:
-    """A stop sequence ends the text and is named."""
-    asked: Any = {"model": server.model, "max_tokens": 40, "messages": ask(), "extra_body": {"temperature": 0}}
-    text = "".join(block.text for block in claude.messages.create(**asked).content if block.type == "text")
-    stop = text[4:6]
-    found = claude.messages.create(**asked, stop_sequences=[stop])
-    assert found.stop_reason == "stop_sequence" and found.stop_sequence == stop
-
-
 def test_errors_in_anthropics_format(claude: anthropic.Anthropic, shared: SharedServers) -> None:
     """Anthropic's client raises the exception that belongs to each error."""
     with pytest.raises(anthropic.NotFoundError, match="No model named"):

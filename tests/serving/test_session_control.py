@@ -133,7 +133,7 @@ def test_names_that_are_not_open(client: httpx.Client) -> None:
 
 
 def test_tenants(shared: SharedServers) -> None:
-    """A tenant neither sees nor ends another's session, though both use one name; without a key nothing is possible."""
+    """A tenant neither sees nor ends another's session, though both use one name."""
     text = words("sessions of tenants", 60)
     with shared.keyed.http("alice4-secret") as alice, shared.keyed.http("bob4-secret") as bob:
         for caller in (alice, bob):
@@ -145,9 +145,6 @@ def test_tenants(shared: SharedServers) -> None:
         assert bob.post("/v1/sessions", json={"action": "end", "session_id": "mine"}).status_code == 404
         assert cached(alice, text, "mine", model="stdlib-nano") > 100
         tell(alice, "end", "mine")
-    with shared.keyed.http() as stranger:
-        assert stranger.get("/v1/sessions").status_code == 401
-        assert stranger.post("/v1/sessions", json={"action": "end", "session_id": "mine"}).status_code == 401
 
 
 @pytest.mark.extended

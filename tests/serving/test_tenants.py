@@ -68,39 +68,14 @@ def test_tenants_have_their_own_prefixes(shared: SharedServers) -> None:
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Basic alice3-secret", "Bearer alice3-secre", "Bearer é"])
 def test_wrong_keys(shared: SharedServers, header: str | None) -> None:
-    """Without a key that the server knows, everything under /v1 is a 401; probes need none."""
+    """What is no key that the server knows is a 401, however it is written; test_fronts.py has all routes. Probes need none."""
     headers = [] if header is None else [(b"authorization", header.encode())]
     with httpx.Client(base_url=shared.keyed.url, headers=headers, timeout=60) as client:
-        for method, path in [
-            ("GET", "/v1/models"),
-            ("GET", "/v1/models/x"),
-            ("GET", "/v1/prefixes"),
-            ("POST", "/v1/prefixes"),
-            ("GET", "/v1/prefixes/x"),
-            ("PUT", "/v1/prefixes/x"),
-            ("DELETE", "/v1/prefixes/x"),
-            ("POST", "/v1/completions"),
-            ("POST", "/v1/chat/completions"),
-            ("POST", "/v1/tokenize"),
-            ("POST", "/v1/detokenize"),
-        ]:
-            answer = client.request(method, path)
-            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+        answer = client.get("/v1/models")
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/health", "/ready", "/version", "/metrics"):
             assert client.get(path).status_code == 200
-
-
-def test_every_v1_route_asks_for_a_key(shared: SharedServers) -> None:
-    """No route under /v1 was forgotten: each one that is documented answers 401 without a key, or 403 where no key would do."""
-    with shared.keyed.http() as client:
-        paths = client.get("/openapi.json").json()["paths"]
-        guarded = {path: methods for path, methods in paths.items() if path.startswith("/v1")}
-        assert len(guarded) >= 8
-        for path, methods in guarded.items():
-            for method in methods:
-                expected = 403 if methods[method]["x-foreword-caller"] == "operator" else 401
-                assert client.request(method.upper(), path.replace("{name}", "x")).status_code == expected
 
 
 def test_keys_from_configuration_and_file(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from foreword.conformance import (
     make_frames,
     names_of,
     present,
-    put_all,
     read,
     soon,
     whole,
@@ -239,19 +238,6 @@ def test_invalid_records(tmp_path: Path) -> None:
             assert store.get_record(key, deadline=soon()) == key.encode()
         assert store.records("", deadline=soon()) == [".", "..", "../../a", "a/../b"]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_a_tenant_that_floods(tmp_path: Path) -> None:
-    """A tenant that writes without end does not evict another one that keeps within its share."""
-    quiet, loud = b"quiet" * 7, b"loud" * 8
-    with closing(DiskStore(tmp_path, SMALL_BYTES)) as store:
-        chain = make_frames(90, 3, SMALL_PAYLOAD, root=quiet)
-        put_all(store, chain)
-        for seed in range(91, 111):
-            put_all(store, make_frames(seed, 4, SMALL_PAYLOAD, root=loud))
-        assert read(store, chain) == whole(chain)
-        put_all(store, make_frames(111, 8, SMALL_PAYLOAD, root=quiet))
-        assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")

@@ -18,7 +18,6 @@ from foreword.conformance import (
     StoreContract,
     make_frames,
     names_of,
-    present,
     put_all,
     read,
     soon,
@@ -219,16 +218,3 @@ def test_many_blocks(count: int) -> None:
     assert store.status().evictions == 64 and store.status().blocks == count
     assert store.lookup(names_of([*last, *more]), deadline=soon()) == 2112
     assert store.lookup(names_of(small_frames(0, 64)), deadline=soon()) == 63
-
-
-def test_a_tenant_that_floods() -> None:
-    """A tenant that writes without end does not evict another one that keeps within its share."""
-    quiet, loud = b"quiet" * 7, b"loud" * 8
-    with contextlib.closing(MemoryStore(SMALL_BYTES)) as store:
-        chain = make_frames(90, 3, SMALL_PAYLOAD, root=quiet)
-        put_all(store, chain)
-        for seed in range(91, 111):
-            put_all(store, make_frames(seed, 4, SMALL_PAYLOAD, root=loud))
-        assert read(store, chain) == whole(chain)
-        put_all(store, make_frames(111, 8, SMALL_PAYLOAD, root=quiet))
-        assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"

@@ -11,7 +11,7 @@ from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
 from foreword.blocks.salt import Salt
-from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon, whole
+from foreword.conformance import SMALL_PAYLOAD, make_frames, names_of, present, put_all, read, soon, whole
 from foreword.errors import StoreConfigError
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -79,6 +79,18 @@ def test_a_client_with_many_salts_is_one_tenant(opened: Callable[[str], Store], 
             assert read(store, chain) == whole(chain)
     of_bob = sum(tenant_of(block.name) == Salt(b"bob").prefix for block in store.scan(deadline=soon()))
     assert of_bob == (16 if quota else 28), "what the quota or the other tenant leaves"
+
+
+def test_a_tenant_that_floods(opened: Callable[[str], Store]) -> None:
+    """A tenant that writes without end does not evict another one that keeps within its share."""
+    store = opened("")
+    chain = make_frames(90, 3, SMALL_PAYLOAD, root=ROOTS[0])
+    put_all(store, chain)
+    for seed in range(91, 111):
+        put_all(store, make_frames(seed, 4, SMALL_PAYLOAD, root=ROOTS[1]))
+    assert read(store, chain) == whole(chain)
+    put_all(store, make_frames(111, 30, SMALL_PAYLOAD, root=ROOTS[0]))
+    assert sum(present(store, chain)) < 3, "beyond its share it is evicted like others"
 
 
 def test_wrong_quotas(opened: Callable[[str], Store]) -> None:

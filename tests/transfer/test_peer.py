@@ -305,29 +305,6 @@ def test_a_tier_that_is_never_written_to(serve: Serve, reader: Open) -> None:
     assert set(place.service.frames) == set(names_of(frames[:4]))
 
 
-def test_a_breaker_around_a_dead_peer(serve: Serve, reader: Open) -> None:
-    """After several failures the circuit breaker skips a dead peer; when the peer is back its blocks are found again."""
-    frames = make_frames(1, 3, 100)
-    place = Place(frames)
-    now = [1000.0]
-    tiers = TieredStore([reader(place.address)], writable=[], clock=lambda: now[0])
-    assert tiers.lookup(names_of(frames), deadline=soon()) == 3
-    place.close()
-    now[0] += 1.0  # a call that has just succeeded keeps the circuit closed
-    for _ in range(10):
-        assert tiers.lookup(names_of(frames), deadline=soon()) == 0
-    [tier] = tiers.tiers
-    errors, skipped = tier.counters.errors["store_unavailable"], tier.counters.skipped
-    assert errors >= 3 and skipped >= 1 and errors + skipped == 10
-    serve(frames, bind=place.address)
-
-    def found() -> bool:
-        now[0] += 1.0
-        return tiers.lookup(names_of(frames), deadline=soon()) == 3
-
-    until(found)
-
-
 def test_records_stay_here(serve: Serve, reader: Open) -> None:
     """Records are kept by a writable tier, or in this process if there is none."""
     place = serve()
