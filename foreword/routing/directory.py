@@ -29,6 +29,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import groupby, repeat
 from typing import Final
 
 from foreword.blocks.public import PublicBlocks
@@ -56,6 +57,7 @@ _NUM_EPOCHS: Final = 1 << 16
 # A full bucket evicts one record in eight at once: sorting a bucket costs as much as about twenty insertions.
 _EVICTED_PART: Final = 8
 _MAX_REPLICAS: Final = 1 << 15
+_SEEN: Final = 4  # records of a full bucket that are looked at
 # A lookup finds all points where the holders change until it has seen this number of holders. Then it looks at 16 points of
 # the blocks with many holders.
 _MAX_LOOKUP_WORK: Final = 256
@@ -131,6 +133,8 @@ class Directory:
         self._scrub_from = 0
         # Slots of removed replicas -> buckets that `scrub` still has to visit for them.
         self._dead: dict[int, int] = {}
+        # Holders of blocks in buckets with more than `_ways` records, by bucket and tag, until the bucket changes.
+        self._crowds: dict[int, dict[bytes, tuple[int, ...]]] = {}
         self.evicted = 0
         self.public = PublicBlocks()
 
@@ -156,10 +160,11 @@ class Directory:
             bucket = buckets[number]
             if bucket is None:
                 bucket = buckets[number] = bytearray()
+            self._crowds.pop(number, None)
             tag = key[:_TAG]
             at = _find(bucket, tag + width)
             if at < 0:
-                if len(bucket) >= full and not self._may_grow(bucket):
+                if len(bucket) >= full and not self._may_grow(bucket, tag):
                     self._evict(bucket)
                 bucket += tag + added + (depth if depth < _MAX_DEPTH else _MAX_DEPTH).to_bytes(2, "little")
                 self._counts[slot] += 1
@@ -175,14 +180,12 @@ class Directory:
         if self._dead:
             self.scrub(1)
 
-    def _may_grow(self, bucket: bytearray) -> bool:
-        """Whether a full bucket takes more, for a block that fills most of it: every replica of a large fleet holds the first
-        block of a common system prompt, and only a known holder of the first block is found."""
-        if len(self) >= self.max_blocks:
-            return False
-        holders = Counter(bytes(bucket[at : at + _TAG]) for at in range(0, len(bucket), _SIZE))
-        most = max(holders.values())
-        return most > self._ways // 2 and len(bucket) < (self._ways + most) * _SIZE
+    def _may_grow(self, bucket: bytearray, tag: bytes) -> bool:
+        """Whether a full bucket takes more, for a block that fills most of it, as the tag or a few records tell: every replica
+        of a large fleet holds the first block of a common system prompt, and only its known holders are found."""
+        some = range(0, len(bucket), max(len(bucket) // _SIZE // _SEEN, 1) * _SIZE)
+        most = max(map(bucket.count, {tag, *(bytes(bucket[at : at + _TAG]) for at in some)}))
+        return most > self._ways // 2 and len(bucket) < (self._ways + most) * _SIZE and len(self) < self.max_blocks
 
     def removed(self, replica: str, tier: CacheTier, keys: Iterable[bytes]) -> None:
         """Remove `keys` from a tier. Unknown keys are ignored."""
@@ -192,10 +195,10 @@ class Directory:
         width = slot.to_bytes(2, "little")
         bit = 1 << tier
         for key in keys:
-            bucket = self._buckets[self._bucket_index(key)]
-            at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
-            if bucket is None or at < 0:
+            bucket, at = self._record(key, width)
+            if at < 0:
                 continue
+            self._crowds.pop(self._bucket_index(key), None)
             tiers = bucket[at + _NEEDLE]
             if tier == CacheTier.DEVICE and tiers & _SECOND_COPY:
                 bucket[at + _NEEDLE] = tiers & ~_SECOND_COPY
@@ -213,6 +216,7 @@ class Directory:
         slot = self._slots.pop(replica, None)
         if slot is None:
             return
+        self._crowds.clear()
         del self._names[slot]
         if self._counts[slot]:
             self._dead[slot] = len(self._buckets)
@@ -227,16 +231,14 @@ class Directory:
             if keys and self._is_current(keys[0], width) and self._is_current(keys[-1], width):
                 continue
             for key in keys:
-                bucket = self._buckets[self._bucket_index(key)]
-                at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
-                if bucket is not None and at >= 0:
+                bucket, at = self._record(key, width)
+                if at >= 0:
                     _set_epoch(bucket, at, self._epoch)
 
     def _is_current(self, key: bytes, width: bytes) -> bool:
         """Whether a block was used in the present epoch."""
-        bucket = self._buckets[self._bucket_index(key)]
-        at = -1 if bucket is None else _find(bucket, key[:_TAG] + width)
-        return bucket is not None and at >= 0 and bucket[at + 8] | bucket[at + 9] << 8 == self._epoch
+        bucket, at = self._record(key, width)
+        return at >= 0 and bucket[at + 8] | bucket[at + 9] << 8 == self._epoch
 
     # Lookups
 
@@ -248,12 +250,12 @@ class Directory:
         by_slot = [(end, {entry >> 8: entry & _TIER_BITS for entry in holders}) for end, holders in runs]
         by_run = [holders for _, holders in by_slot]
         # Without a shared copy of the first block, only its holders reach it.
-        slots = set[int]().union(*by_run if _SHARED_SLOT in by_run[0] else by_run[:1]) - {_SHARED_SLOT}
+        slots = list(set[int]().union(*by_run if _SHARED_SLOT in by_run[0] else by_run[:1]) - {_SHARED_SLOT})
+        paths = zip(*(map(holders.get, slots, repeat(0)) for holders in by_run), strict=True)
         # Most holders of a common first block have the same tiers of the same blocks.
         reaches: dict[tuple[int, ...], Reach] = {}
         found: dict[str, Reach] = {}
-        for slot in slots:
-            path = tuple([holders.get(slot, 0) for holders in by_run])
+        for slot, path in zip(slots, paths, strict=True):
             if path not in reaches:
                 reaches[path] = _reach(by_slot, slot)
             found[self._names[slot]] = reaches[path]
@@ -301,15 +303,20 @@ class Directory:
             middle = (low + high) // 2
             low, high = (middle, high) if len(self._holders(keys[middle])) > _FEW_HOLDERS else (low, middle)
         ends = sorted({start + -(-(high - start) * i // _COARSE_RUNS) for i in range(1, _COARSE_RUNS + 1)})
-        return [(end, self._holders(keys[end - 1])) for end in ends]
+        runs = groupby(ends, lambda end: self._holders(keys[end - 1]))
+        return [(list(some)[-1], holders) for holders, some in runs]
 
     def _holders(self, key: bytes) -> tuple[int, ...]:
         """`slot << 8 | tiers` of all holders of a block, sorted."""
-        bucket = self._buckets[self._bucket_index(key)]
+        number = self._bucket_index(key)
+        bucket = self._buckets[number]
         if bucket is None:
             return ()
         found: list[int] = []
         tag = key[:_TAG]
+        crowd = self._crowds.setdefault(number, {}) if len(bucket) > self._ways * _SIZE else {}
+        if tag in crowd:
+            return crowd[tag]
         names = self._names
         at = bucket.find(tag)
         while at >= 0:
@@ -322,7 +329,8 @@ class Directory:
             at = bucket.find(tag, at + _SIZE)
         if len(found) > 1:
             found.sort()
-        return tuple(found)
+        crowd[tag] = holders = tuple(found)
+        return holders
 
     # Sizes
 
@@ -378,14 +386,16 @@ class Directory:
     def _bucket_index(self, key: bytes) -> int:
         return int.from_bytes(key[_TAG : _TAG + 4], "little") % len(self._buckets)
 
+    def _record(self, key: bytes, width: bytes) -> tuple[bytearray, int]:
+        """The bucket of a block, and where a replica's record of it begins there; -1 if there is none."""
+        bucket = self._buckets[self._bucket_index(key)] or bytearray()
+        return bucket, _find(bucket, key[:_TAG] + width)
+
     def _depth_after(self, parent: bytes | None, slot: int) -> int:
         if parent is None:
             return 0
-        bucket = self._buckets[self._bucket_index(parent)]
-        at = -1 if bucket is None else _find(bucket, parent[:_TAG] + slot.to_bytes(2, "little"))
-        if bucket is None or at < 0:
-            return 0
-        return 1 + (bucket[at + 10] | bucket[at + 11] << 8)
+        bucket, at = self._record(parent, slot.to_bytes(2, "little"))
+        return 1 + (bucket[at + 10] | bucket[at + 11] << 8) if at >= 0 else 0
 
     def _evict(self, bucket: bytearray) -> None:
         """Evict records from a full bucket."""
@@ -559,12 +569,10 @@ class InFlightPrefixes:
     """Blocks of prompts that were sent to one replica and have no first token yet."""
 
     def __init__(self) -> None:
-        self._users: dict[bytes, int] = {}
+        self._users = Counter[bytes]()
 
     def add(self, keys: Sequence[bytes]) -> None:
-        users = self._users
-        for key in keys:
-            users[key] = users.get(key, 0) + 1
+        self._users.update(keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Undo one `add`."""

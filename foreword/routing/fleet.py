@@ -352,16 +352,16 @@ class Fleet:
             for name, reach in lookups[space].replicas.items():
                 found[name] = reach[own]
             if query.other_keys:  # a replica may have had other weights before
-                found = {name: blocks for name, blocks in found.items() if self._is_in(name, space, query)}
+                same = {
+                    name for name in found if name in self.replicas and self.replicas[name].key_space(query) == space
+                }
+                found = {name: blocks for name, blocks in found.items() if name in same}
             held.update([(name, blocks * space[1]) for name, blocks in found.items() if blocks])
         return self._candidates(query, now, unsuited, self._shortlist.choose(held, home, unsuited), lookups)
 
     def _lookup(self, query: PlacementQuery, space: KeySpace) -> Holdings:
         found, public = self.directory.lookup(query.keys_in(space)), query.public_keys.get(space)
         return found.or_else(self.directory.lookup(public)) if public else found
-
-    def _is_in(self, name: str, space: KeySpace, query: PlacementQuery) -> bool:
-        return name in self.replicas and self.replicas[name].key_space(query) == space
 
     def _candidates(
         self,

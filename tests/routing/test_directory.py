@@ -299,3 +299,31 @@ def test_no_capacity_is_an_error() -> None:
     """A directory without capacity is refused with a message."""
     with pytest.raises(ConfigError, match="at least one block"):
         Directory(0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_holders_of_a_common_prefix_stay_known(seed: int) -> None:
+    """Of a prefix that most of 150 replicas hold, lookups between any changes name its holders and how much each holds."""
+    rng, directory = random.Random(seed), Directory()
+    keys = [rng.randbytes(32) for _ in range(12)]
+    held: dict[str, int] = {}
+    for _ in range(900):
+        name = f"replica-{rng.randrange(150)}"
+        action = rng.random()
+        if action < 0.7:
+            held[name] = max(rng.choice((4, 12)), held.get(name, 0))
+            directory.stored(name, CacheTier.DEVICE, None, keys[: held[name]])
+        elif action < 0.9 and held.get(name):
+            directory.removed(name, CacheTier.DEVICE, keys[4 if held[name] > 4 else 0 : held[name]])
+            held[name] -= 8 if held[name] > 4 else 4
+        else:
+            directory.cleared(name)
+            held.pop(name, None)
+        directory.touched(name, keys)
+        if rng.random() < 0.1:
+            directory.scrub(rng.randrange(1 << 16))
+        if rng.random() < 0.5:
+            found = directory.lookup([*keys, rng.randbytes(32)]).replicas
+            assert {one: reach[CacheTier.DEVICE] for one, reach in found.items()} == {
+                one: blocks for one, blocks in held.items() if blocks
+            }

@@ -5,7 +5,6 @@ A wrong shape raises ReplicaFailed: a replica is not trusted to send what it sho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
@@ -142,10 +141,9 @@ class Logprobs(Struct):
     def entries(self) -> tuple[TokenEntry, ...]:
         """One per token. Raises ReplicaFailed for lists that do not match."""
         if self.content is not None:
-            return tuple(
-                TokenEntry(one.token, one.logprob, _raw(one), top=_alternatives(one.top_logprobs or ()))
-                for one in self.content
-            )
+            others = (tuple((o.token, o.logprob, _raw(o)) for o in one.top_logprobs or ()) for one in self.content)
+            pairs = zip(self.content, others, strict=True)
+            return tuple(TokenEntry(one.token, one.logprob, _raw(one), top=top) for one, top in pairs)
         tops = self.top_logprobs or [None] * len(self.tokens)
         if not len(self.tokens) == len(self.token_logprobs) == len(tops):
             raise ReplicaFailed("the replica sent log-probabilities that do not match its tokens")
@@ -458,10 +456,6 @@ def _has_more(data: bytes) -> bool:
     choices: list[dict[str, Any]] = msgspec.json.decode(data)["choices"]
     spoken = ((one.get("delta") or one.get("message") or {}) for one in choices)
     return any(value for one in spoken for name, value in one.items() if name not in _PLAIN)
-
-
-def _alternatives(found: Sequence[_Alternative]) -> tuple[tuple[str, float, bytes], ...]:
-    return tuple((one.token, one.logprob, _raw(one)) for one in found)
 
 
 def _ranked(top: dict[str, float]) -> tuple[tuple[str, float, bytes], ...]:
