@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 Prompt = list[int]
-VOCABULARY = 8000
+VOCABULARY = 4000
 
 
 def tokens(draw: random.Random, count: int) -> Prompt:
