@@ -7,8 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from router_parts import RouterThread
-from shared_server import SharedServers
-from test_fronts import serving
+from shared_server import SharedServers, another_server
 
 from foreword.process_config import ServerConfig
 
@@ -48,7 +47,7 @@ def status(url: str, host: str, path: str = "/v1/models", **headers: str) -> int
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/requests", "/v1/prefixes", "/metrics", "/ui/data/kind"])
 def test_a_server_without_keys_answers_to_its_own_names(shared: SharedServers, path: str) -> None:
     """A web page that has given its name this server's address reads nothing; addresses, short and private names go on."""
-    with serving(shared, ServerConfig(port=0, allowed_hosts=("kv.example.org",))) as (url, _):
+    with another_server(shared, ServerConfig(port=0, allowed_hosts=("kv.example.org",))) as (url, _):
         assert [status(url, host, path) for host in FOREIGN] == [403] * len(FOREIGN)
         assert 403 not in {status(url, host, path) for host in (*OWN, "KV.example.org.:8000")}
 
@@ -66,6 +65,6 @@ def test_a_router_without_keys_does_too() -> None:
 def test_keys_take_the_place_of_names(shared: SharedServers) -> None:
     """Where keys are required, a page has none, and the name does not matter."""
     given = ServerConfig(port=0, api_keys=("alice=alices-key",), tenant_secret="a secret of these tests")
-    with serving(shared, given) as (url, _):
+    with another_server(shared, given) as (url, _):
         assert status(url, "kv.example.org", authorization="Bearer alices-key") == 200
         assert status(url, "evil.example") == 401

@@ -6,8 +6,7 @@ import http_client
 import pytest
 from chat_replica import ChatReplica
 from router_parts import Loop, RouterThread
-from shared_server import SharedServers
-from test_fronts import serving
+from shared_server import SharedServers, another_server
 
 from foreword.process_config import ServerConfig
 
@@ -42,7 +41,7 @@ def check(url: str) -> None:
 def test_pages_that_the_operator_lists(shared: SharedServers) -> None:
     """A server asks no key of the browser's question before a request, and its answers can be read."""
     secret = "a secret of these tests"
-    with serving(shared, ServerConfig(port=0, api_keys=KEYS, tenant_secret=secret, allowed_origins=(PAGE,))) as (
+    with another_server(shared, ServerConfig(port=0, api_keys=KEYS, tenant_secret=secret, allowed_origins=(PAGE,))) as (
         url,
         _,
     ):
@@ -63,7 +62,7 @@ def test_pages_at_a_router() -> None:
 @pytest.mark.parametrize("origins", [(), ("*",)])
 def test_all_pages_or_none(shared: SharedServers, origins: tuple[str, ...]) -> None:
     """By default there is nothing that a browser could take for leave. `*` lets all pages in, but makes none an operator."""
-    with serving(shared, ServerConfig(port=0, allowed_origins=origins)) as (url, _):
+    with another_server(shared, ServerConfig(port=0, allowed_origins=origins)) as (url, _):
         answers = [asked(url, "OPTIONS", PAGE, **ASKED), asked(url, "GET", PAGE, "/v1/models")]
         assert [answer.get(ALLOW) for answer in answers] == [*origins * 2] or [None, None]
         assert [answer["status"] for answer in answers] == ["204" if origins else "405", "200"]
