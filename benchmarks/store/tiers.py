@@ -186,9 +186,12 @@ def measure_disk(where: str, folder: Path, size: int, rounds: int, cold: bool) -
     plain = PlainFiles(place / "plain", blocks)
     save(store, blocks, checksum=False)
     plain.write(rename=False)
+    folders = [one for one in (place / "store").rglob("*") if one.is_dir()]
 
     def saved(checksum: bool) -> float:
         store.delete(blocks.names, deadline=LATER)
+        for one in folders:  # a deletion takes those that are empty with it; a store in use has them
+            one.mkdir(parents=True, exist_ok=True)
         os.sync()  # what others wrote before is not written back beside us
         return clocked(lambda: save(store, blocks, checksum=checksum))
 
