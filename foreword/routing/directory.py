@@ -327,9 +327,9 @@ class Directory:
             if slot in names or slot == _SHARED_SLOT:
                 found.append(slot << 8 | bucket[at + _NEEDLE] & _TIER_BITS)
             at = bucket.find(tag, at + _SIZE)
-        if len(found) > 1:
-            found.sort()
-        crowd[tag] = holders = tuple(found)
+        holders = tuple(sorted(found))
+        if holders:  # lookups of unknown blocks leave nothing here
+            crowd[tag] = holders
         return holders
 
     # Sizes
