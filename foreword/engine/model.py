@@ -212,7 +212,7 @@ def _quantize(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
 
 def _attention_choice(inexact: str, measured: Measured | None, recorder: LayerRecorder) -> AttentionChoice | None:
     if not inexact:
-        return AttentionChoice({}, batch_invariant=True)
+        return AttentionChoice({})
     return None if measured is None else measured.attention_choice(recorder)
 
 

@@ -23,13 +23,11 @@ from torch.nn import functional
 
 from foreword import compiled_code
 from foreword.blocks.layout import LayerLayout
-from foreword.engine.attention import cpu_backend
 from foreword.engine.attention.backend import StepAttention
 from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels import native
-from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.request import SamplingParams
 from foreword.engine.runner import Draw
@@ -41,8 +39,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: {"rtol": 1e-4, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 CLOSE[torch.float16] = {"rtol": 2e-3, "atol": 2e-3}
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (24, 12), (6, 10), (2, 2), (66, 64), (130, 18)]
-# Of the longest text, in tokens: several of the kernels' blocks of keys; and of a block of the pool.
-LONGEST, SIZE = 300, 16
+# Of the longest text, in tokens: several of the parts into which the kernels divide keys; and of a block of the pool.
+LONGEST, SIZE = 1_300, 16
 # Builds for this machine's own instruction set, and for others that it has: those of wheels, and one without vectors. Each is
 # compiled, which takes longer than the tests; AVX2 is not what this machine has where it has AVX512.
 HAS = compiled_code.processor_flags()
@@ -121,13 +119,20 @@ def test_odd_head_sizes_in_bfloat16(dtype: torch.dtype, kernels: Kernels) -> Non
 @pytest.mark.parametrize("sinks", [False, True])
 @repeated(max_examples=40)
 @given(
-    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
-    shared=st.sampled_from([0, 64, 160]),
-    prompt=st.sampled_from([None, (200, 3), (0, 40)]),
+    lengths=st.lists(st.integers(0, 1_100), min_size=1, max_size=4),
+    shared=st.sampled_from([0, 64, 512, 720]),
+    prompt=st.sampled_from([None, (1_200, 3), (0, 40)]),
+    threads=st.sampled_from([2, 8]),
     seed=st.integers(0, 1000),
 )
 def test_keys_in_parts(
-    sinks: bool, kernels: Kernels, lengths: list[int], shared: int, prompt: tuple[int, int] | None, seed: int
+    sinks: bool,
+    kernels: Kernels,
+    lengths: list[int],
+    shared: int,
+    prompt: tuple[int, int] | None,
+    threads: int,
+    seed: int,
 ) -> None:
     """Keys that are split among threads, and shared prefixes, are merged exactly."""
     chunks = [(shared + length, 1) for length in lengths]
@@ -135,8 +140,7 @@ def test_keys_in_parts(
         chunks.append((shared + prompt[0], prompt[1]))
     case = Case(chunks=chunks, shared=shared, block_size=8, sinks=sinks, seed=seed, groups=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_backend, "MIN_KEYS", 16)
-        patch.setattr(torch, "get_num_threads", lambda: 2)
+        patch.setattr(torch, "get_num_threads", lambda: threads)
         check(case, kernels)
 
 
@@ -162,11 +166,12 @@ def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @repeated(max_examples=30)
 @given(
-    window=st.one_of(st.none(), st.integers(1, 150)),
+    window=st.one_of(st.none(), st.integers(1, 700)),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
-    chunks=st.lists(st.integers(1, 120), min_size=1, max_size=5),
+    chunks=st.lists(st.integers(1, 520), min_size=1, max_size=5),
     decoded=st.lists(st.integers(0, LONGEST - 1), max_size=5, unique=True),
+    threads=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 1000),
 )
 def test_rows_of_attention(
@@ -177,10 +182,11 @@ def test_rows_of_attention(
     sinks: bool,
     chunks: list[int],
     decoded: list[int],
+    threads: int,
     seed: int,
 ) -> None:
     """A token's attention has the same bits in a prompt that is computed at once, in chunks, and among decoding sequences that
-    share its blocks; what its window has left may be anything."""
+    share its blocks, with any number of threads; what its window has left may be anything."""
     noise = torch.Generator().manual_seed(seed)
     paged = PagedLayer(LayerLayout(2, 32, 32), dtype, LONGEST // SIZE + 1, SIZE, torch.device("cpu"))
     for tensor in (paged.k, paged.v):
@@ -188,7 +194,7 @@ def test_rows_of_attention(
     table = torch.randperm(LONGEST // SIZE + 1, generator=noise).tolist()
     query = torch.randn(1, 6, LONGEST, 32, generator=noise).to(dtype)
     params = AttentionParams(0.3, window, softcap, torch.randn(6, generator=noise) if sinks else None)
-    layers = CpuLayers(kernels, {0: paged}, AttentionChoice({}, batch_invariant=True))
+    layers = CpuLayers(kernels, {0: paged})
 
     def attend(parts: list[tuple[int, int]]) -> torch.Tensor:
         rows, step = [], []
@@ -207,7 +213,7 @@ def test_rows_of_attention(
         parts = [(start, min(count, LONGEST - start)), *((position, 1) for position in decoded)]
         rows = [row for first, length in parts for row in range(first, first + length)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "get_num_threads", lambda: 2)
+            patch.setattr(torch, "get_num_threads", lambda: threads)
             assert torch.equal(attend(parts), expected[rows])
         start = min(start + count, LONGEST - 1)
 

@@ -1,8 +1,8 @@
 """Attention backend of compiled kernels: one call per layer, which reads K and V in place (kernels/attention.h).
 
 A step's work is cut into tasks. A task is some tokens and the keys that they see; a task and one KV head are an item of
-work for a thread. Prompts are cut into tiles; a prefix that decoding sequences share is one task for all of them; long
-runs of keys are cut where there would be too few items for the threads.
+work for a thread. Prompts are cut into tiles; decoding sequences that share a prefix are one task; long runs of keys are cut,
+between parts that the kernels add up in order anyway, where there would be too few items for the threads. No cut changes a bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ctypes
 import itertools
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -33,8 +34,6 @@ from foreword.engine.kernels.native import (
 
 # Query rows of a tile, for each KV head: enough that laying out a block of keys costs little beside using it.
 TILE_ROWS = 192
-# Keys are not cut shorter than this.
-MIN_KEYS = 256
 # As in kernels/attention.h.
 MAX_ROWS_OF_ALL_HEADS = 256
 ALONE_AFTERWARDS, SHARED_KEYS = -2, 64
@@ -46,8 +45,8 @@ _ITEMS_PER_THREAD = 4
 class AttentionTask:
     """Rows of the step over keys `[low, high)` of the block table that begins at `table` (attention.h).
 
-    `position` is that of the first row, -1 if every row sees all keys. If not `whole`, other tasks have other keys of
-    the rows, and the results are merged. With `own` each row sees keys of its own from `high` on: where its block table begins,
+    `position` is that of the first row, -1 if every row sees all keys. If `cut`, other tasks have other keys of the rows, and
+    their parts are added up afterwards. With `own` each row sees keys of its own from `high` on: where its block table begins,
     and the end of its keys.
     """
 
@@ -56,7 +55,7 @@ class AttentionTask:
     low: int
     high: int
     position: int
-    whole: bool = True
+    cut: bool = False
     own: Sequence[tuple[int, int]] = ()
 
     @property
@@ -65,27 +64,36 @@ class AttentionTask:
 
 
 def _pack_tasks(
-    tasks: Sequence[AttentionTask], tables: array[int], window: int | None, block_size: int, part_floats: int
+    tasks: Sequence[AttentionTask],
+    tables: array[int],
+    window: int | None,
+    block_size: int,
+    part_keys: int,
+    part_floats: int,
 ) -> AttentionTasks:
-    """The tasks in memory as the kernel reads them. Each part of a row's result takes `part_floats`."""
+    """The tasks in memory as the kernel reads them. Each part of a row's result, of `part_keys`, takes `part_floats`."""
     numbers: list[int] = []
     rows: list[int] = []
-    parts_of_row: dict[int, list[int]] = {}
+    # Of each row the first key of each of its tasks and the parts that it makes.
+    parts_of_row: dict[int, list[tuple[int, range]]] = {}
     num_parts = 0
     for task in tasks:
-        first_part = -1 if task.whole else num_parts
-        numbers += (len(rows), len(task.rows), task.table, task.low, task.high, task.position, first_part)
+        end = max([task.high, *(end for _, end in task.own)])
+        first_part, parts = (num_parts, (end - 1) // part_keys - task.low // part_keys + 1) if task.cut else (-1, 0)
+        numbers += (len(rows), len(task.rows), task.table, task.low, task.high, task.position, first_part, parts)
         rows += task.rows
         rows += itertools.chain.from_iterable(task.own)
-        if not task.whole:
+        if task.cut:
             for row in task.rows:
-                parts_of_row.setdefault(row, []).append(num_parts)
-                num_parts += 1
+                parts_of_row.setdefault(row, []).append((task.low, range(num_parts, num_parts + parts)))
+                num_parts += parts
     merges: list[int] = []
     merged: list[int] = []
-    for row, parts in parts_of_row.items():
-        merges += (row, len(merged), len(parts))
-        merged += parts
+    for row, found in parts_of_row.items():
+        begin = len(merged)
+        for _, part_numbers in sorted(found, key=itemgetter(0)):
+            merged += part_numbers
+        merges += (row, begin, len(merged) - begin)
     arrays = [array("q", values) for values in (numbers, rows, merges, merged)] + [tables]
     results = torch.empty(num_parts * part_floats) if num_parts else None
     tasks_at, rows_at, merges_at, merged_at, tables_at = (values.buffer_info()[0] for values in arrays)
@@ -128,11 +136,6 @@ class CpuLayers:
     def serves(self, layer: int, metadata: AttentionMetadata) -> bool:
         """Whether the kernels are chosen for this layer in this step."""
         return self._choice.compiled(layer, attention_bucket(*metadata.work))
-
-    @property
-    def batch_invariant(self) -> bool:
-        """Whether a row's result must not depend on the other rows of the step."""
-        return self._choice.batch_invariant
 
     def layer(self, number: int, heads: int) -> AttentionLayer:
         """One layer with that many query heads; the caller sets its parameters."""
@@ -265,15 +268,15 @@ class CpuAttention:
         key = (window, layer.kv_heads, layer.group, layer.value_dim)
         packed = self._tasks.get(key)
         if packed is None:
-            tasks, threads = self._prefill_tasks(window, layer.group), torch.get_num_threads()
-            if self.layers.batch_invariant:
-                tasks += self._whole_decode_tasks(window, -(-threads // layer.kv_heads))
-            else:
-                tasks = _cut_keys([*tasks, *self._decode_tasks(window)], layer, threads)
+            kernels, threads = self.layers.kernels, torch.get_num_threads()
+            tasks = self._prefill_tasks(window, layer.group)
+            tasks += self._decode_tasks(window, -(-threads // layer.kv_heads))
+            tasks = _cut_keys(tasks, layer, threads, kernels.part_keys)
             # The longest first: the last items to be taken are short.
             tasks.sort(key=lambda task: -task.cost)
-            part_floats = layer.kv_heads * layer.group * (layer.value_dim + 1)
-            packed = _pack_tasks(tasks, self._tables, window, self._metadata.block_size, part_floats)
+            part_floats = layer.kv_heads * layer.group * kernels.part_floats(layer.value_dim)
+            size = self._metadata.block_size
+            packed = _pack_tasks(tasks, self._tables, window, size, kernels.part_keys, part_floats)
             self._tasks[key] = packed
         return packed
 
@@ -289,28 +292,16 @@ class CpuAttention:
                 tasks.append(AttentionTask(rows, self._table_at[chunk], low, position + count, position))
         return tasks
 
-    def _decode_tasks(self, window: int | None) -> list[AttentionTask]:
-        tasks = []
-        for group in self._metadata.decode_groups(window):
-            if group.shared:
-                rows, table = [chunk.row for chunk in group.chunks], self._table_at[group.chunks[0]]
-                tasks.append(AttentionTask(rows, table, 0, group.shared, -1, whole=False))
-            for chunk in group.chunks:
-                low = group.shared if window is None else max(group.shared, chunk.end - window)
-                table, whole = self._table_at[chunk], not group.shared
-                tasks.append(AttentionTask((chunk.row,), table, low, chunk.end, chunk.start, whole=whole))
-        return tasks
-
-    def _whole_decode_tasks(self, window: int | None, parts: int) -> list[AttentionTask]:
-        """Tasks that see all keys of their rows. A shared prefix is read once for each part of a group."""
+    def _decode_tasks(self, window: int | None, shares: int) -> list[AttentionTask]:
+        """A shared prefix is read once for each of so many shares of a group."""
         tasks = []
         for group in self._metadata.decode_groups(window):
             shared = group.shared // SHARED_KEYS * SHARED_KEYS
-            size = -(-len(group.chunks) // parts) if shared else 1
+            size = -(-len(group.chunks) // shares) if shared else 1
             for chunks in (group.chunks[low : low + size] for low in range(0, len(group.chunks), size)):
                 first = chunks[0]
                 table = self._table_at[first]
-                if shared:
+                if len(chunks) > 1:
                     own = [(self._table_at[chunk], chunk.end) for chunk in chunks]
                     rows = [chunk.row for chunk in chunks]
                     tasks.append(AttentionTask(rows, table, 0, shared, ALONE_AFTERWARDS, own=own))
@@ -320,8 +311,8 @@ class CpuAttention:
         return tasks
 
 
-def _cut_keys(tasks: list[AttentionTask], layer: AttentionLayer, threads: int) -> list[AttentionTask]:
-    """Cut the keys of long tasks until there are enough items for the threads (flash decoding, Dao et al. 2023)."""
+def _cut_keys(tasks: list[AttentionTask], layer: AttentionLayer, threads: int, part_keys: int) -> list[AttentionTask]:
+    """Cut the keys of long tasks, between parts of `part_keys`, until there are enough items for the threads."""
 
     def items(task: AttentionTask) -> int:
         all_heads = len(task.rows) * layer.kv_heads * layer.group <= MAX_ROWS_OF_ALL_HEADS
@@ -331,14 +322,16 @@ def _cut_keys(tasks: list[AttentionTask], layer: AttentionLayer, threads: int) -
     if threads < 2 or sum(map(items, tasks)) >= wanted:
         return tasks
     share = max(sum(task.cost for task in tasks) // wanted, 1)
-    cut: list[AttentionTask] = []
+    made: list[AttentionTask] = []
     for task in tasks:
-        keys = task.high - task.low
-        pieces = min(keys // MIN_KEYS, -(-task.cost // share))
+        first, parts = task.low // part_keys, (task.high - 1) // part_keys - task.low // part_keys + 1
+        pieces = min(parts, -(-task.cost // share))
         if pieces < 2:
-            cut.append(task)
+            made.append(task)
             continue
-        edges = [task.low + keys * i // pieces for i in range(pieces + 1)]
-        for low, high in itertools.pairwise(edges):
-            cut.append(AttentionTask(task.rows, task.table, low, high, task.position, whole=False))
-    return cut
+        inner = [(first + parts * i // pieces) * part_keys for i in range(1, pieces)]
+        position = -1 if task.own else task.position
+        for low, high in itertools.pairwise([task.low, *inner]):
+            made.append(AttentionTask(task.rows, task.table, low, high, position, cut=True))
+        made.append(replace(task, low=inner[-1], cut=True))
+    return made

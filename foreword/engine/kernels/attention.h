@@ -4,12 +4,13 @@
 // chunk, a decoding sequence, or all sequences that share a prefix. For each KV head the queries of its query heads are
 // rows of one matrix, so a key is read once for all of them. Keys are taken KEYS at a time: transposed into words,
 // multiplied by the queries, weighted by an online softmax (base 2), and their values, paired, are added up
-// (FlashAttention, Dao et al. 2022). Where a processor has no units for the model's numbers, words are floats. The parts of a sequence that is cut into several tasks are merged afterwards
-// from each part's output and log-sum-exp.
+// (FlashAttention, Dao et al. 2022). Where a processor has no units for the model's numbers, words are floats.
 //
-// Keys are taken from multiples of KEYS on, wherever a task begins, and keys that a row does not see add exactly zero:
-// where a row is not cut into parts its result depends on its own keys alone, not on the task's other rows. Sequences that
-// share a prefix can therefore see it in one task and each its own keys afterwards, with the bits of a task of its own.
+// Each PART_KEYS keys, from multiples of PART_KEYS on, have a softmax of their own, and a row's parts are added up in order:
+// by the task, or, where a row's keys are cut into several tasks, afterwards (flash decoding, Dao et al. 2023, with parts of
+// one size). Keys are taken from multiples of KEYS on, wherever a task begins, and keys that a row does not see add exactly
+// zero. So a row's result depends on its own keys alone, not on other rows and not on the cut. Sequences that share a prefix
+// can see it in one task and each its own keys afterwards, with the bits of a task of its own.
 #pragma once
 
 #include <utility>
@@ -25,17 +26,25 @@ struct AttentionTask {
     int64_t table_at;       // in `AttentionTasks.tables`
     int64_t low, high;      // positions of the keys
     int64_t position;       // of the first row; -1: every row sees all keys; ALONE_AFTERWARDS
-    int64_t part;           // the rows' first part in `AttentionTasks.parts`; -1: the result is whole
+    int64_t part;           // where the rows' parts begin in `AttentionTasks.parts`; -1: the result is whole
+    int64_t parts;          // of each row
 };
 
 // Every row sees all keys `[low, high)`, and then its own from `high` on: behind the task's rows in `AttentionTasks.rows` are,
 // for each, where its table begins and the end of its keys. `high` is a multiple of SHARED_KEYS.
 constexpr int64_t ALONE_AFTERWARDS = -2, SHARED_KEYS = 64;
-static_assert(SHARED_KEYS % KEYS == 0);
+#ifndef FW_PART_KEYS
+#define FW_PART_KEYS 512
+#endif
+constexpr int64_t PART_KEYS = FW_PART_KEYS;
+static_assert(SHARED_KEYS % KEYS == 0 && PART_KEYS % SHARED_KEYS == 0);
 
 struct Merge {
     int64_t row, first, count;  // parts `[first, first + count)` of `AttentionTasks.merged`
 };
+
+// Floats of a part of one row and head: its output, not normalized, its largest score, and the sum of its weights.
+static int64_t part_floats(int64_t value_dim) { return round_up(value_dim, LANES) + 2; }
 
 // The attention of one step.
 struct AttentionTasks {
@@ -44,7 +53,7 @@ struct AttentionTasks {
     const int64_t* tables;
     const Merge* merges;
     const int64_t* merged;
-    float* parts;  // `[parts, heads, value_dim + 1]`: output, log-sum-exp
+    float* parts;  // `[parts, heads, part_floats]`
     int64_t num_tasks, num_merges;
     int64_t window, block_size;
 };
@@ -91,11 +100,20 @@ struct Tile {
     float* out = nullptr;        // [count][width]
     float* largest = nullptr;    // [count], scores
     float* sums = nullptr;       // [count][LANES], of weights
+    float* totals = nullptr;     // [count][part_floats], of the parts before; of a whole result
     // Used by one head after the other.
     int32_t* keys = nullptr;     // [words][KEYS]
     int32_t* values = nullptr;   // [KEYS / PER_WORD][width]
     typename N::Element* weights = nullptr;  // [QUERY_ROWS][KEYS]
     Element* zeros = nullptr;                // as many as a token's keys or values have
+
+    // Where a row of a head is added up: in all, or in the task's part `number`.
+    float* total(int64_t head, int64_t row, int64_t number) const {
+        const int64_t size = part_floats(layer.value_dim);
+        if (task.part < 0) return totals + row * size;
+        const int64_t part = task.part + row / layer.group * task.parts + number;
+        return step.parts + ((part * layer.kv_heads + head) * layer.group + row % layer.group) * size;
+    }
 
     int64_t zero_count() const { return layer.kv_heads * max(layer.key_dim, layer.value_dim); }
 
@@ -104,6 +122,7 @@ struct Tile {
         out = memory.take<float>(count * width);
         largest = memory.take<float>(count);
         sums = memory.take<float>(count * LANES);
+        totals = memory.take<float>(task.part < 0 ? count * part_floats(layer.value_dim) : 0);
     }
 
     void place_common_arrays(ArrayAllocator& memory) {
@@ -231,7 +250,7 @@ INLINE void put_words(const typename T::Element* from, int64_t words, int32_t* t
 // next keys.
 template <class T>
 static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const KeyBlock<T>& current,
-                                             LinesAhead<1>& ahead) {
+                                             bool with_values, LinesAhead<1>& ahead) {
     const int64_t key_dim = tile.layer.key_dim, value_dim = tile.layer.value_dim, words = tile.words;
     const int64_t key = head * key_dim, value = head * value_dim;
     for (int64_t i = 0; i < KEYS; i += LANES) {
@@ -243,6 +262,7 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
             transpose_keys<true, T>(current.keys + i, key, word, words, tile.keys + i, ahead);
         if (word < words) transpose_keys<false, T>(current.keys + i, key, word, words, tile.keys + i, ahead);
     }
+    if (!with_values) return;
     typedef typename T::Tiled N;
     for (int64_t i = 0; i < KEYS; i += N::PER_WORD) {
         int32_t* to = tile.values + i / N::PER_WORD * tile.width;
@@ -252,6 +272,10 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
             put_words<T, N>(current.values[i] + value, value_dim, to, tile.width);
     }
 }
+
+// Where a word is one number, a row of values can be used as it is in memory.
+template <class T>
+constexpr bool READS_VALUES_IN_PLACE = T::Tiled::PER_WORD == 1;
 
 // out = out * decay + weights x values, for some columns.
 template <class T, int ROWS, int COLUMNS>
@@ -272,10 +296,39 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
         for (int c = 0; c < COLUMNS; c++) store(tile.out + (row + r) * tile.width + column + c * LANES, sums[r][c]);
 }
 
-// Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`.
+// The same for values that are read where they are, from `values[i] + offset` on.
+template <class T, int ROWS, int COLUMNS>
+INLINE void add_values_in_place(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
+                                const typename T::Element* const* values, int64_t offset, LinesAhead<2>& ahead) {
+    Floats sums[ROWS][COLUMNS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++)
+            sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
+    const float* weights = (const float*)tile.weights;
+    for (int64_t i = 0; i < steps; i++) {
+        const typename T::Element* from = values[i] + offset + column;
+        Floats read[COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++) read[c] = T::read(from + c * LANES);
+        ahead();
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(broadcast(weights[r * KEYS + i]), read[c], sums[r][c]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; c++) store(tile.out + (row + r) * tile.width + column + c * LANES, sums[r][c]);
+}
+
+// Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`, and over values that were
+// gathered or, with `values_at`, are read where they are, from `offset` on.
 template <class T, int ROWS>
 static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
-                        LinesAhead<2>& ahead) {
+                        const typename T::Element* const* values_at, int64_t offset, LinesAhead<2>& ahead) {
     const AttentionLayer& layer = tile.layer;
     const AttentionTask& task = tile.task;
     int64_t low[ROWS], high[ROWS];
@@ -337,7 +390,7 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
         Floats sum = load<Floats>(tile.sums + (row + r) * LANES) * rescale;
 #pragma GCC unroll 8
         for (int c = 0; c < VECTORS; c++) {
-            const Floats weight = exp2_of<T::EXP_DEGREE>(values[c] - origin);
+            const Floats weight = exp2_of<T::EXP_DEGREE, true>(values[c] - origin);
             sum += weight;
             N::write(tile.weights + r * KEYS + c * LANES, weight);
         }
@@ -346,6 +399,15 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     }
     const int64_t steps = (widest + N::PER_WORD - 1) / N::PER_WORD;
     int64_t column = 0;
+    if constexpr (READS_VALUES_IN_PLACE<T>)
+        if (values_at != nullptr) {
+            constexpr int MANY = ROWS <= 3 ? 4 : 2;
+            for (; column + MANY * LANES <= tile.width; column += MANY * LANES)
+                add_values_in_place<T, ROWS, MANY>(tile, row, column, decay, widest, values_at, offset, ahead);
+            for (; column < tile.width; column += LANES)
+                add_values_in_place<T, ROWS, 1>(tile, row, column, decay, widest, values_at, offset, ahead);
+            return;
+        }
     for (; column + KEY_VECTORS * LANES <= tile.width; column += KEY_VECTORS * LANES)
         add_values<T, ROWS, KEY_VECTORS>(tile, row, column, decay, steps, ahead);
     for (; column < tile.width; column += LANES) add_values<T, ROWS, 1>(tile, row, column, decay, steps, ahead);
@@ -354,45 +416,81 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
 // The same for any number of rows up to QUERY_ROWS.
 template <class T, int ROWS = QUERY_ROWS>
 INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
-                        LinesAhead<2>& ahead) {
-    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count, ahead);
-    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count, ahead);
+                        const typename T::Element* const* values_at, int64_t offset, LinesAhead<2>& ahead) {
+    if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count, values_at, offset, ahead);
+    if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count, values_at, offset, ahead);
 }
 
-// Normalize a head's output: into the result, or into its part of it.
-template <class T>
-static void finish(const Tile<T>& tile, int64_t head, const QueryRows& rows) {
-    const AttentionLayer& layer = tile.layer;
-    const int64_t heads = layer.kv_heads * layer.group, dim = layer.value_dim;
-    for (int64_t row = 0; row < tile.count; row++) {
-        const int64_t query_head = head * layer.group + row % layer.group, number = row / layer.group;
-        float sum = sum_of(load<Floats>(tile.sums + row * LANES));
-        const float largest = tile.largest[row];
-        const float* found = tile.out + row * tile.width;
-        if (tile.task.part >= 0) {
-            float* part = tile.step.parts + ((tile.task.part + number) * heads + query_head) * (dim + 1);
-            for (int64_t i = 0; i < dim; i++) part[i] = sum > 0 ? found[i] / sum : 0.0f;
-            part[dim] = largest + log2f(sum);
-            continue;
-        }
-        if (layer.sinks != nullptr) sum += exp2f(layer.sinks[query_head] * LOG2E - largest);
-        const float factor = sum > 0 ? 1.0f / sum : 0.0f * sum;
-        typename T::Element* to =
-            at<T>(rows.out, (tile.step.rows[tile.task.rows_at + number] * heads + query_head) * dim);
-        int64_t i = 0;
-        for (; i + LANES <= dim; i += LANES) T::write(to + i, load<Floats>(found + i) * factor);
-        for (; i < dim; i++) to[i] = T::from_float(found[i] * factor);
+// Add a part of `width` columns to a total. A part without a key that the row sees changes nothing.
+static void add_part(float* total, const float* out, float largest, float sum, int64_t width) {
+    float &old_largest = total[width], &old_sum = total[width + 1];
+    // A sum that is not a number stays one.
+    if (largest == -INFINITE && sum == 0) return;
+    if (old_largest == -INFINITE && old_sum == 0) {
+        memcpy(total, out, width * sizeof(float));
+        old_largest = largest;
+        old_sum = sum;
+        return;
     }
+    const float origin = old_largest > largest ? old_largest : largest;
+    const Floats old_factor = exp2_of<6>(broadcast(old_largest - origin)), factor = exp2_of<6>(broadcast(largest - origin));
+    for (int64_t i = 0; i < width; i += LANES)
+        store(total + i, fused(load<Floats>(total + i), old_factor, load<Floats>(out + i) * factor));
+    old_sum = old_sum * old_factor[0] + sum * factor[0];
+    old_largest = origin;
+}
+
+// Normalize a total into the result of one row and head.
+template <class T>
+static void put_result(const AttentionLayer& layer, const float* total, int64_t query_head, typename T::Element* to) {
+    const int64_t dim = layer.value_dim, width = round_up(dim, LANES);
+    const float largest = total[width];
+    float sum = total[width + 1];
+    if (layer.sinks != nullptr) sum += exp2f(layer.sinks[query_head] * LOG2E - largest);
+    const float factor = sum > 0 ? 1.0f / sum : 0.0f * sum;
+    int64_t i = 0;
+    for (; i + LANES <= dim; i += LANES) T::write(to + i, load<Floats>(total + i) * factor);
+    for (; i < dim; i++) to[i] = T::from_float(total[i] * factor);
+}
+
+// An empty softmax for rows `[first, last)` of a head.
+template <class T>
+static void empty_rows(const Tile<T>& tile, int64_t first, int64_t last) {
+    memset(tile.out + first * tile.width, 0, (last - first) * tile.width * sizeof(float));
+    memset(tile.sums + first * LANES, 0, (last - first) * LANES * sizeof(float));
+    for (int64_t row = first; row < last; row++) tile.largest[row] = -INFINITE;
+}
+
+// Empty totals of a head, or parts.
+template <class T>
+static void start_totals(const Tile<T>& tile, int64_t head) {
+    const int64_t parts = max(tile.task.parts, 1), width = tile.width;
+    for (int64_t row = 0; row < tile.count; row++)
+        for (int64_t part = 0; part < parts; part++) {
+            float* total = tile.total(head, row, part);
+            memset(total, 0, part_floats(tile.layer.value_dim) * sizeof(float));
+            total[width] = -INFINITE;
+        }
+}
+
+// Rows `[first, last)` of a head: add what they have to their totals, `number` parts after the task's first, and empty it.
+template <class T>
+static void end_part(const Tile<T>& tile, int64_t head, int64_t first, int64_t last, int64_t number) {
+    for (int64_t row = first; row < last; row++) {
+        float* out = tile.out + row * tile.width;
+        add_part(tile.total(head, row, number), out, tile.largest[row], sum_of(load<Floats>(tile.sums + row * LANES)),
+                 tile.width);
+    }
+    empty_rows(tile, first, last);
 }
 
 // Queries of a KV head from the step's rows, and an empty softmax.
 template <class T>
 static void start_head(const Tile<T>& tile, int64_t head, const QueryRows& rows) {
     const int64_t group = tile.layer.group;
-    memset(tile.out, 0, tile.count * tile.width * sizeof(float));
-    memset(tile.sums, 0, tile.count * LANES * sizeof(float));
+    empty_rows(tile, 0, tile.count);
+    start_totals(tile, head);
     for (int64_t row = 0; row < tile.count; row++) {
-        tile.largest[row] = -INFINITE;
         const int64_t token = tile.step.rows[tile.task.rows_at + row / group], query_head = head * group + row % group;
         put_words<T, typename T::Tiled>(at<T>(rows.q, token * rows.q_token + query_head * rows.q_head), tile.words,
                                         tile.queries + row * tile.words, tile.words);
@@ -421,9 +519,20 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
         switch_to(head);
         start_head(tile, head, rows);
     }
+    auto part_at = [&](int64_t key) { return key / PART_KEYS - task.low / PART_KEYS; };
+    // After the last key of some rows, before `high`.
+    auto end_parts = [&](int64_t high, int64_t first_row, int64_t last_row) {
+        for (int64_t head = first_head; head < last_head; head++) {
+            switch_to(head);
+            end_part(tile, head, first_row, last_row, part_at(high - 1));
+        }
+    };
     // Rows `[first_row, last_row)` of the tile over the keys of `seen`.
     auto attend_keys = [&](const AttentionTask& seen, int64_t first_row, int64_t last_row) {
         KeyBlock<T> blocks[2], *current = blocks, *next = blocks + 1;
+        // Values that are used once are not laid out.
+        const bool in_place =
+            READS_VALUES_IN_PLACE<T> && last_row - first_row <= QUERY_ROWS && layer.value_dim == tile.width;
         const int64_t start = seen.low / KEYS * KEYS;
         current->find(step, layer, seen, start, tile.zeros);
         for (int64_t first = start; first < seen.high; first += KEYS) {
@@ -433,10 +542,12 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
             for (int64_t head = first_head; head < last_head; head++) {
                 switch_to(head);
                 BlockAhead ahead = next->ahead(layer, first_head, head, last_head);
-                gather(tile, head, *current, ahead.keys);
+                gather(tile, head, *current, !in_place, ahead.keys);
                 for (int64_t row = first_row; row < last_row; row += QUERY_ROWS)
-                    attend_some<T>(min(QUERY_ROWS, last_row - row), tile, row, first, begin, count, ahead.values);
+                    attend_some<T>(min(QUERY_ROWS, last_row - row), tile, row, first, begin, count,
+                                   in_place ? current->values : nullptr, head * layer.value_dim, ahead.values);
                 ahead.finish();
+                if ((first + KEYS) % PART_KEYS == 0) end_part(tile, head, first_row, last_row, part_at(first));
             }
             std::swap(current, next);
         }
@@ -445,31 +556,38 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
     if (task.position == ALONE_AFTERWARDS)
         for (int64_t i = 0; i < task.rows; i++) {
             const int64_t* own = step.rows + task.rows_at + task.rows + 2 * i;
-            attend_keys(AttentionTask{0, 1, own[0], task.high, own[1], -1, -1}, i * layer.group, (i + 1) * layer.group);
+            attend_keys(AttentionTask{0, 1, own[0], task.high, own[1], -1, -1, 0}, i * layer.group, (i + 1) * layer.group);
+            end_parts(own[1], i * layer.group, (i + 1) * layer.group);
         }
+    else
+        end_parts(task.high, 0, tile.count);
+    if (task.part >= 0) return;
     for (int64_t head = first_head; head < last_head; head++) {
         switch_to(head);
-        finish(tile, head, rows);
+        for (int64_t row = 0; row < tile.count; row++) {
+            const int64_t token = step.rows[task.rows_at + row / layer.group];
+            const int64_t query_head = head * layer.group + row % layer.group;
+            put_result<T>(layer, tile.total(head, row, 0), query_head,
+                          at<T>(rows.out, (token * layer.kv_heads * layer.group + query_head) * layer.value_dim));
+        }
     }
 }
 
-// Merge the parts of a row that several tasks computed.
+// Add up the parts of a row that several tasks computed.
 template <class T>
 static void merge_row(const AttentionTasks& step, const AttentionLayer& layer, const QueryRows& rows,
                       const Merge& merge) {
-    const int64_t heads = layer.kv_heads * layer.group, dim = layer.value_dim;
+    static thread_local Scratch scratch;
+    const int64_t heads = layer.kv_heads * layer.group, size = part_floats(layer.value_dim), width = size - 2;
+    float* total = (float*)scratch.reserve(size * sizeof(float));
     for (int64_t head = 0; head < heads; head++) {
-        float largest = -INFINITE, sum = 0;
-        auto part = [&](int64_t i) { return step.parts + (step.merged[merge.first + i] * heads + head) * (dim + 1); };
-        for (int64_t i = 0; i < merge.count; i++) largest = fmaxf(largest, part(i)[dim]);
-        for (int64_t i = 0; i < merge.count; i++) sum += exp2f(part(i)[dim] - largest);
-        if (layer.sinks != nullptr) sum += exp2f(layer.sinks[head] * LOG2E - largest);
-        typename T::Element* to = at<T>(rows.out, (merge.row * heads + head) * dim);
-        for (int64_t j = 0; j < dim; j++) {
-            float value = 0;
-            for (int64_t i = 0; i < merge.count; i++) value += exp2f(part(i)[dim] - largest) * part(i)[j];
-            to[j] = T::from_float(value / sum);
+        total[width] = -INFINITE;
+        total[width + 1] = 0;
+        for (int64_t i = 0; i < merge.count; i++) {
+            const float* part = step.parts + (step.merged[merge.first + i] * heads + head) * size;
+            add_part(total, part, part[width], part[width + 1], width);
         }
+        put_result<T>(layer, total, head, at<T>(rows.out, (merge.row * heads + head) * layer.value_dim));
     }
 }
 

@@ -37,8 +37,8 @@ static void norm(const void* x, const void* weight, float epsilon, int64_t size,
     int64_t i = 0;
     for (; i + 2 * LANES <= size; i += 2 * LANES) {
         const Floats a = T::read(from + i), b = T::read(from + i + LANES);
-        sums += a * a;
-        more += b * b;
+        sums = fused(a, a, sums);
+        more = fused(b, b, more);
     }
     float sum = sum_of(sums + more);
     for (; i < size; i++) sum += T::to_float(from[i]) * T::to_float(from[i]);

@@ -82,13 +82,9 @@ def choose(times: Times, sizes: Mapping[str, int], room: float = math.inf) -> tu
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """Which attention kernel serves which layer and work. Layers that are not in `served` use the compiled kernels.
-
-    `batch_invariant`: a sequence's keys are never cut into parts, whose merging would round otherwise.
-    """
+    """Which attention kernel serves which layer and work. Layers that are not in `served` use the compiled kernels."""
 
     served: Mapping[int, tuple[str, ...]]
-    batch_invariant: bool = False
 
     def compiled(self, layer: int, bucket: int) -> bool:
         """Whether the compiled kernels serve this layer for work of this `attention_bucket`."""

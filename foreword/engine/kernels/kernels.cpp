@@ -12,6 +12,10 @@ extern "C" {
 
 int fw_lanes() { return LANES; }
 
+int fw_part_keys() { return PART_KEYS; }
+
+int64_t fw_part_floats(int64_t value_dim) { return part_floats(value_dim); }
+
 void fw_use_openmp(void* region) { open_region = (Region)region; }
 
 int64_t fw_packed_words(int type, int64_t inputs, int64_t outputs) {

@@ -143,6 +143,9 @@ class Kernels:
         lib.fw_write.restype = None
         lib.fw_write.argtypes = (c_int, layer, pointer, number, *(pointer, number, number) * 2)
         self.lanes: int = lib.fw_lanes()
+        # Keys of a row's attention that are computed together (attention.h).
+        self.part_keys: int = lib.fw_part_keys()
+        lib.fw_part_floats.argtypes, lib.fw_part_floats.restype = (number,), number
 
     def pack(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor | None] = ()
@@ -189,6 +192,10 @@ class Kernels:
         """`query` `[1, heads, T, key_dim]` to `out` `[T, heads, value_dim]`."""
         rows = QueryRows(query.data_ptr(), out.data_ptr(), query.stride(2), query.stride(1))
         self._lib.fw_attend(TYPES[query.dtype], byref(tasks), byref(layer), byref(rows), torch.get_num_threads())
+
+    def part_floats(self, value_dim: int) -> int:
+        """Floats of a part of one row and query head."""
+        return int(self._lib.fw_part_floats(value_dim))
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root mean square norm over the last dimension."""

@@ -8,6 +8,7 @@
 #include "vectors.h"
 
 constexpr int PANEL = PANEL_VECTORS * LANES;
+constexpr int64_t BYTES_AHEAD = 1024;
 
 struct PackedWeight {
     const int32_t* packed;
@@ -118,6 +119,35 @@ static int64_t tile_words(int64_t inputs) {
     return round_up(T::TILED_WORDS * TILE_ROWS * (inputs / T::PER_WORD) + LANES, LANES);
 }
 
+// ROWS rows times PANELS panels side by side, the first at `panel` and for the outputs from `column` on. A core reads memory
+// faster in several streams, and sums of several panels do not wait for each other. `words` are the rows' words,
+// `row` words from one row to the next, and `next` from one word of a row to the next.
+template <class T, int ROWS, int PANELS>
+static void multiply_panels(const PackedWeight& weight, const int32_t* panel, int64_t column, const Operands& operands,
+                            const int32_t* words, int64_t row, int64_t next) {
+    constexpr int64_t STEP = PANEL / T::PACKING;  // a panel's words for each word of a row
+    const int64_t steps = weight.inputs / T::PER_WORD;
+    Floats sums[PANELS][ROWS][PANEL_VECTORS] = {};
+    for (int64_t step = 0; step < steps; step++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) {
+            const int32_t* from = panel + (p * steps + step) * STEP;
+#pragma GCC unroll 2
+            for (int line = 0; line < STEP * 4; line += 64)
+                __builtin_prefetch((const char*)from + BYTES_AHEAD + line, 0, 3);
+#pragma GCC unroll 4
+            for (int c = 0; c < PANEL_VECTORS; c++) {
+                const Words weights = in_register(T::columns(from + c * LANES / T::PACKING));
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++)
+                    sums[p][r][c] = T::multiply_add(sums[p][r][c], broadcast(words[r * row + step * next]), weights);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) put<T, ROWS>(sums[p], weight, column + p * PANEL, operands, 0);
+}
+
 // The words of `rows` rows from `row` on, side by side. Rows that are a power of two apart would share a few sets of the
 // cache, and bfloat16 would be widened once for each panel.
 template <class T>
@@ -156,16 +186,20 @@ static const int32_t* widen_panel(const int32_t* panel, int64_t words, const cha
 
 template <class T>
 static void multiply_weights(const PackedWeight& weight, const Operands& operands, ThreadTeam& team) {
+    if (operands.rows == 0) return;
     typedef typename T::Number Number;
     const int64_t panels = (weight.outputs + PANEL - 1) / PANEL, words = PANEL * (weight.inputs / T::PER_WORD);
     const int64_t size = words / T::PACKING;
     const int64_t tiles = (operands.rows + TILE_ROWS - 1) / TILE_ROWS;
     // A thread reads its panels one after the other, and prefetches the next one while it multiplies by this one.
-    const int64_t run = max(1, panels / (team.threads * 4));
+    int64_t run = max(1, panels / (team.threads * 4));
+    // 8-bit integers are converted one panel after the other: that takes longer than reading them.
+    const int64_t together = weight.scales != nullptr || operands.rows > 3 ? 1 : operands.rows == 1 ? 4 : 2;
+    if (run * 2 >= together) run = round_up(run, together);
     static thread_local Scratch scratch;
     const int64_t pitch = tile_words<T>(weight.inputs);
     int32_t* laid_out = nullptr;
-    if (tiles > 1 || T::CONVERTED || (T::TILED_WORDS > 1 && operands.rows > 2)) {
+    if (tiles > 1 || T::CONVERTED || (T::TILED_WORDS > 1 && operands.rows > 2 && together == 1)) {
         laid_out = (int32_t*)scratch.reserve(tiles * pitch * 4);
         team.share(tiles, [&](int64_t i) {
             const int64_t row = operands.rows * i / tiles;
@@ -174,7 +208,20 @@ static void multiply_weights(const PackedWeight& weight, const Operands& operand
         });
     }
     team.share((panels + run - 1) / run, [&](int64_t item) {
-        for (int64_t number = item * run; number < min(panels, (item + 1) * run); number++) {
+        int64_t number = item * run;
+        const int64_t end = min(panels, number + run);
+        for (; together > 1 && number + together <= end; number += together) {
+            const int32_t* panel = weight.packed + number * size;
+            const auto multiply = operands.rows == 1   ? multiply_panels<T, 1, 4>
+                                  : operands.rows == 2 ? multiply_panels<T, 2, 2>
+                                                       : multiply_panels<T, 3, 2>;
+            if (laid_out != nullptr)
+                multiply(weight, panel, number * PANEL, operands, laid_out, 1, operands.rows);
+            else
+                multiply(weight, panel, number * PANEL, operands, (const int32_t*)operands.x,
+                         operands.x_stride / T::PER_WORD, 1);
+        }
+        for (; number < end; number++) {
             const int32_t* panel = weight.packed + number * size;
             const char* ahead = (const char*)(number + 1 < panels ? panel + size : panel);
             const int64_t column = number * PANEL;

@@ -133,7 +133,7 @@ struct Passed {
     // The chord of exp2 between the whole numbers next to logit * scale, which is not below the weight (but for rounding),
     // and at most 1 / LEAST_SHARE of it: a float's bits are linear between powers of two. NaN and what is too small have none.
     INLINE_MEMBER Floats chords(Floats values) const { return (Floats)larger(whole(bits(values)), Words{}); }
-    INLINE_MEMBER Floats bits(Floats values) const { return values * (scale * 0x1p23f) + offset; }
+    INLINE_MEMBER Floats bits(Floats values) const { return fused(values, broadcast(scale * 0x1p23f), broadcast(offset)); }
     static INLINE_MEMBER Words whole(Floats bits) { return __builtin_convertvector(bits, Words); }
     double power(float value) const { return (double)value * scale + offset * 0x1p-23 - BIAS; }
     void set_offset(double power) { offset = (float)((power + BIAS) * 0x1p23); }

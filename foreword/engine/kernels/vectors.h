@@ -13,6 +13,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
@@ -60,6 +62,18 @@ INLINE void store(void* to, V value) {
 
 INLINE Floats broadcast(float value) { return Floats{} + value; }
 INLINE Words broadcast(int32_t value) { return Words{} + value; }
+// a * b + c, rounded once where the processor can.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 INLINE Floats select(Words where, Floats a, Floats b) { return where ? a : b; }
 INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
@@ -132,14 +146,14 @@ INLINE float largest_of(Floats v) {
 #endif
 }
 
-// 2^x by a polynomial on [-1/2, 1/2]; its error is 4e-5 at degree 4 and 1e-7 at degree 6. 0 for minus infinity. NUMBERS: x is
-// a number, of at most 127.
-template <int DEGREE, bool NUMBERS = false>
+// 2^x by a polynomial on [-1/2, 1/2]; its error is 4e-5 at degree 4 and 1e-7 at degree 6. 0 for minus infinity. SMALL: x is
+// at most 127. What is not a number stays that: it is the second operand of `larger`.
+template <int DEGREE, bool SMALL = false>
 INLINE Floats exp2_of(Floats x) {
 #if defined(__AVX512F__)
     const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-    const Floats bounded = larger(x, broadcast(NUMBERS ? -127.0f : -150.0f));
+    const Floats bounded = larger(broadcast(SMALL ? -127.0f : -150.0f), x);
     const Floats whole = (bounded + 12582912.0f) - 12582912.0f;
 #endif
 #if defined(__AVX512F__)
@@ -148,17 +162,17 @@ INLINE Floats exp2_of(Floats x) {
 #else
     const Floats part = bounded - whole;
 #endif
-    Floats y = DEGREE >= 6 ? part * 1.5403530e-4f + 1.3333558e-3f : broadcast(9.6181291e-3f);
-    if (DEGREE >= 6) y = y * part + 9.6181291e-3f;
-    y = y * part + 5.5504109e-2f;
-    y = y * part + 2.4022651e-1f;
-    y = y * part + 6.9314718e-1f;
-    y = y * part + 1.0f;
+    Floats y = broadcast(9.6181291e-3f);
+    if (DEGREE >= 6) y = fused(fused(part, broadcast(1.5403530e-4f), broadcast(1.3333558e-3f)), part, y);
+    y = fused(y, part, broadcast(5.5504109e-2f));
+    y = fused(y, part, broadcast(2.4022651e-1f));
+    y = fused(y, part, broadcast(6.9314718e-1f));
+    y = fused(y, part, broadcast(1.0f));
 #if defined(__AVX512F__)
     return (Floats)_mm512_scalef_ps((__m512)y, (__m512)whole);
 #else
     const Words power = __builtin_convertvector(whole, Words);
-    if (NUMBERS) return y * (Floats)((power + 127) << 23);
+    if (SMALL) return y * (Floats)((power + 127) << 23);
     const Words clamped = power < -126 ? broadcast(int32_t(-126)) : (power > 127 ? broadcast(int32_t(127)) : power);
     const Floats scaled = y * (Floats)((clamped + 127) << 23);
     const Floats beyond = select(whole > 127.0f, broadcast(INFINITE), scaled);
@@ -183,7 +197,7 @@ struct Float32 {
     static constexpr int PACKING = 1;
     INLINE Words columns(const int32_t* from) { return load<Words>(from); }
 
-    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return fused((Floats)a, (Floats)b, sum); }
     INLINE Floats read(const Element* from) { return load<Floats>(from); }
     INLINE void write(Element* to, Floats value) { store(to, value); }
     INLINE float to_float(Element value) { return value; }
@@ -223,8 +237,8 @@ struct BFloat16 {
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
         const int32_t high = (int32_t)0xffff0000;
-        sum += (Floats)(a << 16) * (Floats)(b << 16);
-        return sum + (Floats)(a & high) * (Floats)(b & high);
+        sum = fused((Floats)(a << 16), (Floats)(b << 16), sum);
+        return fused((Floats)(a & high), (Floats)(b & high), sum);
 #endif
     }
     INLINE Floats read(const Element* from) { return (Floats)(widen(load<Halves>(from)) << 16); }
@@ -281,7 +295,7 @@ struct Float16 {
     static constexpr int PACKING = 1;
     INLINE Words columns(const int32_t* from) { return load<Words>(from); }
 
-    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    INLINE Floats multiply_add(Floats sum, Words a, Words b) { return fused((Floats)a, (Floats)b, sum); }
     INLINE Floats read(const Element* from) { return floats(load<Halves>(from)); }
     INLINE Floats floats(Halves v) {
 #if defined(__AVX512F__)
@@ -494,7 +508,7 @@ INLINE void multiply_tiled(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, cons
                 for (int r = 0; r < ROWS; r++) {
                     const Floats word = (Floats)broadcast(a[half * ROWS + r]);
 #pragma GCC unroll 4
-                    for (int c = 0; c < COLUMNS; c++) sums[r][c] += word * floats[c];
+                    for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(word, floats[c], sums[r][c]);
                 }
             }
         }
