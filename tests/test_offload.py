@@ -407,6 +407,14 @@ def paged(storage: torch.Tensor, start: int, row_bytes: int, stride: int, dtype:
             [(3, 1, torch.uint8)],
         ],  # odd sizes and places
         [[], [(16, 128, torch.float64)]],  # a group without tensors
+        [
+            [
+                (0, 8192, torch.float32),
+                (8224, 4100, torch.bfloat16),
+                (12330, 6000, torch.int16),
+                (20001, 9001, torch.uint8),
+            ]
+        ],  # long rows, at even and odd places
     ],
 )
 @pytest.mark.parametrize("on_device", represented([False, True], True))
@@ -414,7 +422,7 @@ def test_blocks_of_several_groups_move_through_frames(
     groups: list[list[tuple[int, int, torch.dtype]]], on_device: bool
 ) -> None:
     """Blocks whose rows lie apart, of several groups in one allocation, arrive in other blocks. Nothing else changes."""
-    stride, blocks, draw = 256, 12, torch.Generator().manual_seed(5)
+    stride, blocks, draw = 32 << 10, 12, torch.Generator().manual_seed(5)
     # An odd start makes layers that begin at odd bytes possible for one-byte types only.
     storage = torch.randint(0, 256, (stride * blocks,), dtype=torch.uint8, generator=draw)
     queues = LazyQueues(stride) if on_device else None

@@ -21,9 +21,9 @@ from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of, po
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
 from foreword.errors import ConfigError, ModelUnsupported
-from foreword.integrations.vllm.packing import copy_compiled, cpu_planes, plain_planes
+from foreword.integrations.vllm.packing import cpu_planes, plain_planes
 from foreword.offload.manager import OffloadManager
-from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_with_views
+from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_compiled, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Store

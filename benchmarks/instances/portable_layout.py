@@ -28,10 +28,10 @@ import torch
 from benchmarks.harness import machine, ratio, set_up, table, version_of
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, portable_units, whole_blocks
-from foreword.integrations.vllm.packing import copy_compiled, cpu_planes
+from foreword.integrations.vllm.packing import cpu_planes
 from foreword.offload.manager import OffloadManager
-from foreword.offload.portable_copies import UnitGroup
-from foreword.offload.staging import StagedGroup, StagingArena
+from foreword.offload.portable_copies import PlaneGroup, UnitGroup, copy_compiled
+from foreword.offload.staging import StagingArena
 from foreword.store.urls import open_store
 
 LAYERS, HEADS, HEAD_SIZE = 12, 4, 64
@@ -115,7 +115,7 @@ class Device:
 
 def _divide(
     layout: Layout, caches: list[torch.Tensor], case: Case, units: tuple[int, int] | None
-) -> tuple[BlockUnits, Sequence[torch.Tensor] | StagedGroup]:
+) -> tuple[BlockUnits, Sequence[torch.Tensor] | PlaneGroup]:
     """How blocks divide into frames, and the tensors for the staging arena."""
     if units is None:
         return whole_blocks(layout), caches

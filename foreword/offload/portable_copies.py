@@ -1,4 +1,4 @@
-"""Copies between paged tensors and frames of the portable layout (`foreword/blocks/layout.py`).
+"""Copies between paged tensors and frames: of whole blocks, and of units of the portable layout (`foreword/blocks/layout.py`).
 
 Kernels pack K and V for their hardware. The known packings divide tokens and dimensions in two and permute the parts. So a
 packed tensor is a strided view `[rows, t1, t2, heads, d1, d2]`: token `i` is at `(i // t2, i % t2)`, dimension `j` at
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from ctypes import Structure, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foreword import compiled_code
+from foreword.compiled_code import CannotBuild
 from foreword.errors import ModelUnsupported
 from foreword.offload.device import Plane
 
+_AXES = 6
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -64,61 +68,32 @@ UnitCopy = Callable[[UnitBox, bool], None]
 UnitCopyMaker = Callable[[Sequence[UnitPlane], tuple[int, int], Tensor], UnitCopy]
 
 
-class UnitGroup:
-    """A group of paged tensors for a staging arena whose frames have units instead of blocks.
+class PlaneGroup:
+    """A group of paged tensors for a staging arena, divided into blocks or units that have a number each.
+
+    On a CPU the calling thread copies: torch would start a team of OpenMP threads for each copying thread, which compete with
+    the computing threads.
 
     Args:
-        tensors: K and V of each layer in payload order, as packed views `[rows, t1, t2, heads, d1, d2]`.
-        unit_tokens: tokens of a unit.
-        head_units: head units in these tensors.
-        make_copy: makes the function that copies; by default numpy's or, for a device, torch's.
+        units: how many units of tokens and of heads a row has.
+        make_copy: makes the function that copies.
 
     Attributes:
         block_bytes: bytes of a frame's payload.
-
-    Raises ModelUnsupported for a packing that units would cut.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], unit_tokens: int, head_units: int, make_copy: UnitCopyMaker | None = None
+        self, device: torch.device, planes: Sequence[UnitPlane], units: tuple[int, int], make_copy: UnitCopyMaker
     ) -> None:
-        self.device = tensors[0].device
-        self._per_row = 0
-        self._head_units = head_units
-        self._planes: list[UnitPlane] = []
-        offset = 0
-        for tensor in tensors:
-            plane = self._plane(tensor, unit_tokens, offset)
-            self._planes.append(plane)
-            offset += plane.unit_bytes
-        self.block_bytes = offset
-        self._make_copy = make_copy or copy_with_views
+        self.device = device
+        self.block_bytes = sum(plane.unit_bytes for plane in planes)
+        self._planes = planes
+        self._per_row, self._head_units = units
+        self._make_copy = make_copy
         self._copy: UnitCopy | None = None
 
-    def _plane(self, tensor: Tensor, unit_tokens: int, offset: int) -> UnitPlane:
-        _, t1, t2, heads, d1, d2 = tensor.shape
-        per_row, cut = divmod(t1 * t2, unit_tokens)
-        if cut or unit_tokens % t2 or heads % self._head_units or (self._per_row or per_row) != per_row or not per_row:
-            raise ModelUnsupported(
-                f"rows of {t1 * t2} tokens (packed by {t2}) and {heads} KV heads cannot be divided into units of {unit_tokens} "
-                f"tokens and {self._head_units} head units"
-            )
-        self._per_row = per_row
-        word = tensor.element_size()
-        sizes = (unit_tokens // t2, t2, heads // self._head_units, d1, d2)
-        row, *strides = (int(stride) * word for stride in tensor.stride())
-        unit_strides = (row, sizes[0] * strides[0], sizes[2] * strides[2])
-        dim = d1 * d2 * word
-        frame_strides = (t2 * sizes[2] * dim, sizes[2] * dim, dim, d2 * word, word)
-        start, axes = int(tensor.storage_offset()) * word, 5
-        # Elements that lie side by side on both sides are one word.
-        if strides[-1] == word and d2 * word in _WORDS:
-            word, axes = word * d2, 4
-        memory = torch.empty(0, dtype=_WORDS[word], device=tensor.device).set_(tensor.untyped_storage())
-        return UnitPlane(memory, start, offset, unit_strides, sizes[:axes], tuple(strides[:axes]), frame_strides[:axes])
-
     def bind(self, arena: Tensor) -> None:
-        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`."""
+        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`, each of which begins with a payload."""
         self._copy = self._make_copy(self._planes, (self._per_row, self._head_units), arena)
 
     def gather(self, unit: int, slot: int, count: int) -> None:
@@ -148,6 +123,53 @@ class UnitGroup:
         assert self._copy is not None
         for box in unit_boxes(unit, slot, count, self._per_row, self._head_units):
             self._copy(box, into_frames)
+
+
+class UnitGroup(PlaneGroup):
+    """A group of paged tensors for a staging arena whose frames have units instead of blocks.
+
+    Args:
+        tensors: K and V of each layer in payload order, as packed views `[rows, t1, t2, heads, d1, d2]`.
+        unit_tokens: tokens of a unit.
+        head_units: head units in these tensors.
+        make_copy: makes the function that copies; by default numpy's or, for a device, torch's.
+
+    Raises ModelUnsupported for a packing that units would cut.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Tensor], unit_tokens: int, head_units: int, make_copy: UnitCopyMaker | None = None
+    ) -> None:
+        self._per_row, self._head_units = 0, head_units
+        planes: list[UnitPlane] = []
+        offset = 0
+        for tensor in tensors:
+            plane = self._plane(tensor, unit_tokens, offset)
+            planes.append(plane)
+            offset += plane.unit_bytes
+        super().__init__(tensors[0].device, planes, (self._per_row, head_units), make_copy or copy_with_views)
+
+    def _plane(self, tensor: Tensor, unit_tokens: int, offset: int) -> UnitPlane:
+        _, t1, t2, heads, d1, d2 = tensor.shape
+        per_row, cut = divmod(t1 * t2, unit_tokens)
+        if cut or unit_tokens % t2 or heads % self._head_units or (self._per_row or per_row) != per_row or not per_row:
+            raise ModelUnsupported(
+                f"rows of {t1 * t2} tokens (packed by {t2}) and {heads} KV heads cannot be divided into units of {unit_tokens} "
+                f"tokens and {self._head_units} head units"
+            )
+        self._per_row = per_row
+        word = tensor.element_size()
+        sizes = (unit_tokens // t2, t2, heads // self._head_units, d1, d2)
+        row, *strides = (int(stride) * word for stride in tensor.stride())
+        unit_strides = (row, sizes[0] * strides[0], sizes[2] * strides[2])
+        dim = d1 * d2 * word
+        frame_strides = (t2 * sizes[2] * dim, sizes[2] * dim, dim, d2 * word, word)
+        start, axes = int(tensor.storage_offset()) * word, 5
+        # Elements that lie side by side on both sides are one word.
+        if strides[-1] == word and d2 * word in _WORDS:
+            word, axes = word * d2, 4
+        memory = torch.empty(0, dtype=_WORDS[word], device=tensor.device).set_(tensor.untyped_storage())
+        return UnitPlane(memory, start, offset, unit_strides, sizes[:axes], tuple(strides[:axes]), frame_strides[:axes])
 
 
 def unit_boxes(unit: int, slot: int, count: int, per_row: int, head_units: int) -> Iterator[UnitBox]:
@@ -187,3 +209,52 @@ def copy_with_views(planes: Sequence[UnitPlane], units: tuple[int, int], arena: 
 def _view(memory: Any, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """A strided view of an array of words; start and strides in bytes."""
     return np.ndarray(sizes, memory.dtype, memory, start, strides)
+
+
+_COPY_ARGUMENTS = (c_void_p, c_int64, c_void_p, *(c_void_p,) * 3, c_int)
+
+
+class _Plane(Structure):
+    _fields_ = [
+        ("paged", c_void_p),
+        ("offset", c_int64),
+        ("word", c_int64),
+        ("units", c_int64 * 3),
+        ("count", c_int64),
+        ("sizes", c_int64 * _AXES),
+        ("strides", c_int64 * _AXES),
+        ("frame_strides", c_int64 * _AXES),
+    ]
+
+
+def copy_compiled(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
+    """Copies in one pass at the speed of the memory, without the interpreter lock. For memory of the CPU.
+
+    The kernel is compiled at the first use on a machine. Without a compiler, and for a device, numpy or torch copy.
+    """
+    if any(plane.memory.device.type != "cpu" for plane in planes):
+        return copy_with_views(planes, units, arena)
+    try:
+        function = compiled_code.function(compiled_code.UNIT_SOURCES, "fw_copy_units", c_int, _COPY_ARGUMENTS)
+    except CannotBuild:
+        return copy_with_views(planes, units, arena)
+    stride = arena.stride(0)
+    table = (_Plane * len(planes))(*map(_plane, planes))
+    slots = (c_int64 * 3)(units[0] * units[1] * stride, units[1] * stride, stride)
+    three, base = c_int64 * 3, arena.data_ptr()
+    kept = (arena, [plane.memory for plane in planes])
+
+    def copy(box: UnitBox, into_frames: bool) -> None:
+        frames = base + box.slot * stride
+        failed = function(table, len(kept[1]), frames, three(*box.starts), three(*box.counts), slots, into_frames)
+        assert not failed
+
+    return copy
+
+
+def _plane(plane: UnitPlane) -> _Plane:
+    start = plane.memory.data_ptr() + plane.start
+    lists = (plane.sizes, plane.strides, plane.frame_strides)
+    arrays = [(c_int64 * _AXES)(*numbers) for numbers in lists]
+    word = plane.memory.element_size()
+    return _Plane(start, plane.offset, word, (c_int64 * 3)(*plane.unit_strides), len(plane.sizes), *arrays)

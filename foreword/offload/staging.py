@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
-from foreword.offload.device import DeviceCopies, Plane, Queues
+from foreword.offload.device import DeviceCopies, Queues
+from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
 from foreword.store.background import PagePopulator
 from foreword.store.frame import HEADER_BYTES
 
@@ -48,67 +48,12 @@ def tensors_of(layers: Mapping[int, PagedTensors]) -> list[Tensor]:
     return [tensor for layer in ordered for tensor in (layer.k_blocks, layer.v_blocks)]
 
 
-class StagedGroup(Protocol):
-    """A group of paged tensors, divided into blocks or units that have a number each."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a payload."""
-        ...
-
-    def bind(self, arena: Tensor) -> None:
-        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`, each of which begins with a payload."""
-        ...
-
-    def planes(self) -> list[Plane]:
-        """What a kernel on the device copies."""
-        ...
-
-    def place(self, block: int) -> tuple[int, int, int]:
-        """The coordinates of a block or unit that the planes' strides multiply."""
-        ...
-
-    def gather(self, first: int, slot: int, count: int) -> None:
-        """Copy consecutive blocks into consecutive slots."""
-        ...
-
-    def scatter(self, first: int, slot: int, count: int) -> None:
-        """Copy the payloads of consecutive slots into consecutive blocks."""
-        ...
-
-
-class RowGroup:
-    """Tensors `[num_blocks, ...]` whose rows are contiguous. A payload is the bytes of one block in all of them, in order.
-
-    On a CPU, numpy copies on the calling thread: torch would start a team of OpenMP threads for each copying thread, which
-    compete with the computing threads.
-    """
+class RowGroup(PlaneGroup):
+    """Tensors `[num_blocks, ...]` whose rows are contiguous. A payload is the bytes of one block in all of them, in order."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.device = tensors[0].device if tensors else torch.device("cpu")
-        self.block_bytes = sum(tensor[0].nbytes for tensor in tensors)
-        self._tensors = tensors
-        self._parts: list[tuple[Any, Any]] = []
-
-    def bind(self, arena: Tensor) -> None:
-        self._parts = [(rows.numpy(), _part(arena, rows, offset).numpy()) for rows, offset in _word_rows(self._tensors)]
-
-    def gather(self, first: int, slot: int, count: int) -> None:
-        for paged, staged in self._parts:
-            np.copyto(staged[slot : slot + count], paged[first : first + count])
-
-    def scatter(self, first: int, slot: int, count: int) -> None:
-        for paged, staged in self._parts:
-            np.copyto(paged[first : first + count], staged[slot : slot + count])
-
-    def planes(self) -> list[Plane]:
-        return [_plane(rows, offset) for rows, offset in _word_rows(self._tensors)]
-
-    def place(self, block: int) -> tuple[int, int, int]:
-        return block, 0, 0
+        device = tensors[0].device if tensors else torch.device("cpu")
+        super().__init__(device, [_plane(*one) for one in _word_rows(tensors)], (1, 1), copy_compiled)
 
 
 class StagingArena:
@@ -119,7 +64,7 @@ class StagingArena:
 
     Args:
         groups: the tensors of each group, `[num_blocks, ...]` each. Every row is contiguous, but rows may lie apart. A payload
-            is the bytes of one block in the tensors of its group, in this order. Or a `StagedGroup`, whose blocks may be units.
+            is the bytes of one block in the tensors of its group, in this order. Or a `PlaneGroup`, whose blocks may be units.
         slots: number of slots. Each holds a block of any group.
         queues: the device's streams, if kernels are to copy; by default those of a CUDA device.
 
@@ -129,7 +74,7 @@ class StagingArena:
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[Tensor] | StagedGroup], slots: int, queues: Queues | None = None
+        self, groups: Sequence[Sequence[Tensor] | PlaneGroup], slots: int, queues: Queues | None = None
     ) -> None:
         self._groups = [RowGroup(group) if isinstance(group, Sequence) else group for group in groups]
         self.device = next(group.device for group in self._groups if group.block_bytes)
@@ -193,15 +138,11 @@ def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
         offset += size
 
 
-def _part(arena: Tensor, rows: Tensor, offset: int) -> Tensor:
-    """The arena's words at the same place as the rows' in every payload."""
-    first = offset // rows.element_size()
-    return arena.view(rows.dtype)[:, first : first + rows.shape[1]]
-
-
-def _plane(rows: Tensor, offset: int) -> Plane:
+def _plane(rows: Tensor, offset: int) -> UnitPlane:
     word = rows.element_size()
-    return Plane(rows.data_ptr(), offset, (rows.stride(0) * word, 0, 0), word, (rows.shape[1],), (word,), (word,))
+    memory = torch.empty(0, dtype=rows.dtype, device=rows.device).set_(rows.untyped_storage())
+    start, strides = int(rows.storage_offset()) * word, (int(rows.stride(0)) * word, 0, 0)
+    return UnitPlane(memory, start, offset, strides, (rows.shape[1],), (word,), (word,))
 
 
 def _byte_rows(tensor: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch
 
-from foreword.integrations.vllm.packing import check_packing, copy_compiled, cpu_planes
-from foreword.offload.portable_copies import UnitGroup, copy_with_views
+from foreword.integrations.vllm.packing import check_packing, cpu_planes
+from foreword.offload.portable_copies import UnitGroup, copy_compiled, copy_with_views
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
 

@@ -4,12 +4,16 @@
 // axes, words are transposed in registers.
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
 
 constexpr int MOST = 8;  // axes
+constexpr int64_t STREAMED = 4096;  // bytes
 
 // Sizes in words, strides in bytes.
 struct Axis {
@@ -20,6 +24,7 @@ struct Copy {
     Axis axes[MOST];
     int count;
     int64_t word;
+    bool stream;
 };
 
 // A register has two lanes of 16 bytes. Shuffles stay within lanes, so that two tiles are transposed at once.
@@ -147,6 +152,23 @@ INLINE void split_pairs(char* target, const char* source, const Axis& a, const A
     scalar<W>(target, source, a, end, a.size, b, 0, 2);
 }
 
+// Long runs out of frames pass by the cache: ordinary stores would first read what they overwrite.
+INLINE void copy_run(char* target, const char* source, int64_t bytes, bool stream) {
+#ifdef __AVX__
+    constexpr int64_t STEP = 4 * sizeof(__m256i);
+    if (stream && bytes >= STREAMED && (uintptr_t)target % sizeof(__m256i) == 0) {
+        for (; bytes >= STEP; bytes -= STEP, target += STEP, source += STEP) {
+            __m256i words[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) words[k] = _mm256_loadu_si256((const __m256i*)source + k);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; ++k) _mm256_stream_si256((__m256i*)target + k, words[k]);
+        }
+    }
+#endif
+    memcpy(target, source, bytes);
+}
+
 template <class Inner>
 INLINE void for_last(const Axis* axes, int count, char* target, const char* source, const Inner& inner) {
     if (!count) return inner(target, source);
@@ -215,8 +237,9 @@ void copy_words(Copy& copy, char* target, const char* source) {
     }
     const Axis a = copy.axes[copy.count - 1];
     if (a.target == word && a.source == word)
-        return for_all(copy.axes, copy.count - 1, target, source,
-                       [=](char* to, const char* from) { memcpy(to, from, a.size * sizeof(W)); });
+        return for_all(copy.axes, copy.count - 1, target, source, [=](char* to, const char* from) {
+            copy_run(to, from, a.size * word, copy.stream);
+        });
     int other = copy.count - 2;
     while (other >= 0 && copy.axes[other].source != word) --other;
     if (a.target != word || other < 0)
@@ -273,6 +296,7 @@ int fw_copy_units(const UnitPlane* planes, int64_t num_planes, char* frames, con
             char* staged = frames + plane.offset + block * slots[0];
             Copy copy{};
             copy.word = plane.word;
+            copy.stream = !into_frames;
             for (int axis = 1; axis < 3; ++axis) {
                 paged += starts[axis] * plane.units[axis];
                 add(copy, counts[axis], plane.units[axis], slots[axis], into_frames);
@@ -281,6 +305,10 @@ int fw_copy_units(const UnitPlane* planes, int64_t num_planes, char* frames, con
                 add(copy, plane.sizes[axis], plane.strides[axis], plane.frame_strides[axis], into_frames);
             if (!run(copy, into_frames ? staged : paged, into_frames ? paged : staged)) return 1;
         }
+#ifdef __AVX__
+    // What was streamed is in memory before another thread hears that it is.
+    _mm_sfence();
+#endif
     return 0;
 }
 }

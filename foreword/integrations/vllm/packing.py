@@ -13,74 +13,21 @@ with V, and each plane is arranged for the instruction set (`_get_attn_isa`). Wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from ctypes import Structure, c_int, c_int64, c_void_p
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foreword import compiled_code
 from foreword.blocks.layout import BlockUnits
-from foreword.compiled_code import CannotBuild
 from foreword.errors import ModelUnsupported
-from foreword.offload.portable_copies import UnitBox, UnitCopy, UnitGroup, UnitPlane, copy_with_views
+from foreword.offload.portable_copies import UnitGroup, copy_compiled
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.groups import ConnectorGroup
 
-_AXES = 6
 # Backends that keep K and V of a token side by side, unpacked.
 _PLAIN = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "FLASHINFER")
-
-
-_COPY_ARGUMENTS = (c_void_p, c_int64, c_void_p, *(c_void_p,) * 3, c_int)
-
-
-class _Plane(Structure):
-    _fields_ = [
-        ("paged", c_void_p),
-        ("offset", c_int64),
-        ("word", c_int64),
-        ("units", c_int64 * 3),
-        ("count", c_int64),
-        ("sizes", c_int64 * _AXES),
-        ("strides", c_int64 * _AXES),
-        ("frame_strides", c_int64 * _AXES),
-    ]
-
-
-def copy_compiled(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
-    """Copies in one pass at the speed of the memory, without the interpreter lock. For memory of the CPU.
-
-    The kernel is compiled at the first use on a machine. Without a compiler, and for a device, numpy or torch copy.
-    """
-    if any(plane.memory.device.type != "cpu" for plane in planes):
-        return copy_with_views(planes, units, arena)
-    try:
-        function = compiled_code.function(compiled_code.UNIT_SOURCES, "fw_copy_units", c_int, _COPY_ARGUMENTS)
-    except CannotBuild:
-        return copy_with_views(planes, units, arena)
-    stride = arena.stride(0)
-    table = (_Plane * len(planes))(*map(_plane, planes))
-    slots = (c_int64 * 3)(units[0] * units[1] * stride, units[1] * stride, stride)
-    three, base = c_int64 * 3, arena.data_ptr()
-    kept = (arena, [plane.memory for plane in planes])
-
-    def copy(box: UnitBox, into_frames: bool) -> None:
-        frames = base + box.slot * stride
-        failed = function(table, len(kept[1]), frames, three(*box.starts), three(*box.counts), slots, into_frames)
-        assert not failed
-
-    return copy
-
-
-def _plane(plane: UnitPlane) -> _Plane:
-    start = plane.memory.data_ptr() + plane.start
-    lists = (plane.sizes, plane.strides, plane.frame_strides)
-    arrays = [(c_int64 * _AXES)(*numbers) for numbers in lists]
-    word = plane.memory.element_size()
-    return _Plane(start, plane.offset, word, (c_int64 * 3)(*plane.unit_strides), len(plane.sizes), *arrays)
 
 
 def unit_group(kv_caches: Mapping[str, Any], config: Any, group: ConnectorGroup, units: BlockUnits) -> UnitGroup:

@@ -43,7 +43,8 @@ from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
 from foreword.offload.lookups import StoreLoad
 from foreword.offload.manager import OffloadManager
-from foreword.offload.staging import StagedGroup, StagingArena
+from foreword.offload.portable_copies import PlaneGroup
+from foreword.offload.staging import StagingArena
 from foreword.prefixes.stored import PrefixPins
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
@@ -130,7 +131,7 @@ class ForewordConnectorWorker:
         frames = 2 * info.num_blocks * max(one.block_units for one in units)
         frame = longest // min(one.block_units for one in units) + HEADER_BYTES
         slots = max(min(config.staging_bytes(_device_of(kv_caches)) // frame, frames), _MIN_SLOTS)
-        staged: Sequence[Sequence[torch.Tensor] | StagedGroup] = tensors
+        staged: Sequence[Sequence[torch.Tensor] | PlaneGroup] = tensors
         if info.portable:
             staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]
         self._staging = staging = StagingArena(staged, slots)
