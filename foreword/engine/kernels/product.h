@@ -137,10 +137,23 @@ static void multiply_panels(const PackedWeight& weight, const int32_t* panel, in
                 __builtin_prefetch((const char*)from + BYTES_AHEAD + line, 0, 3);
 #pragma GCC unroll 4
             for (int c = 0; c < PANEL_VECTORS; c++) {
-                const Words weights = in_register(T::columns(from + c * LANES / T::PACKING));
+                const int32_t* at = from + c * LANES / T::PACKING;
+                if constexpr (T::TILED_WORDS == 2) {
+                    Floats pairs[2];
+                    read_pairs<T>(at, pairs);
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; half++)
 #pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++)
-                    sums[p][r][c] = T::multiply_add(sums[p][r][c], broadcast(words[r * row + step * next]), weights);
+                        for (int r = 0; r < ROWS; r++) {
+                            const Words word = tiled_words<T>(broadcast(words[r * row + step * next]), half);
+                            sums[p][r][c] = fused((Floats)word, pairs[half], sums[p][r][c]);
+                        }
+                } else {
+                    const Words weights = in_register(T::columns(at));
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; r++)
+                        sums[p][r][c] = T::multiply_add(sums[p][r][c], broadcast(words[r * row + step * next]), weights);
+                }
             }
         }
     }
@@ -193,8 +206,7 @@ static void multiply_weights(const PackedWeight& weight, const Operands& operand
     const int64_t tiles = (operands.rows + TILE_ROWS - 1) / TILE_ROWS;
     // A thread reads its panels one after the other, and prefetches the next one while it multiplies by this one.
     int64_t run = max(1, panels / (team.threads * 4));
-    // 8-bit integers are converted one panel after the other: that takes longer than reading them.
-    const int64_t together = weight.scales != nullptr || operands.rows > 3 ? 1 : operands.rows == 1 ? 4 : 2;
+    const int64_t together = operands.rows > 3 ? 1 : operands.rows == 1 ? 4 : 2;
     if (run * 2 >= together) run = round_up(run, together);
     static thread_local Scratch scratch;
     const int64_t pitch = tile_words<T>(weight.inputs);

@@ -360,7 +360,11 @@ struct Int8 : T {
     // A vector of words of T.
     INLINE Words columns(const int32_t* from) {
         if constexpr (T::PER_WORD == 1) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+            return (Words)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
             return (Words)__builtin_convertvector(load<Bytes>(from), Floats);
+#endif
         } else {
 #if defined(__AVX512BF16__)
             const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
@@ -368,12 +372,14 @@ struct Int8 : T {
             return (Words)_mm512_cvtne2ps_pbh(high, low);
 #else
             // Seven bits fit into the upper half of a float: no rounding.
-            const Words pairs = __builtin_convertvector(load<Halves>(from), Words);
-            const Bits low = (Bits)__builtin_convertvector((pairs << 24) >> 24, Floats);
-            const Bits high = (Bits)__builtin_convertvector((pairs << 16) >> 24, Floats);
-            return (Words)((low >> 16) | (high & 0xffff0000u));
+            const Words pairs = (Words)widen(load<Halves>(from));
+            return (Words)(((Bits)numbers(pairs, 0) >> 16) | ((Bits)numbers(pairs, 1) & 0xffff0000u));
 #endif
         }
+    }
+    // The first or the second of each pair of 8-bit integers.
+    INLINE Floats numbers(Words pairs, int which) {
+        return __builtin_convertvector(which == 0 ? (pairs << 24) >> 24 : (pairs << 16) >> 24, Floats);
     }
 };
 
@@ -383,6 +389,18 @@ template <class T>
 INLINE Words tiled_words(Words words, int which) {
     if (T::TILED_WORDS == 1) return words;
     return which == 0 ? words << 16 : words & (int32_t)0xffff0000;
+}
+
+// A vector of words of weights as two of floats, where a word is two numbers without units for them.
+template <class T>
+INLINE void read_pairs(const int32_t* from, Floats (&found)[2]) {
+    if constexpr (T::PACKING == 1) {
+        const Words words = T::columns(from);
+        for (int half = 0; half < 2; half++) found[half] = (Floats)tiled_words<T>(words, half);
+    } else {
+        const Words words = (Words)widen(load<Halves>(from));
+        for (int half = 0; half < 2; half++) found[half] = T::numbers(words, half);
+    }
 }
 
 // LANES vectors of LANES words each, transposed.
