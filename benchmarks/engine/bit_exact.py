@@ -195,7 +195,9 @@ class Campaign:
         """One round."""
         chance = Random(f"{self._seed} {number}")
         count = min(PROMPTS, pairs)
-        prompts = [self._text(chance, chance.randint(1, LONGEST if chance.random() < 0.2 else SHORT)) for _ in range(count)]
+        prompts = [
+            self._text(chance, chance.randint(1, LONGEST if chance.random() < 0.2 else SHORT)) for _ in range(count)
+        ]
         long = max(count // 4, 1)  # of these, longer outputs, which have time to migrate
         lengths = [LONG_OUTPUT if prompt < long else NEW_TOKENS for prompt in range(count)]
         expected = [self._truth.compute([prompt], new)[0][1] for prompt, new in zip(prompts, lengths, strict=True)]
