@@ -23,7 +23,8 @@ SOURCES = tuple(f"engine/kernels/{name}" for name in _KERNELS)
 UNIT_SOURCES = ("engine/kernels/units.cpp",)
 FILE_SOURCES = ("store/disk/files.cpp",)
 LIBRARIES = (SOURCES, UNIT_SOURCES, FILE_SOURCES)
-# A compiler that fuses products and sums where it likes rounds otherwise in each copy of a function: the kernels say where.
+# A compiler that may fuse a product and a sum does so in one copy of a function and not in another, and results differ: the
+# kernels say where (`fused`).
 COMMON_FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 FLAGS = (*COMMON_FLAGS, "-march=native")
 COMPILERS = ("c++", "g++", "clang++")

@@ -228,6 +228,26 @@ def test_what_is_not_numbers_stays_outside(kernels: Kernels) -> None:
     assert torch.allclose(found.double(), case.expected(), **CLOSE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 8])
+def test_what_is_not_a_number_is_not_hidden(
+    dtype: torch.dtype, threads: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that sees NaN in one key, or in all keys of a part, is NaN: as a prompt's and as a decoding sequence's."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for bad in (slice(0, 1), slice(511, 513), slice(512, 1_024), slice(1_024, LONGEST)):
+        paged = PagedLayer(LayerLayout(2, 32, 32), dtype, LONGEST // SIZE + 1, SIZE, torch.device("cpu"))
+        for tensor in (paged.k, paged.v):
+            tensor.fill_(0.5)
+        paged.k[bad] = torch.nan
+        table, layers = array("q", range(LONGEST // SIZE + 1)), CpuLayers(kernels, {0: paged})
+        for start, count in ((LONGEST - 1, 1), (LONGEST - 10, 10)):
+            query = torch.ones(1, 6, count, 32, dtype=dtype)
+            metadata = AttentionMetadata([QueryChunk(0, start, count, table, start + count)], SIZE)
+            found = CpuAttention(metadata, layers).attend(0, query, query, query, AttentionParams(0.3))
+            assert found.isnan().all()
+
+
 def test_large_scores(kernels: Kernels) -> None:
     """Scores of several hundreds, of both signs, neither overflow nor vanish."""
     for scale in (40.0, -40.0):

@@ -293,7 +293,7 @@ class CpuAttention:
         return tasks
 
     def _decode_tasks(self, window: int | None, shares: int) -> list[AttentionTask]:
-        """A shared prefix is read once for each of so many shares of a group."""
+        """Each group of sequences with a common prefix is divided into `shares`, each of which reads the prefix once."""
         tasks = []
         for group in self._metadata.decode_groups(window):
             shared = group.shared // SHARED_KEYS * SHARED_KEYS

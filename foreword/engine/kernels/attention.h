@@ -277,51 +277,51 @@ static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, 
 template <class T>
 constexpr bool READS_VALUES_IN_PLACE = T::Tiled::PER_WORD == 1;
 
-// out = out * decay + weights x values, for some columns.
-template <class T, int ROWS, int COLUMNS>
-INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
-                       LinesAhead<2>& ahead) {
+// out = out * decay + what `add` adds, for some columns.
+template <class T, int ROWS, int COLUMNS, class Add>
+INLINE void add_to_columns(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, const Add& add) {
     Floats sums[ROWS][COLUMNS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++)
             sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
-    typedef typename T::Tiled N;
-    multiply<N, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / N::PER_WORD, tile.values + column,
-                               tile.width, steps, ahead);
+    add(sums);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++) store(tile.out + (row + r) * tile.width + column + c * LANES, sums[r][c]);
 }
 
+// weights x values, of values that are laid out.
+template <class T, int ROWS, int COLUMNS>
+INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
+                       LinesAhead<2>& ahead) {
+    typedef typename T::Tiled N;
+    add_to_columns<T, ROWS, COLUMNS>(tile, row, column, decay, [&](Floats(&sums)[ROWS][COLUMNS]) INLINE_LAMBDA {
+        multiply<N, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / N::PER_WORD, tile.values + column,
+                                   tile.width, steps, ahead);
+    });
+}
+
 // The same for values that are read where they are, from `values[i] + offset` on.
 template <class T, int ROWS, int COLUMNS>
 INLINE void add_values_in_place(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
                                 const typename T::Element* const* values, int64_t offset, LinesAhead<2>& ahead) {
-    Floats sums[ROWS][COLUMNS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++)
-            sums[r][c] = load<Floats>(tile.out + (row + r) * tile.width + column + c * LANES) * decay[r];
     const float* weights = (const float*)tile.weights;
-    for (int64_t i = 0; i < steps; i++) {
-        const typename T::Element* from = values[i] + offset + column;
-        Floats read[COLUMNS];
+    add_to_columns<T, ROWS, COLUMNS>(tile, row, column, decay, [&](Floats(&sums)[ROWS][COLUMNS]) INLINE_LAMBDA {
+        for (int64_t i = 0; i < steps; i++) {
+            const typename T::Element* from = values[i] + offset + column;
+            Floats read[COLUMNS];
 #pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) read[c] = T::read(from + c * LANES);
-        ahead();
+            for (int c = 0; c < COLUMNS; c++) read[c] = T::read(from + c * LANES);
+            ahead();
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
+            for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(broadcast(weights[r * KEYS + i]), read[c], sums[r][c]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; c++) store(tile.out + (row + r) * tile.width + column + c * LANES, sums[r][c]);
+                for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(broadcast(weights[r * KEYS + i]), read[c], sums[r][c]);
+        }
+    });
 }
 
 // Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`, and over values that were
