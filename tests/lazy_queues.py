@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import pytest
-
 from foreword.offload.device import Event, Stream
 
 
@@ -24,10 +22,14 @@ class LazyEvent:
 
 
 class LazyQueues:
-    """Runs nothing until an event is waited for, and then streams at random until it is reached."""
+    """Runs nothing until an event is waited for, and then streams at random until it is reached.
 
-    def __init__(self, seed: int) -> None:
-        pytest.importorskip("triton")
+    Args:
+        meanwhile: what other threads may do while one waits.
+    """
+
+    def __init__(self, seed: int, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self._meanwhile = meanwhile
         self._chance = random.Random(seed)
         self._work: dict[Stream, list[Callable[[], object] | LazyEvent | tuple[Event]]] = {one: [] for one in Stream}
 
@@ -45,6 +47,7 @@ class LazyQueues:
     def run_until(self, event: LazyEvent) -> None:
         while not event.done:
             self._step(self._chance.choice([stream for stream in Stream if self._can_run(stream)]))
+            self._meanwhile()
 
     def _can_run(self, stream: Stream) -> bool:
         first = self._work[stream][0] if self._work[stream] else None

@@ -17,6 +17,7 @@ from foreword.offload import staging
 from foreword.offload.device import DeviceCopies, Stream, _Copy
 from foreword.offload.staging import StagingArena
 
+pytest.importorskip("triton")
 COMPUTE, SAVE, LOAD = Stream.COMPUTE, Stream.SAVE, Stream.LOAD
 BLOCKS, SLOTS, BYTES = 6, 5, 64
 SEEDS = 30

@@ -425,6 +425,8 @@ def test_blocks_of_several_groups_move_through_frames(
     stride, blocks, draw = 32 << 10, 12, torch.Generator().manual_seed(5)
     # An odd start makes layers that begin at odd bytes possible for one-byte types only.
     storage = torch.randint(0, 256, (stride * blocks,), dtype=torch.uint8, generator=draw)
+    if on_device:
+        pytest.importorskip("triton")
     queues = LazyQueues(stride) if on_device else None
     arena = StagingArena([[paged(storage, *spec[:2], stride, spec[2]) for spec in one] for one in groups], 9, queues)
     assert arena.block_bytes == tuple(sum(size for _, size, _ in one) for one in groups)
@@ -444,6 +446,7 @@ def test_blocks_of_several_groups_move_through_frames(
 
 def test_saves_of_a_step_are_one_copy() -> None:
     """What is saved within `saving` is gathered by one kernel for each group, and later work does not change it."""
+    pytest.importorskip("triton")
 
     class Counted(LazyQueues):
         computed = 0
