@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from foreword.config import TransferConfig
@@ -172,7 +173,9 @@ class Instance(TransferService):
         if request.prefill == self.address:
             return None
         index, tokens = sequence.request.index, pack(request.tokens)
-        task = PrefillTask(request.id, tokens, request.params, sequence.seed, index, request.salt)
+        # The first token of a structured text depends on how many may follow: that instance may have other limits.
+        params = replace(request.params, max_tokens=sequence.left)
+        task = PrefillTask(request.id, tokens, params, sequence.seed, index, request.salt)
         return RemotePrefill(self._context, request.prefill, task, self._min_tokens)
 
     def remote_prefill_ended(self, sequence: SequenceState) -> None:

@@ -107,12 +107,13 @@ def by_rows(function: Callable[[Tensor], Any], x: Tensor, width: int, fewest: in
     computes each row by itself, and numbers one by one, `width` of a row.
 
     PyTorch computes numbers in vectors, and what is left at the end of a thread's share one by one, which rounds
-    otherwise. Here a share is one of whole rows and of whole vectors, or a single row.
+    otherwise. Here a share is one of whole rows and of whole vectors, or a single row. Rows that do not follow one another in
+    memory would each have numbers left: they are copied.
     """
     rows = max(fewest, _VECTORS // math.gcd(_VECTORS, width))
     share = max(_SHARE // (rows * width) * rows, fewest)
-    if share >= rows and len(x) % rows:
-        x = functional.pad(x, (0, 0, 0, -len(x) % rows))
+    if share >= rows > 1:
+        x = functional.pad(x, (0, 0, 0, -len(x) % rows)) if len(x) % rows else x.contiguous()
     return [function(part) for part in torch.split(x, share)]
 
 

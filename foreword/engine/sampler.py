@@ -164,21 +164,15 @@ def largest(logits: Tensor, maxima: Tensor) -> Tensor:
     return tokens.gather(1, values.argmax(-1, keepdim=True))[:, 0]
 
 
-def candidates(logits: Tensor, maxima: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` largest logits of each row and their tokens, by size and then by token, `[rows, count]`; and an edge,
-    `[rows, 1]`: all logits above it are among them. (Of those equal to it, some may not be.)"""
-    blocks = maxima.shape[1]
-    if count >= blocks:
-        values, tokens = logits, torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
-        edge = torch.full_like(maxima[:, :1], -torch.inf)
-    else:
-        best = maxima.topk(count + 1, -1)
-        values, tokens = _members(logits, best.indices[:, :count])
-        edge = best.values[:, count:]
-    complete = count >= logits.shape[1]
+def candidates(logits: Tensor, maxima: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row and their tokens, by size and then by token, `[rows, count]`."""
+    values, tokens = logits, torch.arange(logits.shape[1], device=logits.device).expand_as(logits)
+    if count < maxima.shape[1]:
+        # Each of these blocks has a token that comes before all tokens of the other blocks.
+        blocks = torch.arange(maxima.shape[1], device=logits.device)
+        values, tokens = _members(logits, _sort_keys(maxima, blocks).topk(count, -1).indices)
     order = _sort_keys(values, tokens).topk(min(count, values.shape[1]), -1).indices
-    values, tokens = values.gather(1, order), tokens.gather(1, order)
-    return values, tokens, edge if complete else torch.maximum(edge, values[:, -1:])
+    return values.gather(1, order), tokens.gather(1, order)
 
 
 def _members(logits: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,9 +224,7 @@ def choose(logits: Tensor, maxima: Tensor, params: Sequence[SamplingParams], num
 def _most(logits: Tensor, maxima: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The `counts` largest logits of each row and their tokens, in order of tokens, `[rows, n]`; -inf where a row has fewer."""
     top_k = torch.tensor(counts, device=logits.device)[:, None]
-    values, tokens, edge = candidates(logits, maxima, min(2 * max(counts) + 64, logits.shape[1]))
-    if not (values.gather(1, top_k - 1) > edge).all():  # of logits that equal the edge, some may be missing
-        values, tokens, _ = candidates(logits, maxima, logits.shape[1])
+    values, tokens = candidates(logits, maxima, max(counts))
     values = values.masked_fill(torch.arange(values.shape[1], device=logits.device) >= top_k, -torch.inf)
     order = tokens.argsort(-1)
     return values.gather(1, order), tokens.gather(1, order)
@@ -434,8 +426,9 @@ def _logprobs(
     counts = [draws[row].params.logprobs or 0 for row in rows]
     own = logits[list(rows)].float()
     chosen = torch.tensor([[tokens[row]] for row in rows], device=logits.device)
-    values, likeliest, _ = candidates(own, block_maxima(own), min(max(1, *counts), own.shape[1]))
-    all_of_them = torch.cat((own.gather(1, chosen), values), 1) - own.logsumexp(-1, keepdim=True)
+    _, likeliest = candidates(own, block_maxima(own), min(max(1, *counts), own.shape[1]))
+    # (`logsumexp` would add up a single row in several threads, and many rows in one each.)
+    all_of_them = own.log_softmax(-1).gather(1, torch.cat((chosen, likeliest), 1))
     return {
         row: TokenLogprob(tokens[row], logprob, tuple(zip(best[:count], top[:count], strict=True)))
         for row, count, (logprob, *top), best in zip(

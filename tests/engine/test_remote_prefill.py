@@ -36,6 +36,7 @@ PARAMS = {
     "structured": SamplingParams(
         max_tokens=12, seed=3, structured=StructuredOutput("json_schema", {"type": "integer"})
     ),
+    "without a limit": SamplingParams(temperature=0.0, structured=StructuredOutput("regex", "[a-d]{0,9}")),
     "one": SamplingParams(max_tokens=1, temperature=0.0, logprobs=0),
 }
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, dimensions, float32

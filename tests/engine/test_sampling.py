@@ -406,6 +406,26 @@ def test_logprobs_are_the_models(engine: Callable[..., LLM], llama: Path) -> Non
         assert all(value == pytest.approx(float(row[other]), abs=tiny.ROUNDING) for other, value in found.top)
 
 
+@pytest.mark.parametrize("vocab", [515, 50_257])
+def test_logprobs_do_not_depend_on_the_batch(kernels: Kernels | None, vocab: int) -> None:
+    """A row has the same alternatives in the same order, and log-probabilities of the same bits, alone and beside rows that
+    want more, on any number of threads. Of equal logits the lower tokens are reported."""
+    threads = torch.get_num_threads()
+    logits = torch.randn(70, vocab, generator=torch.Generator().manual_seed(vocab)).bfloat16()
+    draws = [draw(SamplingParams(temperature=0.0, logprobs=row % 21)) for row in range(len(logits))]
+    try:
+        torch.set_num_threads(1)
+        together = sample(logits, draws, kernels)
+        torch.set_num_threads(2)
+        assert together == [sample(logits[row : row + 1], draws[row : row + 1], kernels)[0] for row in range(70)]
+    finally:
+        torch.set_num_threads(threads)
+    for row, found in zip(logits.float(), together, strict=True):
+        assert found.logprob is not None
+        ranked = row.argsort(descending=True, stable=True)[: len(found.logprob.top)].tolist()
+        assert [token for token, _ in found.logprob.top] == ranked
+
+
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_number_of_logprobs(count: int, engine: Callable[..., LLM]) -> None:
     """The requested number of alternatives is reported, and none to another request of the batch without `logprobs`."""
