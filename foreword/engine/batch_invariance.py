@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import transformers
@@ -34,6 +35,8 @@ _EXPERTS = ("gate_up_proj", "down_proj")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 # Numbers below which PyTorch does not divide an operation among threads, and of which its vectors are divisors.
 _SHARE, _VECTORS = 32_767, 64
+# What computes in Python: a change of it may change bits that the probe, of a few tokens, does not show.
+_COMPUTE: Final = ("batch_invariance.py", "linear.py", "decoder.py")
 
 
 def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> bytes:
@@ -47,6 +50,7 @@ def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> by
         transformers.__version__.encode(),
         torch.backends.cpu.get_cpu_capability().encode(),
         probe,
+        *((Path(__file__).parent / name).read_bytes() for name in _COMPUTE),
     )
     digest = hashlib.sha256(b"batch-invariant")
     for part in parts:

@@ -134,6 +134,14 @@ def test_kv_of_what_computes_otherwise(engine: Make, monkeypatch: pytest.MonkeyP
     assert after.namespace != before.namespace
 
 
+def test_kv_of_another_source(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that computes in another way has keys of its own, also where a few tokens do not show it."""
+    before, read = engine("llama").info.namespace, Path.read_bytes
+    assert engine("llama").info.namespace == before
+    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"\n" * (self.name == "linear.py"))
+    assert engine("llama").info.namespace != before
+
+
 def test_activations_by_rows() -> None:
     """An activation of any width has the same bits alone and among any number of rows, on any number of threads. Rows may have
     other numbers between them, as the outputs of one product of several layers."""
