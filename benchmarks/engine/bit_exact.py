@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -239,8 +240,10 @@ class Campaign:
 def compare(arguments: argparse.Namespace, folder: Path) -> str:
     """Compute the pairs, in rounds; tables of hits and differences by source and by model."""
     models: dict[str, str | None] = {kind: str(folder / kind) for kind in arguments.kinds} or {"": arguments.model}
+    # Also widths at which vectors leave numbers over.
+    width = 8 * Random(arguments.seed).randrange(8, 48)
     for kind in arguments.kinds:
-        make(SIZES["tiny"], folder / kind, arguments.seed, kind)
+        make(replace(SIZES["tiny"], feed_forward=width), folder / kind, arguments.seed, kind)
     started = time.monotonic()
     campaigns: dict[str, dict[str, Counter[str]]] = {}
     for kind, model in models.items():
