@@ -240,10 +240,12 @@ class Campaign:
 def compare(arguments: argparse.Namespace, folder: Path) -> str:
     """Compute the pairs, in rounds; tables of hits and differences by source and by model."""
     models: dict[str, str | None] = {kind: str(folder / kind) for kind in arguments.kinds} or {"": arguments.model}
-    # Also widths at which vectors leave numbers over.
-    width = 8 * Random(arguments.seed).randrange(8, 48)
+    chance = Random(arguments.seed)
     for kind in arguments.kinds:
-        make(replace(SIZES["tiny"], feed_forward=width), folder / kind, arguments.seed, kind)
+        # Also widths at which vectors leave numbers over. PyTorch multiplies by experts, a quarter as wide, by 16 bytes.
+        step = 32 if kind in ("experts", "latent", "recurrent") else 8
+        size = replace(SIZES["tiny"], feed_forward=step * chance.randrange(64 // step, 384 // step))
+        make(size, folder / kind, arguments.seed, kind)
     started = time.monotonic()
     campaigns: dict[str, dict[str, Counter[str]]] = {}
     for kind, model in models.items():
