@@ -36,7 +36,7 @@ _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 # Numbers below which PyTorch does not divide an operation among threads, and of which its vectors are divisors.
 _SHARE, _VECTORS = 32_767, 64
 # What computes in Python: a change of it may change bits that the probe, of a few tokens, does not show.
-_COMPUTE: Final = ("batch_invariance.py", "linear.py", "decoder.py")
+_COMPUTE: Final = ("batch_invariance.py", "linear.py", "decoder.py", "attention/cpu_backend.py")
 
 
 def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> bytes:
