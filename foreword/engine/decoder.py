@@ -1,7 +1,7 @@
 """Norms and whole decoder layers by the compiled kernels (kernels/decoder.h). Model code stays.
 
 Where the compiled kernels are chosen for all products and the attention, a layer is one call; in a step that only decodes, the
-call of the first layer computes all, and the model's own code around the layers is left out (`DecodeForward`). Elsewhere
+call of the first layer computes all, and the model's own code around the layers is left out (`WholeDecode`). Elsewhere
 it is a few calls, between which other kernels multiply or attend.
 
 A layer is a candidate if it has two norms, and linear layers of the usual names that are packed. Whether it also
@@ -21,7 +21,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.modeling_outputs import CausalLMOutput
 
 from foreword.blocks.layout import LayerLayout
 from foreword.engine.attention.backend import (
@@ -43,6 +42,8 @@ from foreword.engine.linear import ChosenProduct, PackedForward, Patch
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 _TRIAL_BLOCK = 4
 _TRIAL_LENGTHS = (11, 1, 6)
+# Positions whose angles are computed at least.
+_LEAST_ANGLES = 1024
 
 # Root mean square norm of `x` `[..., n]` with weights `[n]` and an epsilon.
 Norm = Callable[[Tensor, Tensor, float], Tensor]
@@ -183,31 +184,49 @@ class DecoderForward(Patch):
         return decoder
 
 
-class DecodeForward(Patch):
-    """`forward` of a model whose layers one call computes in a step that only decodes: embedding, layers, norm, output
-    layer. The rest of the model's code is left out."""
+class WholeDecode:
+    """A step that only decodes, of a model whose layers one call computes: embedding, layers, norm, output layer. The model's
+    code around them is left out, and so are PyTorch's wrappers of modules.
 
-    __slots__ = ("_embedding", "_head", "_layers", "_model", "_norm", "_numbers", "_rotary")
+    `max_model_len`: positions are below it."""
 
-    def __init__(self, model: Any, layers: Sequence[DecoderForward]) -> None:
-        self._model, self._layers, self._numbers = model, layers, [layer.number for layer in layers]
+    def __init__(self, model: Any, layers: Sequence[DecoderForward], max_model_len: int) -> None:
+        self._layers, self._numbers = layers, [layer.number for layer in layers]
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self._rotary, self._norm = model.base_model.rotary_emb, model.base_model.norm
+        self._max_model_len = max_model_len
+        # Cosines and sines of the positions from 0 on, `[1, positions, rotated]`.
+        self._table: tuple[Tensor, ...] = ()
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        attention = current_attention()
-        if not isinstance(attention, StepAttention) or not attention.decodes(self._numbers):
-            return type(self._model).forward(self._model, *arguments, **named)
-        x, (first, *others) = self._embedding(named["input_ids"]), self._layers
-        cpu, rows = attention.cpu(first.number), x.shape[1]
-        if cpu is None or attention.backend(first.number, x) is not cpu or not first.is_whole(rows):
-            return type(self._model).forward(self._model, *arguments, **named)
-        kept = named["logits_to_keep"]
-        last = self._last(rows) if kept.tolist() == list(range(rows)) else None
-        out = first.compute(cpu, x, self._rotary(x, named["position_ids"]), others, last)
+    def logits(
+        self, tokens: Sequence[int], positions: Sequence[int], rows: Sequence[int], attention: StepAttention
+    ) -> Tensor | None:
+        """Logits `[len(rows), vocab]` of some rows; None if the model's own code must compute the step."""
+        (first, *others), count = self._layers, len(tokens)
+        cpu = attention.decoding(self._numbers)
+        if cpu is None or not first.is_whole(count):
+            return None
+        if count == 1 and type(self._embedding) is nn.Embedding:
+            x = self._embedding.weight[tokens[0]].view(1, 1, -1)  # in place: the kernels do not write into it
+        else:
+            x = self._embedding.forward(torch.tensor([tokens]))
+        last = self._last(count) if list(rows) == list(range(count)) else None
+        out = first.compute(cpu, x, self._angles(x, positions), others, last)
         for number in self._numbers:
             attention.notify_written(number)
-        return CausalLMOutput(logits=self._head(self._norm(out[:, kept])) if last is None else out)
+        return (out if last is not None else self._head(self._norm(out[:, list(rows)])))[0]
+
+    def _angles(self, x: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, `[1, T, rotated]`."""
+        end = max(positions) + 1
+        if not self._table or end > self._table[0].shape[1]:
+            known = min(max(1 << (end - 1).bit_length(), _LEAST_ANGLES), self._max_model_len)
+            self._table = self._rotary(x, torch.arange(known).unsqueeze(0))
+        cosines, sines = self._table
+        if len(positions) == 1:
+            return cosines[:, end - 1 : end], sines[:, end - 1 : end]
+        at = torch.tensor(positions)
+        return cosines.index_select(1, at), sines.index_select(1, at)
 
     def _last(self, rows: int) -> OutputLayer | None:
         """Norm and output layer, if the compiled kernels multiply this number of rows by it."""
@@ -220,39 +239,56 @@ class DecodeForward(Patch):
         return OutputLayer(norm.weight, norm.epsilon, product.compiled.weight)
 
     @torch.inference_mode()
-    def fits(self, recorder: LayerRecorder, kernels: Kernels) -> bool:
+    def fits(self, model: Any, recorder: LayerRecorder, kernels: Kernels) -> bool:
         """Whether it gives the bits that the model's own `forward` gives with the same layers."""
         ends = (11, 2, 7)
         tables = [range(place * _TRIAL_BLOCK, (place + 1) * _TRIAL_BLOCK) for place in range(len(ends))]
         chunks = [QueryChunk(row, end - 1, 1, tables[row], end - 1) for row, end in enumerate(ends)]
-        metadata = AttentionMetadata(chunks, _TRIAL_BLOCK)
         layers = _zero_layers(recorder, len(ends) * _TRIAL_BLOCK)
+        cpu = CpuLayers(kernels, layers)
         noise = torch.Generator().manual_seed(0)
-        named = {
-            "input_ids": torch.randint(0, self._head.weight.shape[0], (1, len(ends)), generator=noise),
-            "position_ids": torch.tensor([[end - 1 for end in ends]]),
-            "use_cache": False,
-        }
+        tokens = torch.randint(0, self._head.weight.shape[0], (len(ends),), generator=noise)
+        positions = torch.tensor(ends) - 1
 
-        def logits(forward: Callable[..., Any], rows: list[int]) -> Tensor:
-            with forward_context(
-                StepAttention(dict.fromkeys(layers, metadata), layers, cpu=CpuLayers(kernels, layers))
-            ):
-                found: Tensor = forward(**named, logits_to_keep=torch.tensor(rows)).logits
+        def attention(count: int) -> StepAttention:
+            metadata = AttentionMetadata(chunks[:count], _TRIAL_BLOCK)
+            return StepAttention(dict.fromkeys(layers, metadata), layers, cpu=cpu)
+
+        def own(count: int, rows: list[int]) -> Tensor:
+            ids = {"input_ids": tokens[None, :count], "position_ids": positions[None, :count]}
+            with forward_context(attention(count)):
+                found: Tensor = model(**ids, use_cache=False, logits_to_keep=torch.tensor(rows)).logits[0]
             return found
 
-        own = partial(type(self._model).forward, self._model)
+        def same(count: int, rows: list[int]) -> bool:
+            found = self.logits(tokens[:count].tolist(), positions[:count].tolist(), rows, attention(count))
+            return found is not None and torch.equal(found, own(count, rows))
+
+        if not cpu.supports(self._numbers[0], torch.empty(0, dtype=recorder.dtype)):
+            return False
+        trials = ((3, [0, 1, 2]), (3, [0, 2]), (3, [2, 0, 0]), (1, [0]))
         try:
-            same = all(torch.equal(logits(self, rows), logits(own, rows)) for rows in ([0, 1, 2], [0, 2], [2, 0, 0]))
+            if not self._knows_angles(recorder.dtype) or not all(same(*trial) for trial in trials):
+                return False
             # A cap would not be seen in the small logits of a model with small weights.
             large = torch.linspace(-1e4, 1e4, self._head.weight.shape[0]).to(recorder.dtype).expand(1, 1, -1)
             hook = self._head.register_forward_hook(lambda *_: large)
             try:
-                return same and torch.equal(logits(own, [0]), large)
+                return torch.equal(own(1, [0]), large[0])
             finally:
                 hook.remove()
         except (TypeError, RuntimeError, AttributeError, ValueError):
             return False
+
+    def _knows_angles(self, dtype: torch.dtype) -> bool:
+        """Whether the angles of a position do not depend on what other positions a call has."""
+        x, last = torch.zeros(1, 1, 1, dtype=dtype), self._max_model_len - 1
+        for position in {0, 1, min(1023, last), last // 2, last}:
+            alone = self._rotary(x, torch.tensor([[position]]))
+            if not all(map(torch.equal, alone, self._angles(x, [position]))):
+                return False
+        self._table = ()  # as long as the texts are
+        return True
 
 
 def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
@@ -303,20 +339,21 @@ def _attention_number(layer: nn.Module) -> int | None:
     return number if isinstance(number, int) and "mlp" in children else None
 
 
-def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial) -> None:
-    """Replace `forward` of norms and decoder layers that the kernels compute as well. The model's linear layers are packed."""
+def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial, max_model_len: int) -> WholeDecode | None:
+    """Replace `forward` of norms and decoder layers that the kernels compute as well. The model's linear layers are packed.
+    Returns what computes steps that only decode, if the kernels compute all of the model."""
     fuse_norms(model, kernels.norm)
     candidates = {layer: parts for layer in model.modules() if (parts := _layer_parts(layer, recorder)) is not None}
     forwards = _decoder_forwards(recorder, kernels, candidates, trial) if candidates else {}
     _replace_forwards(forwards)
     layers = sorted(forwards.values(), key=lambda forward: forward.number)
     around = [getattr(model.base_model, name, None) for name in ("rotary_emb", "norm")]
-    if len(layers) < len(recorder.layouts) or any(layer.kind != layers[0].kind for layer in layers):
-        return
-    if layers and all(isinstance(module, nn.Module) for module in around):
-        whole = DecodeForward(model, layers)
-        if whole.fits(recorder, kernels):
-            _replace_forwards({model: whole})
+    if not layers or len(layers) < len(recorder.layouts) or any(layer.kind != layers[0].kind for layer in layers):
+        return None
+    if not all(isinstance(module, nn.Module) for module in around):
+        return None
+    whole = WholeDecode(model, layers, max_model_len)
+    return whole if whole.fits(model, recorder, kernels) else None
 
 
 def fuse_norms(model: nn.Module, norm: Norm | None = None) -> None:

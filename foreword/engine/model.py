@@ -70,6 +70,7 @@ class LoadedModel:
         kernels: the compiled kernels; None where they are not used.
         triton: the Triton kernels compute attention.
         choice: which attention the compiled kernels serve; None for all.
+        decode: computes steps that only decode, where the kernels compute all of the model.
         backends: which kernels serve which shapes, in words.
         inexact: why the bits of a token's KV depend on the batch; empty if they do not.
         namespace: part of every block's key: the fingerprint, and under batch invariance what the bits depend on as well.
@@ -91,6 +92,7 @@ class LoadedModel:
     kernels: Kernels | None = None
     triton: bool = False
     choice: AttentionChoice | None = None
+    decode: decoder.WholeDecode | None = None
     backends: tuple[str, ...] = ()
     inexact: str = ""
     namespace: bytes = b""
@@ -107,6 +109,7 @@ class LoadedModel:
             kernels=self.kernels,
             triton=self.triton,
             choice=self.choice,
+            decode=self.decode,
         )
 
 
@@ -159,15 +162,16 @@ def prepare_model(
     measured = None
     if device.type == "cpu":
         measured, inexact = _pack(model, config, recorder, kernels, inexact, progress)
+    max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
+    decode = None
     if kernels is not None and trial is not None:
-        decoder.fuse(model, recorder, kernels, trial)
+        decode = decoder.fuse(model, recorder, kernels, trial, max_model_len)
     triton = use_triton(config, device)
     if triton:
         decoder.fuse_norms(model)
     if not inexact:
         assert kernels is not None
         inexact = _decided(config, batch_invariance.prepare(model, kernels))
-    max_model_len = _max_model_len(settings.get_text_config(), recorder, config)
     windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
         model=model,
@@ -186,6 +190,7 @@ def prepare_model(
         kernels=kernels,
         triton=triton,
         choice=_attention_choice(inexact, measured, recorder),
+        decode=decode,
         backends=describe(model, measured),
         inexact=inexact,
         namespace=fingerprint,

@@ -23,6 +23,7 @@ from foreword.engine.sequence import SequenceState, Step
 
 if TYPE_CHECKING:
     from foreword.engine.cuda_graphs import Capture, DecodeGraphs
+    from foreword.engine.decoder import WholeDecode
 
 
 class TorchRunner:
@@ -37,6 +38,7 @@ class TorchRunner:
         share_prefixes: read a prefix that decoding sequences share once per batch.
         kernels: the compiled kernels, if they are to be used, where `choice` says so.
         triton: Triton kernels compute attention.
+        decode: computes steps that only decode, where it can.
 
     `share_prefixes` may be changed between steps. `on_written`, where it is set, is called during a step with each layer whose
     K and V are written.
@@ -54,6 +56,7 @@ class TorchRunner:
         kernels: Kernels | None = None,
         triton: bool = False,
         choice: AttentionChoice | None = None,
+        decode: WholeDecode | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.kv_dtype = dtype
@@ -68,7 +71,7 @@ class TorchRunner:
         self.layers = {
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
-        self._kernels = kernels
+        self._kernels, self._decode = kernels, decode
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers, choice)
         self._make_backend = self._triton_backends() if triton else None
         self._graphs: DecodeGraphs | None = None
@@ -167,6 +170,10 @@ class TorchRunner:
         attention = StepAttention(
             metadata, self.layers, on_written=self.on_written, cpu=self._cpu_layers, make_backend=self._make_backend
         )
+        if self._decode is not None and len(tokens) == len(step.chunks):
+            found = self._decode.logits(tokens, positions, rows, attention)
+            if found is not None:
+                return found
         # At least one row: with no rows the model would keep all of them.
         input_ids, position_ids, kept = map(self._on_device, ([tokens], [positions], rows or [0]))
         return self._compute(input_ids, position_ids, kept, attention)

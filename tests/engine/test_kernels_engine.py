@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from foreword import compiled_code
 from foreword.cli.doctor import Finding, examine
 from foreword.compiled_code import CannotBuild
-from foreword.engine.decoder import DecodeForward, DecoderForward, NormForward
+from foreword.engine.decoder import DecoderForward, NormForward
 from foreword.engine.kernels import native
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
@@ -205,7 +205,7 @@ def test_code_around_the_layers_is_run(change: str, folder: Folder, monkeypatch:
     elif change != "none":
         monkeypatch.setattr(inner, "forward", {"input": scaled, "output": shifted}[change])
     loaded = load_model(EngineConfig(model=str(folder("llama")), dtype="float32", kernels="native"))
-    assert isinstance(loaded.model.__dict__.get("forward"), DecodeForward) == (change == "none")
+    assert (loaded.decode is not None) == (change == "none")
     self_check(loaded, 4)
 
 

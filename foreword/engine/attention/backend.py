@@ -73,10 +73,12 @@ class StepAttention:
             backend = self._cpu[metadata] = CpuAttention(metadata, self._cpu_layers)
         return backend
 
-    def decodes(self, layers: Sequence[int]) -> bool:
-        """Whether these layers are of one KV group, in a step without prompts."""
-        metadata = self._metadata[layers[0]]
-        return not metadata.prefills and all(self._metadata[layer] is metadata for layer in layers)
+    def decoding(self, layers: Sequence[int]) -> CpuAttention | None:
+        """The backend of compiled kernels, if these layers are of one KV group, in a step without prompts that it serves."""
+        metadata, cpu = self._metadata[layers[0]], self._cpu_layers
+        if cpu is None or metadata.prefills or any(self._metadata[layer] is not metadata for layer in layers):
+            return None
+        return self.cpu(layers[0]) if cpu.serves(layers[0], metadata) else None
 
     def backend(self, layer: int, query: Tensor) -> AttentionBackend:
         """The backend of this layer in this step; `query` has the model's dtype."""

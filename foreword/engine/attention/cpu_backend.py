@@ -37,6 +37,8 @@ TILE_ROWS = 192
 # As in kernels/attention.h.
 MAX_ROWS_OF_ALL_HEADS = 256
 ALONE_AFTERWARDS, SHARED_KEYS = -2, 64
+# Intermediate results of this many tokens have memory for all steps.
+KEPT_TOKENS = 64
 # Items of work per thread: with several, the threads finish at about the same time.
 _ITEMS_PER_THREAD = 4
 
@@ -113,6 +115,16 @@ def _pack_tasks(
     return packed
 
 
+class DecoderMemory:
+    """Memory for the intermediate results of a decoder layer, and where each begins."""
+
+    NAMES = ("normed", "qkv", "attended", "between", "gate_up", "inner")
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self.buffers = buffers
+        self.addresses = {name: buffer.data_ptr() for name, buffer in zip(self.NAMES, buffers, strict=True)}
+
+
 class CpuLayers:
     """A runner's paged tensors as the kernels see them. Without a `choice` they serve every layer that they support."""
 
@@ -125,6 +137,8 @@ class CpuLayers:
         self._structs: dict[tuple[int, int], AttentionLayer] = {}
         self._decoders: dict[int, DecoderLayer] = {}
         self._pointers: dict[tuple[int, ...], DecoderLayers] = {}
+        # By the widths of layers, for `KEPT_TOKENS`.
+        self._kept: dict[tuple[int, ...], DecoderMemory] = {}
 
     def supports(self, layer: int, query: Tensor) -> bool:
         """Whether the kernels compute this dtype and head size: bfloat16 keys come in pairs."""
@@ -166,6 +180,19 @@ class CpuLayers:
         if pointers is None:
             pointers = self._pointers[numbers] = layer_pointers(make())
         return pointers
+
+    def memory(self, decoder: DecoderLayer, x: Tensor) -> DecoderMemory:
+        """Memory for the intermediate results of a layer over `x` `[1, T, hidden]`; the same for all layers of one size, and of
+        few tokens for all steps."""
+        tokens, hidden = x.shape[1:]
+        gate_up, attended = decoder.gate_up.outputs, decoder.output.inputs
+        widths = (hidden, decoder.qkv.outputs, attended, hidden, gate_up, decoder.inner)
+        memory = self._kept.get(widths)
+        if memory is None or tokens > KEPT_TOKENS:
+            memory = DecoderMemory([x.new_empty(max(tokens, KEPT_TOKENS) * width) for width in widths])
+            if tokens <= KEPT_TOKENS:
+                self._kept[widths] = memory
+        return memory
 
     def forget_decoder(self, number: int) -> None:
         """The next call of `decoder` makes the layer anew."""
@@ -234,7 +261,10 @@ class CpuAttention:
         widths = (decoder.hidden, decoder.qkv.outputs, decoder.output.inputs, decoder.gate_up.outputs)
         step = self._steps.get(widths)
         if step is None:
-            step = self._steps[widths] = self._make_step(decoder, x)
+            memory = self.layers.memory(decoder, x)
+            slots = self._slot_mapping.buffer_info()[0]
+            step = self._steps[widths] = DecoderStep(slot_mapping=slots, tokens=x.shape[1], **memory.addresses)
+            step.memory = memory
         out = torch.empty_like(x)
         step.tasks = ctypes.pointer(self.tasks(window, decoder.layer))
         step.cosines, step.sines = cosines.data_ptr(), sines.data_ptr()
@@ -245,23 +275,6 @@ class CpuAttention:
             step.logits = found.data_ptr()
         self.layers.kernels.decode(x.dtype, decoders, step)
         return found
-
-    def _make_step(self, decoder: DecoderLayer, x: Tensor) -> DecoderStep:
-        """Memory for a layer's intermediate results; the same for all layers of one size."""
-        tokens, hidden = x.shape[1:]
-        widths = {
-            "normed": hidden,
-            "qkv": decoder.qkv.outputs,
-            "attended": decoder.output.inputs,
-            "between": hidden,
-            "gate_up": decoder.gate_up.outputs,
-            "inner": decoder.inner,
-        }
-        buffers = {name: x.new_empty(tokens * width) for name, width in widths.items()}
-        addresses = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-        step = DecoderStep(slot_mapping=self._slot_mapping.buffer_info()[0], tokens=tokens, **addresses)
-        step.memory = buffers
-        return step
 
     def tasks(self, window: int | None, layer: AttentionLayer) -> AttentionTasks:
         """The tasks of all layers with this window and these heads."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -146,6 +146,8 @@ class Kernels:
         # Keys of a row's attention that are computed together (attention.h).
         self.part_keys: int = lib.fw_part_keys()
         lib.fw_part_floats.argtypes, lib.fw_part_floats.restype = (number,), number
+        # Floats of a part of one row and query head, by the size of values.
+        self.part_floats: Callable[[int], int] = cache(lib.fw_part_floats)
 
     def pack(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Tensor | None] = ()
@@ -192,10 +194,6 @@ class Kernels:
         """`query` `[1, heads, T, key_dim]` to `out` `[T, heads, value_dim]`."""
         rows = QueryRows(query.data_ptr(), out.data_ptr(), query.stride(2), query.stride(1))
         self._lib.fw_attend(TYPES[query.dtype], byref(tasks), byref(layer), byref(rows), torch.get_num_threads())
-
-    def part_floats(self, value_dim: int) -> int:
-        """Floats of a part of one row and query head."""
-        return int(self._lib.fw_part_floats(value_dim))
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root mean square norm over the last dimension."""
