@@ -17,7 +17,7 @@ import typer
 from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import described, with_config
-from foreword.compiled_code import processor_flags, system_lines
+from foreword.compiled_code import CannotBuild, processor_flags, system_lines
 from foreword.errors import ForewordError, ModelNotFound
 from foreword.process_config import Config, EngineConfig
 
@@ -142,7 +142,6 @@ def _kernels(config: EngineConfig) -> Finding:
     if config.kernels == "torch":
         return Finding("kernels", "PyTorch's operators (engine.kernels=torch)")
     try:
-        from foreword.compiled_code import CannotBuild
         from foreword.engine.kernels import native
     except ModuleNotFoundError as error:
         return Finding("kernels", f"PyTorch's operators are needed, but {error.name} is not installed", ok=False)
