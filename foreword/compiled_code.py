@@ -172,13 +172,14 @@ def processor_flags() -> frozenset[str]:
 
 def processor_field(*names: str) -> str:
     """The first value of a field of `/proc/cpuinfo` that has one of these names; empty where it is not known."""
-    fields = (line.partition(":") for line in _processor_lines())
+    fields = (line.partition(":") for line in system_lines("/proc/cpuinfo"))
     return next((value.strip() for name, _, value in fields if name.strip() in names), "")
 
 
-def _processor_lines() -> list[str]:
+def system_lines(path: str) -> list[str]:
+    """The lines of a file of the system; none if it cannot be read."""
     try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 
@@ -186,7 +187,7 @@ def _processor_lines() -> list[str]:
 def processor() -> str:
     """Architecture and instruction sets."""
     wanted = ("model name", "flags", "Features", "CPU part", "CPU implementer")
-    named = sorted({line for line in _processor_lines() if line.split("\t")[0].strip(" :") in wanted})
+    named = sorted({line for line in system_lines("/proc/cpuinfo") if line.split("\t")[0].strip(" :") in wanted})
     return "\n".join([platform.machine(), platform.processor(), *named])
 
 

@@ -8,13 +8,13 @@ required all callers are one tenant, so only operators may. A front without keys
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Final
 
 from foreword.api.routes import Right
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
+from foreword.config import ip_address
 from foreword.errors import Forbidden, Unauthorized
 
 # No public name ends like this (RFC 6761, RFC 6762, RFC 8375, ICANN's `internal`, and names in Kubernetes).
@@ -47,7 +47,7 @@ class HostNames:
             or "*" in self._listed
             or name in self._listed
             or name.endswith(_PRIVATE)
-            or _is_address(name)
+            or ip_address(name)
         ):
             return
         raise Forbidden(
@@ -62,14 +62,6 @@ def _name(host: str) -> str:
     return host.partition(":")[0].lower().rstrip(".")
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def credentials(headers: Mapping[str, str]) -> str | None:
     """The caller's key as an `Authorization` header. Clients of Anthropic's API send it as `x-api-key`."""
     key = headers.get("x-api-key")
@@ -80,12 +72,8 @@ def is_local(address: str | None, headers: Mapping[str, str]) -> bool:
     """Whether the caller is a program on this machine: not a web page, and not one behind a proxy."""
     if any(name in headers for name in _NOT_LOCAL):
         return False
-    try:
-        found = ipaddress.ip_address((address or "").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
+    found = ip_address((address or "").partition("%")[0])
+    return found is not None and found.is_loopback
 
 
 NO_TENANT: Final = Tenant("unknown", b"", "none")

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,7 @@ import typer
 from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.flags import described, with_config
-from foreword.compiled_code import processor_flags
+from foreword.compiled_code import CannotBuild, processor_flags, system_lines
 from foreword.errors import ForewordError, ModelNotFound
 from foreword.process_config import Config, EngineConfig
 
@@ -123,7 +122,7 @@ def _cores() -> str:
 
 
 def _memory() -> str:
-    sizes = dict(line.split(":", 1) for line in _lines("/proc/meminfo") if ":" in line)
+    sizes = dict(line.split(":", 1) for line in system_lines("/proc/meminfo") if ":" in line)
     if "MemTotal" not in sizes:
         return "unknown on this system"
     total, available = (int(sizes[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
@@ -143,7 +142,6 @@ def _kernels(config: EngineConfig) -> Finding:
     if config.kernels == "torch":
         return Finding("kernels", "PyTorch's operators (engine.kernels=torch)")
     try:
-        from foreword.compiled_code import CannotBuild
         from foreword.engine.kernels import native
     except ModuleNotFoundError as error:
         return Finding("kernels", f"PyTorch's operators are needed, but {error.name} is not installed", ok=False)
@@ -234,11 +232,4 @@ def _model(config: Config, verbose: bool) -> Iterator[Finding]:
 
 
 def _first_line(path: str) -> str:
-    return next(iter(_lines(path)), "")
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
+    return next(iter(system_lines(path)), "")

@@ -13,6 +13,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from foreword.cli.server_client import is_secure
+from foreword.decoders import decode_object
 from foreword.errors import ForewordError, reason_of
 
 Kind = Literal["server", "router", "vllm", "sglang"]
@@ -179,11 +180,7 @@ def error_of(answer: httpx.Response) -> str:
 
 def body_of(answer: httpx.Response) -> dict[str, Any]:
     """The JSON object of a response; an empty one for anything else."""
-    try:
-        found = answer.json()
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    return decode_object(answer.content)
 
 
 def new_prompt(length: int) -> list[int]:

@@ -17,7 +17,7 @@ import typer
 from foreword.blocks.layout import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.flags import described
-from foreword.cli.server_client import plural
+from foreword.cli.server_client import call_server, plural
 from foreword.config import EncryptionConfig, check_secret, read_secret
 from foreword.errors import ConfigError
 
@@ -330,8 +330,6 @@ def forget(
     if cache_salt is not None and (not cache_salt or prefix is not None or model is not None):
         raise ConfigError("--cache-salt is not empty, and is for --tenant, --no-tenant and --server")
     if server is not None:
-        from foreword.cli.server_client import call_server
-
         if urls:
             raise ConfigError("--server erases what that server reaches: leave out the URLs of stores, or --server")
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import compress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from foreword.engine.request import SamplingParams
 from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sequence import TokenCounts
 from foreword.engine.token_logprob import TokenLogprob
-
-if TYPE_CHECKING:
-    from foreword.engine.runner import Draw
 
 # Logits that PyTorch's operators sample together on a CPU: temporary tensors of this size stay in the cache.
 _LOGITS_AT_ONCE: Final = 1 << 20
@@ -150,12 +147,17 @@ def excluded_tokens(draw: Draw) -> list[int]:
 
 def block_maxima(logits: Tensor) -> Tensor:
     """The largest logit of each block of the vocabulary, `[rows, blocks]`, of float32 logits `[rows, vocab]`."""
-    vocab = logits.shape[1]
+    return _by_block(logits, Tensor.amax)
+
+
+def _by_block(values: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    """Each block of the vocabulary reduced to one number, `[rows, blocks]`. The last block may be shorter."""
+    vocab = values.shape[1]
     whole = vocab // _BLOCK
-    maxima = logits[:, : whole * _BLOCK].reshape(len(logits), whole, _BLOCK).amax(-1)
+    found = reduce(values[:, : whole * _BLOCK].reshape(len(values), whole, _BLOCK), -1)
     if vocab % _BLOCK:
-        maxima = torch.cat((maxima, logits[:, whole * _BLOCK :].amax(-1, keepdim=True)), 1)
-    return maxima
+        found = torch.cat((found, reduce(values[:, whole * _BLOCK :], -1, keepdim=True)), 1)
+    return found
 
 
 def largest(logits: Tensor, maxima: Tensor) -> Tensor:
@@ -278,12 +280,7 @@ def _uniform(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 def _block_sums(weights: Tensor) -> Tensor:
     """Of each block of the vocabulary, in float64: a sum over all tokens in float64 would copy them."""
-    vocab = weights.shape[1]
-    whole = vocab // _BLOCK
-    sums = weights[:, : whole * _BLOCK].reshape(len(weights), whole, _BLOCK).sum(-1)
-    if vocab % _BLOCK:
-        sums = torch.cat((sums, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), 1)
-    return sums.double()
+    return _by_block(weights, Tensor.sum).double()
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:

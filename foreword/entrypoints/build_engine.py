@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import torch
 
-from foreword.blocks.layout import Layout
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import public_keys
@@ -51,12 +50,12 @@ from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins
 from foreword.process_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
-from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.sealing import KeyRing
-from foreword.store.types import Opener, Reach, StoreUrl
+from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
+from foreword.transfer.peer import opener as peer_opener
 
 log = logging.getLogger(__name__)
 
@@ -406,7 +405,7 @@ def _open_stores(
     count = len(config.urls)
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
-    openers = {Reach.INSTANCE: _peer_opener(transfer)}
+    openers = {Reach.INSTANCE: peer_opener(transfer)}
     tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys)
     tiers.warm_up(layout.fingerprint for layout in layouts[:1])
     wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
@@ -421,17 +420,6 @@ def _grouped_stores(cache: PrefixCache, offload: OffloadManager) -> GroupedStore
     """The stores of a model with windows."""
     pairs = zip(cache.groups, offload.units, strict=True)
     return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])
-
-
-def _peer_opener(config: TransferConfig) -> Opener:
-    """Opens `peer://` stores; a URL that names no secret takes the configuration's."""
-
-    def open_peer(place: StoreUrl, layout: Layout | None) -> Store:
-        from foreword.transfer.peer import opener
-
-        return opener(config)(place, layout)
-
-    return open_peer
 
 
 def _keep_freed_memory() -> None:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import urlencode
 
-import msgspec
 from msgspec.structs import replace
 
 from foreword.api import cache_control, session_control
@@ -25,6 +24,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import ClientBody, GenerateRequest
 from foreword.api.routes import Right, Routes
 from foreword.blocks.salt import Salt
+from foreword.decoders import decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.router.passthrough import healthy, send_once
 from foreword.router.replica_body import edited, parse_request, read_body
@@ -79,7 +79,7 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
         call.charge(TokenUsage(tokens * len(targets)))
     answers = await _ask(router, call, list(targets), request.body, salt)
     if computes:
-        computed = sum(_count(_body(one), "prompt_tokens") for one in answers.values() if one.status < 400)
+        computed = sum(_count(decode_object(one.body), "prompt_tokens") for one in answers.values() if one.status < 400)
         call.charge(TokenUsage(computed))
     return _answer(verb, targets, answers)
 
@@ -137,21 +137,21 @@ async def _ask(
 
 def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, Answer]) -> Answer:
     """The answers of all replicas in one. A release fails if one of them does, so that the client repeats it."""
-    served = {one: _body(answer) for one, answer in answers.items() if answer.status < 400}
+    served = {one: decode_object(answer.body) for one, answer in answers.items() if answer.status < 400}
     failed = [answer for answer in answers.values() if answer.status >= 400 and answer.status != 404]
     if not served or (verb == "release" and failed):
         return (failed or list(answers.values()))[0]
     best = max(served.values(), key=lambda body: (_RANKS.get(str(body.get("status")), 0), _count(body, "tokens")))
     if verb == "release":
         best = {**best, "released": _merged({one: body.get("released") for one, body in served.items()})}
-    replicas = [{"replica": one.url, "why": why[one], **_body(answer)} for one, answer in answers.items()]
+    replicas = [{"replica": one.url, "why": why[one], **decode_object(answer.body)} for one, answer in answers.items()]
     return _respond({**best, "replicas": replicas}, len(served), len(answers))
 
 
 def _session_answer(answers: Mapping[Upstream, Answer]) -> Answer:
     """That of a replica that knows the session, with the blocks that all have freed. It fails if one could not be asked, so
     that the client repeats it: what is done stays done."""
-    served = {one: _body(answer) for one, answer in answers.items() if answer.status < 400}
+    served = {one: decode_object(answer.body) for one, answer in answers.items() if answer.status < 400}
     failed = [answer for answer in answers.values() if answer.status >= 500]
     if failed or not served:
         return (failed or list(answers.values()))[0]
@@ -163,7 +163,7 @@ def _session_answer(answers: Mapping[Upstream, Answer]) -> Answer:
 
 
 def _retained(answers: Mapping[Upstream, Answer]) -> Answer:
-    served = {one: _body(answer).get("data") for one, answer in answers.items() if answer.status < 400}
+    served = {one: decode_object(answer.body).get("data") for one, answer in answers.items() if answer.status < 400}
     if not served:
         return next(iter(answers.values()))
     return _respond({"object": "list", "data": _merged(served)}, len(served), len(answers))
@@ -181,15 +181,6 @@ def _merged(lists: Mapping[Upstream, Any]) -> list[dict[str, Any]]:
 
 def _respond(body: Mapping[str, Any], served: int, asked: int) -> Answer:
     return Answer.json(body, headers={"x-foreword-replicas": f"{served} of {asked}"})
-
-
-def _body(answer: Answer) -> dict[str, Any]:
-    """A replica's answer as an object; empty if it is none."""
-    try:
-        found = msgspec.json.decode(answer.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _count(body: Mapping[str, Any], name: str) -> int:

@@ -12,7 +12,7 @@ from foreword.api.dialects import chat
 from foreword.api.dialects.decode import Limits
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
-from foreword.decoders import decode_json
+from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
@@ -150,11 +150,7 @@ def _describe(prefix: NamedPrefix) -> dict[str, Any]:
 
 def _tokens(answer: Answer) -> int:
     """Those of a prefix that a replica has registered."""
-    try:
-        found: Any = msgspec.json.decode(answer.body) if answer.status < 300 else None
-    except (msgspec.DecodeError, RecursionError):
-        return 0
-    count = found.get("num_tokens") if isinstance(found, dict) else None
+    count = decode_object(answer.body).get("num_tokens") if answer.status < 300 else None
     return count if isinstance(count, int) and count > 0 else 0
 
 

@@ -14,8 +14,8 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
-import msgspec
 
+from foreword.decoders import decode_object
 from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
 from foreword.process_config import RouterConfig
 from foreword.router import logprobs_probe
@@ -414,7 +414,7 @@ class ReplicaProbe:
                 if status < 300 or (path == "/v1/models" and status in (401, 403)):
                     return HEALTHY
                 if status != 404 or path == "/v1/models":
-                    reason = body.get("reason") if isinstance(body, dict) else None
+                    reason = body.get("reason")
                     return ProbeResult(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
         except aiohttp.ClientConnectorError as error:
             return ProbeResult(f"cannot connect: {error.strerror or error}", certain=True, unreachable=True)
@@ -437,7 +437,7 @@ class ReplicaProbe:
         """Raises ReplicaFailed."""
         try:
             status, listed = await self._get(f"{upstream.url}/v1/models")
-            if status != 200 or not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+            if status != 200 or not isinstance(listed.get("data"), list):
                 hint = " (--replica-key)" if status in (401, 403) else ""
                 raise ReplicaFailed(f"/v1/models says {status}{hint}")
             cards = tuple(card for card in listed["data"] if isinstance(card, dict) and isinstance(card.get("id"), str))
@@ -522,13 +522,13 @@ class ReplicaProbe:
 
     async def _transfer(self, upstream: Upstream) -> str | None:
         status, body = await self._get(f"{upstream.url}/v1/instance")
-        found = body.get("transfer") if status == 200 and isinstance(body, dict) else None
+        found = body.get("transfer") if status == 200 else None
         return found if isinstance(found, str) else None
 
     async def _event_sources(self, upstream: Upstream) -> tuple[ReplicaEvents, ...]:
         host, spec = urlsplit(upstream.url).hostname or "", upstream.spec
         status, body = await self._get(f"{upstream.url}/kv_event_sources")
-        found = list(body.values()) if status == 200 and isinstance(body, dict) else []
+        found = list(body.values()) if status == 200 else []
         found = [one for one in found if isinstance(one, dict) and isinstance(one.get("endpoint"), str)]
         found = [one for one in found if one.get("publisher", "zmq") == "zmq"]
         if spec.events is not None:
@@ -544,16 +544,16 @@ class ReplicaProbe:
         statuses = {name: (await self._get(upstream.url + PATHS[name]))[0] for name in TRANSLATED}
         return frozenset(name for name, status in statuses.items() if status == 405)
 
-    async def _get(self, url: str) -> tuple[int, Any]:
-        """Status and JSON body; None for any other body."""
+    async def _get(self, url: str) -> tuple[int, dict[str, Any]]:
+        """Status and the object in the body; an empty one for any other body."""
         async with self._session.get(
             url, headers=self._headers, timeout=self._timeout, allow_redirects=False
         ) as response:
             try:
                 data = await read_whole(response, _MAX_PROBE_BYTES)
-                return response.status, msgspec.json.decode(data) if response.content_type.endswith("json") else None
-            except (msgspec.DecodeError, RecursionError, ReplicaFailed):
-                return response.status, None
+            except ReplicaFailed:
+                return response.status, {}
+            return response.status, decode_object(data) if response.content_type.endswith("json") else {}
 
 
 def _has_curve(source: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from foreword.api.dialects.decode import Limits
 from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
-from foreword.decoders import decode_json
+from foreword.decoders import decode_json, decode_object
 from foreword.errors import BadRequest, ConfigError, PrefixBudgetExceeded, ReplicaFailed, reason_of
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of
 from foreword.router.auth import RouterAuth
@@ -277,11 +277,7 @@ class RouterPrefixes:
 
 def _has(prefix: NamedPrefix, data: bytes) -> bool:
     """Whether a server's description of a prefix has the same content."""
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return isinstance(found, dict) and prefix.body.items() <= found.items()
+    return prefix.body.items() <= decode_object(data).items()
 
 
 def with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:

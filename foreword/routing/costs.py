@@ -190,9 +190,6 @@ class RobustLine:
         self.fitted = False
         self.base, self.slope = self.base * scale, max(self.slope * scale, self._least)
 
-    def at(self, x: float) -> float:
-        return self.base + self.slope * x
-
 
 class PrefillModel:
     """A robust fit of y = first + prefill * tokens + attention * pairs to recent samples.

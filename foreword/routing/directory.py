@@ -162,7 +162,7 @@ class Directory:
                 bucket = buckets[number] = bytearray()
             self._crowds.pop(number, None)
             tag = key[:_TAG]
-            at = _find(bucket, tag + width)
+            at = find_record(bucket, tag + width, _SIZE)
             if at < 0:
                 if len(bucket) >= full and not self._may_grow(bucket, tag):
                     self._evict(bucket)
@@ -389,7 +389,7 @@ class Directory:
     def _record(self, key: bytes, width: bytes) -> tuple[bytearray, int]:
         """The bucket of a block, and where a replica's record of it begins there; -1 if there is none."""
         bucket = self._buckets[self._bucket_index(key)] or bytearray()
-        return bucket, _find(bucket, key[:_TAG] + width)
+        return bucket, find_record(bucket, key[:_TAG] + width, _SIZE)
 
     def _depth_after(self, parent: bytes | None, slot: int) -> int:
         if parent is None:
@@ -445,10 +445,10 @@ def leading(keys: Sequence[bytes], held: Container[bytes], guess: int = 0) -> in
     return low
 
 
-def _find(bucket: bytearray, needle: bytes) -> int:
-    """Offset of the record that starts with `needle`, or -1."""
+def find_record(bucket: bytearray, needle: bytes, size: int) -> int:
+    """Offset of the record of `size` bytes that starts with `needle`, or -1."""
     at = bucket.find(needle)
-    while at >= 0 and at % _SIZE:  # a match that is not aligned to a record
+    while at >= 0 and at % size:  # a match that is not aligned to a record
         at = bucket.find(needle, at + 1)
     return at
 

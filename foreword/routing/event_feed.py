@@ -22,7 +22,7 @@ from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, parent_behind
 from foreword.blocks.public import is_public, public_chain
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest
-from foreword.routing.directory import CacheTier, Directory
+from foreword.routing.directory import CacheTier, Directory, find_record
 from foreword.routing.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
 
 MEDIA: Final[Mapping[str, CacheTier]] = {
@@ -65,7 +65,7 @@ class KeyTable:
         bucket = self._buckets[index]
         if bucket is None:
             bucket = self._buckets[index] = bytearray()
-        if self._find(bucket, block_hash) >= 0:
+        if find_record(bucket, block_hash, _RECORD_BYTES) >= 0:
             return
         if len(bucket) >= self._ways * _RECORD_BYTES:
             del bucket[:_RECORD_BYTES]
@@ -74,7 +74,7 @@ class KeyTable:
 
     def get(self, block_hash: bytes) -> bytes | None:
         bucket = self._buckets[self._bucket_index(block_hash)]
-        at = -1 if bucket is None else self._find(bucket, block_hash)
+        at = -1 if bucket is None else find_record(bucket, block_hash, _RECORD_BYTES)
         return bytes(bucket[at + _HASH_BYTES : at + _RECORD_BYTES]) if bucket is not None and at >= 0 else None
 
     def clear(self) -> None:
@@ -82,13 +82,6 @@ class KeyTable:
 
     def _bucket_index(self, block_hash: bytes) -> int:
         return int.from_bytes(block_hash, "little") % len(self._buckets)
-
-    @staticmethod
-    def _find(bucket: bytearray, block_hash: bytes) -> int:
-        at = bucket.find(block_hash)
-        while at >= 0 and at % _RECORD_BYTES:
-            at = bucket.find(block_hash, at + 1)
-        return at
 
 
 class KvEventFeed:
@@ -203,7 +196,7 @@ class KvEventFeed:
         if fields.get("lora_id") is not None or fields.get("lora_name") is not None:
             return None
         first = list(extras[0] or ()) if extras else []
-        if _has_extras(extras[1:]) or len(first) > 1 or not all(isinstance(one, str) for one in first):
+        if any(extras[1:]) or len(first) > 1 or not all(isinstance(one, str) for one in first):
             return None
         if fields["parent_block_hash"] is None:
             return self._root(first)
@@ -233,8 +226,3 @@ def _tier(fields: Mapping[str, Any]) -> CacheTier | None:
     medium = fields.get("medium")
     tier = CacheTier.DEVICE if medium is None else MEDIA.get(str(medium).upper())
     return CacheTier.SHARED if tier == CacheTier.DISK and fields.get("locality") == REMOTE else tier
-
-
-def _has_extras(extras: Sequence[object]) -> bool:
-    """Whether a block's hash covers more than its tokens."""
-    return any(extras)

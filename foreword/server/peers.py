@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from foreword.config import ip_address
 from foreword.errors import BadRequest, ConfigError, Forbidden
 from foreword.process_config import Config
 from foreword.transfer.sockets import parse_address
@@ -41,7 +42,7 @@ class PeerRule:
     def matches(self, host: str, port: int) -> bool:
         if self.port not in (None, port):
             return False
-        number = _number(host)
+        number = ip_address(host)
         if number is None:
             return self.names is not None and self.names.fullmatch(host) is not None
         return self.network is not None and number in self.network
@@ -139,7 +140,7 @@ def _this_host(config: Config) -> Iterator[str]:
     yield from _LOOPBACK
     for text in (config.transfer.bind, config.transfer.advertise):
         host = parse_address(text).host if text is not None else ""
-        number = _number(host)
+        number = ip_address(host)
         if host and not (number is not None and number.is_unspecified):
             yield f"[{host}]" if ":" in host else host
 
@@ -206,13 +207,3 @@ def _pattern(host: str) -> re.Pattern[str]:
 def _bare(host: str) -> str:
     """A host in canonical form."""
     return host.lower().removeprefix("[").removesuffix("]").removesuffix(".")
-
-
-def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """An IP address; an IPv4-mapped IPv6 address as the IPv4 address. None for a name."""
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return mapped or found

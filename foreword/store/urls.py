@@ -21,7 +21,7 @@ from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.plugins import Plugins
 from foreword.store.base import Store
 from foreword.store.builtin import BUILTIN
-from foreword.store.codecs.codec import codec_named
+from foreword.store.codecs.codec import CodedStore, codec_named, named_loss
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.tier_admission import AdmissionRule
@@ -177,8 +177,6 @@ def _check_room(url: StoreUrl, store: Store, block_bytes: int) -> None:
 
 def loss_of(urls: Sequence[str]) -> str:
     """The value of `Layout.loss` for blocks in these stores: "" unless a codec is lossy."""
-    from foreword.store.codecs.codec import named_loss
-
     return named_loss(*(codec_named(parse(url).codec) for url in urls))
 
 
@@ -201,6 +199,4 @@ def _with_distinct_labels(urls: Sequence[StoreUrl]) -> list[StoreUrl]:
 def _with_codec(store: Store, codec: str, layouts: Sequence[Layout]) -> Store:
     if codec == "raw":
         return store
-    from foreword.store.codecs.codec import CodedStore
-
     return CodedStore(store, codec_named(codec), *layouts)

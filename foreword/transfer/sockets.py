@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 import stat
@@ -151,11 +150,9 @@ def peer_is_local(sock: socket.socket) -> bool:
         return True
     try:
         host = sock.getpeername()[0]
-        found = ipaddress.ip_address(host.partition("%")[0])
-    except (OSError, ValueError):
+    except OSError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
+    return is_loopback(host.partition("%")[0])
 
 
 def tune(sock: socket.socket) -> socket.socket:

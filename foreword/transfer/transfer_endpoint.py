@@ -127,7 +127,6 @@ class EndpointStatus:
         traffic: by link.
     """
 
-    address: str
     connections: dict[str, int]
     transfers: dict[str, int]
     queued_bytes: int
@@ -354,7 +353,7 @@ class TransferEndpoint:
         with self._lock:
             links = Counter(one.link.name for one in self._connections)
             queued = sum(one.channel.queued_bytes for one in self._connections)
-        return EndpointStatus(self.address, dict(links), transfers, queued, ended, counts, self._traffic)
+        return EndpointStatus(dict(links), transfers, queued, ended, counts, self._traffic)
 
     def close(self) -> None:
         """End all connections and transfers; those in doubt end as unknown.

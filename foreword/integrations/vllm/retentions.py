@@ -10,7 +10,6 @@ An action of `kv_hints` has the `action_type` `retain`, `pin` or `release`, and 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from foreword.blocks.salt import tenant_digest
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored import PrefixPins, StoredRetentions
 from foreword.store.tiered import TieredStore
-
-logger = logging.getLogger(__name__)
 
 PARAMS_KEY: Final = "foreword_cache"
 MAX_ACTIONS: Final = 16

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import ipaddress
 import socket
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from foreword.api.rights import credentials
 from foreword.api.routes import NO_BODY, JsonBody, Route, Routes
 from foreword.api.tenants import SALT_HEADER, Tenant
 from foreword.blocks.salt import Salt
+from foreword.config import ip_address
 from foreword.errors import NoReplica, NotFound, QueueFull, ReplicaFailed
 from foreword.observability.tracing import Span, Tracer
 from foreword.router.attempt import Attempt, as_header
@@ -48,7 +48,7 @@ class Addresses:
             return found
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-        address = host if _is_ip(host) else await _resolved(host, port)
+        address = host if ip_address(host) else await _resolved(host, port)
         found = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self._found[url] = found, clock() + _FRESH_SECONDS
         return found
@@ -65,14 +65,6 @@ async def _resolved(host: str, port: int) -> str:
     except (OSError, TimeoutError) as error:
         raise ReplicaFailed(f"cannot resolve {host}: {error}") from None
     return str(sorted(entry[4][0] for entry in entries)[0])
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 # Set by the picker only. A client's own header of such a name is removed.

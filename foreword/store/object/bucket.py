@@ -10,6 +10,7 @@ from typing import Any, Final
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
+from foreword.blocks.runs import consecutive_runs
 from foreword.errors import StoreConfigError
 from foreword.store.base import BAD
 from foreword.store.frame import Frame
@@ -129,7 +130,8 @@ class ObjectBucket:
         if kept and chunk.slot:
             data = memoryview(await self.read_whole(path) or b"")
             if len(data) == chunk.size:
-                for blocks in filter(None, (_blocks_of(chunk, data, run) for run in _runs(kept))):
+                runs = (kept[low:high] for low, high in consecutive_runs(kept))
+                for blocks in filter(None, (_blocks_of(chunk, data, run) for run in runs)):
                     await self.write_chunk(chunk.prefix, chunk.head, blocks)
         await self.remove(path)
 
@@ -158,14 +160,3 @@ def _blocks_of(chunk: ObjectChunk, data: memoryview, places: Sequence[int]) -> l
         if place in entries and frame is not None and len(frame) == entries[place].length:
             blocks.append((entries[place], frame))
     return blocks
-
-
-def _runs(places: Sequence[int]) -> list[list[int]]:
-    """Divide ascending numbers into runs without gaps."""
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and place == runs[-1][-1] + 1:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
