@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from foreword.engine.attention.backend import LayerRecorder
+from foreword.engine.kernels import native
 from foreword.engine.kernels.kernel_choice import COMPILED
 from foreword.engine.kernels.native import TYPES, Kernels, PackedWeight
 from foreword.engine.linear import ROUNDING, PackedForward, Patch
@@ -33,10 +34,12 @@ from foreword.errors import ModelUnsupported
 # `[experts, outputs, inputs]` or transposed.
 _EXPERTS = ("gate_up_proj", "down_proj")
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
-# Numbers below which PyTorch does not divide an operation among threads, and of which its vectors are divisors.
-_SHARE, _VECTORS = 32_767, 64
+# PyTorch's vectors have divisors of this many numbers.
+_VECTORS: Final = 64
 # What computes in Python: a change of it may change bits that the probe, of a few tokens, does not show.
-_COMPUTE: Final = ("batch_invariance.py", "linear.py", "decoder.py", "attention/cpu_backend.py")
+_COMPUTE: Final = (
+    "batch_invariance.py", "linear.py", "decoder.py", "torch_runner.py", "attention/cpu_backend.py", "kernels/native.py",
+)  # fmt: skip
 
 
 def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> bytes:
@@ -106,23 +109,20 @@ def prepare(model: nn.Module, kernels: Kernels) -> str:
     return ""
 
 
-def by_rows(function: Callable[[Tensor], Any], x: Tensor, width: int, fewest: int = 1) -> list[Any]:
-    """What a function makes of `x` `[rows, n]`, a few rows at a time, and of at least `fewest`; zeros follow the last row. It
-    computes each row by itself, and numbers one by one, `width` of a row.
+def by_rows(function: Callable[[Tensor], Any], x: Tensor, width: int, fewest: int = 1) -> Any:
+    """What a function makes of `x` `[rows, n]` and of zeros that follow it, at least `fewest` rows. It computes each row by
+    itself, and numbers one by one, `width` of a row.
 
-    PyTorch computes numbers in vectors, and what is left at the end of a thread's share one by one, which rounds
-    otherwise. Here a share is one of whole rows and of whole vectors, or a single row. Rows that do not follow one another in
-    memory would each have numbers left: they are copied.
+    PyTorch computes numbers in vectors, and what is left at the end one by one, which rounds otherwise. With the zeros nothing
+    is left, in one thread. Rows that do not follow one another in memory would each have numbers left: they are copied.
     """
     rows = max(fewest, _VECTORS // math.gcd(_VECTORS, width))
-    share = max(_SHARE // (rows * width) * rows, fewest)
-    if share >= rows > 1:
-        x = functional.pad(x, (0, 0, 0, -len(x) % rows)) if len(x) % rows else x.contiguous()
-    return [function(part) for part in torch.split(x, share)]
+    with native.undivided():
+        return function(functional.pad(x, (0, 0, 0, -len(x) % rows)) if len(x) % rows else x.contiguous())
 
 
 class ActivationForward(Patch):
-    """`forward` of an activation, a few rows at a time."""
+    """`forward` of an activation, in whole vectors."""
 
     __slots__ = ("_module",)
 
@@ -131,8 +131,8 @@ class ActivationForward(Patch):
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        parts = by_rows(type(self._module).forward.__get__(self._module), rows, x.shape[-1])
-        return torch.cat(parts)[: len(rows)].view(x.shape)
+        found: Tensor = by_rows(type(self._module).forward.__get__(self._module), rows, x.shape[-1])
+        return found[: len(rows)].view(x.shape)
 
 
 class RouterForward(Patch):
@@ -152,9 +152,7 @@ class RouterForward(Patch):
         with self._products:
             # At least two rows: of a single one PyTorch adds up numbers as of one long row.
             found = by_rows(forward, x, self._products.outputs, fewest=2)
-        if isinstance(found[0], Tensor):
-            return torch.cat(found)[: len(x)]
-        return tuple(torch.cat(parts)[: len(x)] for parts in zip(*found, strict=True))
+        return found[: len(x)] if isinstance(found, Tensor) else tuple(one[: len(x)] for one in found)
 
     @torch.inference_mode()
     def fits(self) -> bool:
@@ -268,7 +266,7 @@ class ExpertsForward(Patch):
         if self._gate:
             inner = self._kernels.gate(between.unsqueeze(0)).squeeze(0)
         else:
-            inner = torch.cat(by_rows(self._module._apply_gate, between, self._inner))[: len(between)]
+            inner = by_rows(self._module._apply_gate, between, self._inner)[: len(between)]
         weighted = self._multiply(self._down, inner, counts) * top_k_weights.reshape(-1, 1)[order]
         placed = torch.empty_like(weighted, dtype=torch.float32)
         placed[order] = weighted.float()

@@ -283,12 +283,12 @@ class WholeDecode:
     def _knows_angles(self, dtype: torch.dtype) -> bool:
         """Whether the angles of a position do not depend on what other positions a call has."""
         x, last = torch.zeros(1, 1, 1, dtype=dtype), self._max_model_len - 1
-        for position in {0, 1, min(1023, last), last // 2, last}:
-            alone = self._rotary(x, torch.tensor([[position]]))
-            if not all(map(torch.equal, alone, self._angles(x, [position]))):
-                return False
+        known = all(
+            all(map(torch.equal, self._rotary(x, torch.tensor([[position]])), self._angles(x, [position])))
+            for position in {0, 1, min(1023, last), last // 2, last}
+        )
         self._table = ()  # as long as the texts are
-        return True
+        return known
 
 
 def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:

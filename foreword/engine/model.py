@@ -110,6 +110,7 @@ class LoadedModel:
             triton=self.triton,
             choice=self.choice,
             decode=self.decode,
+            undivided=not self.inexact,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from foreword.engine.attention.backend import AttentionBackend, LayerRecorder, S
 from foreword.engine.attention.cpu_backend import CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer, pinned
 from foreword.engine.attention.metadata import AttentionMetadata, QueryChunk
+from foreword.engine.kernels import native
 from foreword.engine.kernels.kernel_choice import AttentionChoice
 from foreword.engine.kernels.native import Kernels
 from foreword.engine.kv_groups import GroupedLayers
@@ -39,6 +41,7 @@ class TorchRunner:
         kernels: the compiled kernels, if they are to be used, where `choice` says so.
         triton: Triton kernels compute attention.
         decode: computes steps that only decode, where it can.
+        undivided: the model's own code has one thread, and the kernels as many as there are (`native.undivided`).
 
     `share_prefixes` may be changed between steps. `on_written`, where it is set, is called during a step with each layer whose
     K and V are written.
@@ -57,6 +60,7 @@ class TorchRunner:
         triton: bool = False,
         choice: AttentionChoice | None = None,
         decode: WholeDecode | None = None,
+        undivided: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.kv_dtype = dtype
@@ -72,6 +76,7 @@ class TorchRunner:
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
         self._kernels, self._decode = kernels, decode
+        self._threads = native.undivided if undivided else nullcontext
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers, choice)
         self._make_backend = self._triton_backends() if triton else None
         self._graphs: DecodeGraphs | None = None
@@ -183,7 +188,7 @@ class TorchRunner:
 
     def _compute(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, attention: StepAttention) -> Tensor:
         """The model's forward pass over a packed step: logits of some rows."""
-        with forward_context(attention):
+        with forward_context(attention), self._threads():
             output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits

@@ -158,3 +158,28 @@ def test_activations_by_rows() -> None:
             assert torch.equal(whole, torch.cat([forward(x[:, row : row + 1]) for row in range(rows)], dim=1))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_functions_in_long_steps(tmp_path: Path) -> None:
+    """Numbers that functions in a model's own code compute have the same bits in steps of any length, on several threads."""
+    sizes = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_dense_layers": 1}
+    config = tiny.common(transformers.AfmoeConfig, intermediate_size=64, sliding_window=40, **sizes, **experts)
+    path, prompts = (
+        tiny.save(tiny.random_model(config), tmp_path / "afmoe"),
+        [tiny.prompt(681, seed) for seed in range(8)],
+    )
+    threads = torch.get_num_threads()
+    try:
+        for tokens in (64, 1024):  # of a step
+            url = f"disk://{tmp_path / str(tokens)}?size=64MiB"
+            with LLM(str(path), dtype="float32", threads=2, max_batch_tokens=tokens, store=url) as llm:
+                assert llm.info.inexact == ""
+                for prompt in prompts:
+                    llm.generate([prompt], tiny.greedy(1))
+    finally:
+        torch.set_num_threads(threads)
+    short, long = (
+        {file.name: file.read_bytes() for file in (tmp_path / tokens).rglob("?" * 64)} for tokens in ("64", "1024")
+    )
+    assert len(short) == 8 * (681 // 16) and short == long

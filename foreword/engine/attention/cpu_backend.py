@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
+from foreword.engine.kernels import native
 from foreword.engine.kernels.kernel_choice import AttentionChoice, attention_bucket
 from foreword.engine.kernels.native import (
     TYPES,
@@ -281,7 +282,7 @@ class CpuAttention:
         key = (window, layer.kv_heads, layer.group, layer.value_dim)
         packed = self._tasks.get(key)
         if packed is None:
-            kernels, threads = self.layers.kernels, torch.get_num_threads()
+            kernels, threads = self.layers.kernels, native.threads()
             tasks = self._prefill_tasks(window, layer.group)
             tasks += self._decode_tasks(window, -(-threads // layer.kv_heads))
             tasks = _cut_keys(tasks, layer, threads, kernels.part_keys)

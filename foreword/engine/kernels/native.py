@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,32 @@ def _fields(pointers: str, integers: str = "", floats: str = "", doubles: str = 
     """Fields of a C struct: all pointers, then all 64-bit integers, then all numbers."""
     kinds = ((c_void_p, pointers), (c_int64, integers), (c_float, floats), (c_double, doubles))
     return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+# `count`: threads of the kernels that a thread calls, where PyTorch's operators have fewer.
+_threads = threading.local()
+
+
+def threads() -> int:
+    """How many threads kernels that are called from here have."""
+    return getattr(_threads, "count", 0) or torch.get_num_threads()
+
+
+@contextmanager
+def undivided() -> Iterator[None]:
+    """Within, on this thread, kernels have as many threads as before, and PyTorch's operators one.
+
+    PyTorch divides more than 32,768 numbers among threads, and what is left of a share after whole vectors is computed one by
+    one, which rounds otherwise: the bits of a number would depend on how many others there are. With one thread, short steps
+    show what happens in long ones (`check_bits` in self_check.py)."""
+    before, outer = torch.get_num_threads(), getattr(_threads, "count", 0)
+    _threads.count = threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _threads.count = outer
 
 
 class PackedWeight(Structure):
@@ -163,11 +191,11 @@ class Kernels:
         packed = huge_pages.zeros(words * word, dtype=torch.int8)
         bias = torch.cat([bias.detach().float() for bias in biases]) if biases else None
         scale = torch.cat(known) if known else None
-        first, threads = 0, torch.get_num_threads()
+        first, count = 0, threads()
         for place, weight in enumerate(weights):
             rows = quantized(weight.detach(), known[place]) if known else weight.detach().contiguous()
             row_words = inputs * rows.element_size() // word
-            self._lib.fw_pack(word, rows.data_ptr(), row_words, len(rows), first, packed.data_ptr(), threads)
+            self._lib.fw_pack(word, rows.data_ptr(), row_words, len(rows), first, packed.data_ptr(), count)
             first += len(rows)
         pointers = [None if one is None else one.data_ptr() for one in (packed, bias, scale)]
         product = PackedWeight(*pointers, inputs, outputs)
@@ -182,7 +210,7 @@ class Kernels:
             rows = rows.contiguous()
         out = x.new_empty(*x.shape[:-1], weight.outputs)
         source = (rows.data_ptr(), rows.stride(0), rows.shape[0])
-        self._lib.fw_multiply(weight.type, byref(weight), *source, out.data_ptr(), torch.get_num_threads())
+        self._lib.fw_multiply(weight.type, byref(weight), *source, out.data_ptr(), threads())
         return out
 
     def write(self, layer: AttentionLayer, slot_mapping: int, key: Tensor, value: Tensor) -> None:
@@ -193,7 +221,7 @@ class Kernels:
     def attend(self, tasks: AttentionTasks, layer: AttentionLayer, query: Tensor, out: Tensor) -> None:
         """`query` `[1, heads, T, key_dim]` to `out` `[T, heads, value_dim]`."""
         rows = QueryRows(query.data_ptr(), out.data_ptr(), query.stride(2), query.stride(1))
-        self._lib.fw_attend(TYPES[query.dtype], byref(tasks), byref(layer), byref(rows), torch.get_num_threads())
+        self._lib.fw_attend(TYPES[query.dtype], byref(tasks), byref(layer), byref(rows), threads())
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """Root mean square norm over the last dimension."""
@@ -201,7 +229,7 @@ class Kernels:
         out = torch.empty_like(x)
         size = x.shape[-1]
         rows = (x.data_ptr(), weight.data_ptr(), epsilon, x.numel() // size, size)
-        self._lib.fw_norm(TYPES[x.dtype], *rows, out.data_ptr(), torch.get_num_threads())
+        self._lib.fw_norm(TYPES[x.dtype], *rows, out.data_ptr(), threads())
         return out
 
     def gate(self, gate_up: Tensor) -> Tensor:
@@ -209,24 +237,24 @@ class Kernels:
         tokens, inner = gate_up.shape[1], gate_up.shape[2] // 2
         out = gate_up.new_empty(1, tokens, inner)
         source = (gate_up.data_ptr(), tokens, inner)
-        self._lib.fw_gate(TYPES[gate_up.dtype], *source, out.data_ptr(), torch.get_num_threads())
+        self._lib.fw_gate(TYPES[gate_up.dtype], *source, out.data_ptr(), threads())
         return out
 
     def sample(self, logits: Tensor, rows: Sequence[SampledRow]) -> list[int]:
         """A token of each row of `logits` `[rows, vocab]`, of rows that are contiguous."""
         table = (SampledRow * len(rows))(*rows)
         source = (logits.data_ptr(), logits.stride(0), logits.shape[1])
-        self._lib.fw_sample(TYPES[logits.dtype], *source, table, len(rows), torch.get_num_threads())
+        self._lib.fw_sample(TYPES[logits.dtype], *source, table, len(rows), threads())
         return [row.token for row in table]
 
     def prepare(self, dtype: torch.dtype, decoder: DecoderLayer, step: DecoderStep) -> None:
         """Norms and rotary embedding of a step's queries and keys, in place in `step.qkv`; K and V go into their slots."""
-        self._lib.fw_prepare(TYPES[dtype], byref(decoder), byref(step), torch.get_num_threads())
+        self._lib.fw_prepare(TYPES[dtype], byref(decoder), byref(step), threads())
 
     def decode(self, dtype: torch.dtype, decoders: DecoderLayers, step: DecoderStep) -> None:
         """Whole decoder layers of the same sizes, each over the output of the one before; then, if the step has one, the
         output layer."""
-        self._lib.fw_decode(TYPES[dtype], decoders, len(decoders), byref(step), torch.get_num_threads())
+        self._lib.fw_decode(TYPES[dtype], decoders, len(decoders), byref(step), threads())
 
 
 def quantized(weight: Tensor, scale: Tensor) -> Tensor:
