@@ -283,12 +283,13 @@ class WholeDecode:
     def _knows_angles(self, dtype: torch.dtype) -> bool:
         """Whether the angles of a position do not depend on what other positions a call has."""
         x, last = torch.zeros(1, 1, 1, dtype=dtype), self._max_model_len - 1
-        known = all(
-            all(map(torch.equal, self._rotary(x, torch.tensor([[position]])), self._angles(x, [position])))
-            for position in {0, 1, min(1023, last), last // 2, last}
+        positions = torch.linspace(0, last, min(last + 1, _LEAST_ANGLES), dtype=torch.float64).long().unsqueeze(0)
+        together = self._rotary(x, positions)
+        return all(
+            torch.equal(one, of_all[:, place : place + 1])
+            for place in {0, 1 % positions.shape[1], positions.shape[1] // 2, positions.shape[1] - 1}
+            for one, of_all in zip(self._rotary(x, positions[:, place : place + 1]), together, strict=True)
         )
-        self._table = ()  # as long as the texts are
-        return known
 
 
 def _split_heads(qkv: Tensor, heads: int, layer: AttentionLayer) -> tuple[Tensor, Tensor, Tensor]:
