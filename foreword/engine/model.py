@@ -151,6 +151,9 @@ def prepare_model(
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
     model = model.to(device)
+    if any(one.dim() == 3 and one.stride(1) * one.itemsize % 16 for one in model.parameters()):
+        # PyTorch's grouped product of experts takes rows of whole 16 bytes.
+        model.set_experts_implementation("eager")
     vocab_size = int(model.get_output_embeddings().weight.shape[0])
     recorder = _record(model, settings)
     kernels, inexact = open_kernels(config, device, progress)

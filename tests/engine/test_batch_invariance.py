@@ -55,6 +55,16 @@ def test_default(family: str, dtype: str, engine: Make) -> None:
     assert llm.info.inexact == ""
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_of_any_width(dtype: str, tmp_path: Path) -> None:
+    """Experts whose rows are no multiple of 16 bytes, which PyTorch's grouped product refuses, are served, and with the bits of
+    a computation."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 30}
+    path = tiny.save(tiny.random_model(tiny.common(transformers.MixtralConfig, **experts)), tmp_path / "mixtral")
+    with LLM(str(path), dtype=dtype, kv_memory="1024 tokens", threads=1) as llm:
+        assert llm.info.inexact == ""
+
+
 def test_weights_that_no_kernel_multiplies_by(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family with products of another kind is served as it is, and refused where batch invariance is on."""
     monkeypatch.setattr(batch_invariance, "is_experts", lambda module: False)

@@ -186,8 +186,9 @@ class CpuLayers:
         """Memory for the intermediate results of a layer over `x` `[1, T, hidden]`; the same for all layers of one size, and of
         few tokens for all steps."""
         tokens, hidden = x.shape[1:]
-        gate_up, attended = decoder.gate_up.outputs, decoder.output.inputs
-        widths = (hidden, decoder.qkv.outputs, attended, hidden, gate_up, decoder.inner)
+        widths = (
+            hidden, decoder.qkv.outputs, decoder.output.inputs, hidden, decoder.gate_up.outputs, decoder.inner,
+        )  # fmt: skip
         memory = self._kept.get(widths)
         if memory is None or tokens > KEPT_TOKENS:
             memory = DecoderMemory([x.new_empty(max(tokens, KEPT_TOKENS) * width) for width in widths])
