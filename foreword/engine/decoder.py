@@ -34,7 +34,15 @@ from foreword.engine.attention.cpu_backend import CpuAttention, CpuLayers
 from foreword.engine.attention.kv_tensors import PagedLayer
 from foreword.engine.attention.metadata import AttentionMetadata, AttentionParams, QueryChunk
 from foreword.engine.kernels.kernel_choice import COMPILED, row_bucket
-from foreword.engine.kernels.native import TYPES, AttentionLayer, DecoderLayer, Kernels, OutputLayer, PackedWeight
+from foreword.engine.kernels.native import (
+    TYPES,
+    AttentionLayer,
+    DecoderLayer,
+    Kernels,
+    OutputLayer,
+    PackedWeight,
+    undivided,
+)
 from foreword.engine.linear import ChosenProduct, PackedForward, Patch
 
 # Rounding's share of the difference between a module's output and the kernels', relative to how far the output is from
@@ -221,7 +229,8 @@ class WholeDecode:
         end = max(positions) + 1
         if not self._table or end > self._table[0].shape[1]:
             known = min(max(1 << (end - 1).bit_length(), _LEAST_ANGLES), self._max_model_len)
-            self._table = self._rotary(x, torch.arange(known).unsqueeze(0))
+            with undivided():  # as in a step of the model's own code
+                self._table = self._rotary(x, torch.arange(known).unsqueeze(0))
         cosines, sines = self._table
         if len(positions) == 1:
             return cosines[:, end - 1 : end], sines[:, end - 1 : end]
@@ -349,9 +358,8 @@ def fuse(model: Any, recorder: LayerRecorder, kernels: Kernels, trial: Trial, ma
     _replace_forwards(forwards)
     layers = sorted(forwards.values(), key=lambda forward: forward.number)
     around = [getattr(model.base_model, name, None) for name in ("rotary_emb", "norm")]
-    if not layers or len(layers) < len(recorder.layouts) or any(layer.kind != layers[0].kind for layer in layers):
-        return None
-    if not all(isinstance(module, nn.Module) for module in around):
+    alike = len(layers) == len(recorder.layouts) and all(layer.kind == layers[0].kind for layer in layers)
+    if not layers or not alike or not all(isinstance(module, nn.Module) for module in around):
         return None
     whole = WholeDecode(model, layers, max_model_len)
     return whole if whole.fits(model, recorder, kernels) else None

@@ -76,7 +76,7 @@ class TorchRunner:
             layer: paged for group in layers.groups for layer, paged in zip(group, self._columns, strict=False)
         }
         self._kernels, self._decode = kernels, decode
-        self._threads = native.undivided if undivided else nullcontext
+        self._model_threads = native.undivided if undivided else nullcontext
         self._cpu_layers = None if kernels is None else CpuLayers(kernels, self.layers, choice)
         self._make_backend = self._triton_backends() if triton else None
         self._graphs: DecodeGraphs | None = None
@@ -188,7 +188,7 @@ class TorchRunner:
 
     def _compute(self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, attention: StepAttention) -> Tensor:
         """The model's forward pass over a packed step: logits of some rows."""
-        with forward_context(attention), self._threads():
+        with forward_context(attention), self._model_threads():
             output = self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
