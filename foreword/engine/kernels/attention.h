@@ -133,34 +133,39 @@ struct Tile {
     }
 };
 
-// Prefetches some cache lines of keys or values, those of one token after the other's, `STEP` with each call. A processor
-// has room for few at a time, so the calls are spread over the computation.
-template <int STEP>
+// Prefetches cache lines of keys or values, those of one token after the other's.
 struct LinesAhead {
     const char *const *token, *const *end;
     int64_t offset, bytes, place = 0;
 
     bool done() const { return token == end; }
 
-    INLINE_MEMBER void operator()() {
+    INLINE_MEMBER void line() {
         if (done()) return;
-#pragma GCC unroll 2
-        for (int line = 0; line < STEP; line++) __builtin_prefetch(*token + offset + place + 64 * line, 0, 2);
-        place += 64 * STEP;
+        __builtin_prefetch(*token + offset + place, 0, 2);
+        place += 64;
         if (place < bytes) return;
         place = 0;
         token++;
     }
 };
 
-// What is prefetched for the next block while one head is computed: a share of the keys in `gather`, of the values later.
+// What is prefetched for the next block while one head is computed: a share of the keys, then of the values. A processor has
+// room for few lines at a time, so each step of a product asks for some of them; with 8 lanes there are as many steps as lines.
 struct BlockAhead {
-    LinesAhead<1> keys;
-    LinesAhead<2> values;
+    static constexpr int STEP = LANES == 16 ? 2 : 1;
+    LinesAhead keys, values;
 
+    INLINE_MEMBER void line() {
+        if (!keys.done()) keys.line();
+        else values.line();
+    }
+    INLINE_MEMBER void operator()() {
+#pragma GCC unroll 2
+        for (int i = 0; i < STEP; i++) line();
+    }
     void finish() {
-        while (!keys.done()) keys();
-        while (!values.done()) values();
+        while (!values.done()) line();
     }
 };
 
@@ -204,13 +209,13 @@ struct KeyBlock {
 // LANES keys' words `[word, word + LANES)`, or as many as there are, transposed. A key's words begin at `offset`.
 template <bool WHOLE, class T>
 INLINE void transpose_keys(const typename T::Element* const* keys, int64_t offset, int64_t word, int64_t words,
-                           int32_t* to, LinesAhead<1>& ahead) {
+                           int32_t* to, BlockAhead& ahead) {
     typedef typename T::Tiled N;
     Words block[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const typename T::Element* from = keys[i] + offset + word * N::PER_WORD;
-        ahead();
+        if (LANES == 16 || i == 0) ahead.line();
         block[i] = WHOLE ? words_of<T, N>(from) : some_words<T, N>(from, words - word);
     }
     transpose(block);
@@ -222,11 +227,11 @@ INLINE void transpose_keys(const typename T::Element* const* keys, int64_t offse
 // The same for words that are halves of words in memory: LANES keys' `[word, word + 2 * LANES)`, transposed in pairs.
 template <class T>
 INLINE void transpose_pairs(const typename T::Element* const* keys, int64_t offset, int64_t word, int32_t* to,
-                            LinesAhead<1>& ahead) {
+                            BlockAhead& ahead) {
     Words block[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
-        ahead();
+        if (LANES == 16 || i == 0) ahead.line();
         block[i] = load<Words>(keys[i] + offset + word);
     }
     transpose(block);
@@ -250,7 +255,7 @@ INLINE void put_words(const typename T::Element* from, int64_t words, int32_t* t
 // next keys.
 template <class T>
 static __attribute__((noinline)) void gather(const Tile<T>& tile, int64_t head, const KeyBlock<T>& current,
-                                             bool with_values, LinesAhead<1>& ahead) {
+                                             bool with_values, BlockAhead& ahead) {
     const int64_t key_dim = tile.layer.key_dim, value_dim = tile.layer.value_dim, words = tile.words;
     const int64_t key = head * key_dim, value = head * value_dim;
     for (int64_t i = 0; i < KEYS; i += LANES) {
@@ -296,7 +301,7 @@ INLINE void add_to_columns(const Tile<T>& tile, int64_t row, int64_t column, con
 // weights x values, of values that are laid out.
 template <class T, int ROWS, int COLUMNS>
 INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
-                       LinesAhead<2>& ahead) {
+                       BlockAhead& ahead) {
     typedef typename T::Tiled N;
     add_to_columns<T, ROWS, COLUMNS>(tile, row, column, decay, [&](Floats(&sums)[ROWS][COLUMNS]) INLINE_LAMBDA {
         multiply<N, ROWS, COLUMNS>(sums, (const int32_t*)tile.weights, KEYS / N::PER_WORD, tile.values + column,
@@ -307,28 +312,31 @@ INLINE void add_values(const Tile<T>& tile, int64_t row, int64_t column, const f
 // The same for values that are read where they are, from `values[i] + offset` on.
 template <class T, int ROWS, int COLUMNS>
 INLINE void add_values_in_place(const Tile<T>& tile, int64_t row, int64_t column, const float* decay, int64_t steps,
-                                const typename T::Element* const* values, int64_t offset, LinesAhead<2>& ahead) {
+                                const typename T::Element* const* values, int64_t offset, BlockAhead& ahead) {
     const float* weights = (const float*)tile.weights;
     add_to_columns<T, ROWS, COLUMNS>(tile, row, column, decay, [&](Floats(&sums)[ROWS][COLUMNS]) INLINE_LAMBDA {
         for (int64_t i = 0; i < steps; i++) {
             const typename T::Element* from = values[i] + offset + column;
-            Floats read[COLUMNS];
-#pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; c++) read[c] = T::read(from + c * LANES);
             ahead();
+            Floats weight[ROWS];
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(broadcast(weights[r * KEYS + i]), read[c], sums[r][c]);
+            for (int r = 0; r < ROWS; r++) weight[r] = broadcast(weights[r * KEYS + i]);
+#pragma GCC unroll 8
+            for (int c = 0; c < COLUMNS; c++) {
+                const Floats value = T::read(from + c * LANES);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) sums[r][c] = fused(weight[r], value, sums[r][c]);
+            }
         }
     });
 }
 
 // Rows `[row, row + ROWS)` of the tile over the gathered keys, `[first + begin, first + count)`, and over values that were
-// gathered or, with `values_at`, are read where they are, from `offset` on.
+// gathered or, with `values_at`, are read where they are, from `offset` on. Inlined, its sums leave their registers.
 template <class T, int ROWS>
-static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
-                        const typename T::Element* const* values_at, int64_t offset, LinesAhead<2>& ahead) {
+static __attribute__((noinline)) void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t begin,
+                                                  int64_t count, const typename T::Element* const* values_at,
+                                                  int64_t offset, BlockAhead& ahead) {
     const AttentionLayer& layer = tile.layer;
     const AttentionTask& task = tile.task;
     int64_t low[ROWS], high[ROWS];
@@ -351,15 +359,17 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
     constexpr int VECTORS = KEYS / LANES;
     float decay[ROWS];
     Floats products[ROWS * VECTORS];
+    // Few rows leave registers for more keys: sums of several vectors do not wait for each other.
+    constexpr int TOGETHER = ROWS * VECTORS <= KEY_VECTORS * QUERY_ROWS ? VECTORS : KEY_VECTORS;
 #pragma GCC unroll 1
-    for (int part = 0; part < KEY_PARTS; part++) {
-        Floats scores[ROWS][KEY_VECTORS] = {};
-        multiply<N, ROWS, KEY_VECTORS>(scores, tile.queries + row * tile.words, tile.words,
-                                       tile.keys + part * KEY_VECTORS * LANES, KEYS, tile.words, ahead);
+    for (int part = 0; part < VECTORS; part += TOGETHER) {
+        Floats scores[ROWS][TOGETHER] = {};
+        multiply<N, ROWS, TOGETHER>(scores, tile.queries + row * tile.words, tile.words, tile.keys + part * LANES, KEYS,
+                                    tile.words, ahead);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-            for (int c = 0; c < KEY_VECTORS; c++) products[r * VECTORS + part * KEY_VECTORS + c] = scores[r][c];
+            for (int c = 0; c < TOGETHER; c++) products[r * VECTORS + part + c] = scores[r][c];
     }
     const float scale = layer.scale * LOG2E;
     Words numbers;
@@ -416,7 +426,7 @@ static void attend_rows(const Tile<T>& tile, int64_t row, int64_t first, int64_t
 // The same for any number of rows up to QUERY_ROWS.
 template <class T, int ROWS = QUERY_ROWS>
 INLINE void attend_some(int64_t rows, const Tile<T>& tile, int64_t row, int64_t first, int64_t begin, int64_t count,
-                        const typename T::Element* const* values_at, int64_t offset, LinesAhead<2>& ahead) {
+                        const typename T::Element* const* values_at, int64_t offset, BlockAhead& ahead) {
     if (rows == ROWS) return attend_rows<T, ROWS>(tile, row, first, begin, count, values_at, offset, ahead);
     if constexpr (ROWS > 1) attend_some<T, ROWS - 1>(rows, tile, row, first, begin, count, values_at, offset, ahead);
 }
@@ -530,9 +540,10 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
     // Rows `[first_row, last_row)` of the tile over the keys of `seen`.
     auto attend_keys = [&](const AttentionTask& seen, int64_t first_row, int64_t last_row) {
         KeyBlock<T> blocks[2], *current = blocks, *next = blocks + 1;
-        // Values that are used once are not laid out.
-        const bool in_place =
-            READS_VALUES_IN_PLACE<T> && last_row - first_row <= QUERY_ROWS && layer.value_dim == tile.width;
+        // Values that are used once or twice are not laid out.
+        const int64_t tiles = (last_row - first_row + QUERY_ROWS - 1) / QUERY_ROWS;
+        const int64_t tile_rows = (last_row - first_row + tiles - 1) / tiles;
+        const bool in_place = READS_VALUES_IN_PLACE<T> && tiles <= 2 && layer.value_dim == tile.width;
         const int64_t start = seen.low / KEYS * KEYS;
         current->find(step, layer, seen, start, tile.zeros);
         for (int64_t first = start; first < seen.high; first += KEYS) {
@@ -542,10 +553,10 @@ static void attend_task(const AttentionTasks& step, const AttentionLayer& layer,
             for (int64_t head = first_head; head < last_head; head++) {
                 switch_to(head);
                 BlockAhead ahead = next->ahead(layer, first_head, head, last_head);
-                gather(tile, head, *current, !in_place, ahead.keys);
-                for (int64_t row = first_row; row < last_row; row += QUERY_ROWS)
-                    attend_some<T>(min(QUERY_ROWS, last_row - row), tile, row, first, begin, count,
-                                   in_place ? current->values : nullptr, head * layer.value_dim, ahead.values);
+                gather(tile, head, *current, !in_place, ahead);
+                for (int64_t row = first_row; row < last_row; row += tile_rows)
+                    attend_some<T>(min(tile_rows, last_row - row), tile, row, first, begin, count,
+                                   in_place ? current->values : nullptr, head * layer.value_dim, ahead);
                 ahead.finish();
                 if ((first + KEYS) % PART_KEYS == 0) end_part(tile, head, first_row, last_row, part_at(first));
             }

@@ -60,7 +60,17 @@ INLINE void store(void* to, V value) {
     __builtin_memcpy(to, &value, sizeof value);
 }
 
-INLINE Floats broadcast(float value) { return Floats{} + value; }
+INLINE Floats broadcast(float value) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_set1_ps(value);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_set1_ps(value);
+#elif defined(__aarch64__)
+    return (Floats)vdupq_n_f32(value);
+#else
+    return Floats{} + value;
+#endif
+}
 INLINE Words broadcast(int32_t value) { return Words{} + value; }
 // a * b + c, rounded once where the processor can.
 INLINE Floats fused(Floats a, Floats b, Floats c) {
@@ -122,6 +132,8 @@ INLINE Bits widen(Halves v) {
 INLINE Words in_register(Words v) {
 #if defined(__AVX512F__)
     __asm__("" : "+v"(v));
+#elif defined(__AVX2__)
+    __asm__("" : "+x"(v));
 #endif
     return v;
 }
@@ -485,6 +497,22 @@ template <class T, int ROWS, int COLUMNS, class Ahead>
 INLINE void multiply(Floats (&sums)[ROWS][COLUMNS], const int32_t* a, int64_t a_stride, const int32_t* b,
                      int64_t stride, int64_t steps, Ahead& ahead) {
     for (int64_t step = 0; step < steps; step++) {
+        if constexpr (LANES == 8 && ROWS < COLUMNS) {
+            // Of 16 registers, the fewer operands stay in some.
+            ahead();
+            Words words[ROWS];
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) words[r] = broadcast(a[r * a_stride]);
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; c++) {
+                const Words read = T::columns(b + c * LANES / T::PACKING), column = ROWS > 1 ? in_register(read) : read;
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) sums[r][c] = T::multiply_add(sums[r][c], words[r], column);
+            }
+            a++;
+            b += stride;
+            continue;
+        }
         Words columns[COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; c++) columns[c] = in_register(T::columns(b + c * LANES / T::PACKING));
