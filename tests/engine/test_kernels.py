@@ -89,7 +89,7 @@ def check(case: Case, kernels: Kernels) -> None:
     chunks=st.lists(chunk, min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 4, 16, 128]),
     kv_heads=st.integers(1, 3),
-    groups=st.integers(1, 5),
+    groups=st.integers(1, 9),
     dims=st.sampled_from(HEADS),
     window=st.one_of(st.none(), st.integers(1, 70)),
     softcap=st.sampled_from([None, 2.0]),
@@ -169,6 +169,7 @@ def test_keys_are_cut_for_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     window=st.one_of(st.none(), st.integers(1, 700)),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
+    group=st.integers(1, 9),
     chunks=st.lists(st.integers(1, 520), min_size=1, max_size=5),
     decoded=st.lists(st.integers(0, LONGEST - 1), max_size=5, unique=True),
     threads=st.sampled_from([1, 2, 8]),
@@ -180,6 +181,7 @@ def test_rows_of_attention(
     window: int | None,
     softcap: float | None,
     sinks: bool,
+    group: int,
     chunks: list[int],
     decoded: list[int],
     threads: int,
@@ -192,8 +194,8 @@ def test_rows_of_attention(
     for tensor in (paged.k, paged.v):
         tensor.copy_(torch.randn(tensor.shape, generator=noise))
     table = torch.randperm(LONGEST // SIZE + 1, generator=noise).tolist()
-    query = torch.randn(1, 6, LONGEST, 32, generator=noise).to(dtype)
-    params = AttentionParams(0.3, window, softcap, torch.randn(6, generator=noise) if sinks else None)
+    query = torch.randn(1, 2 * group, LONGEST, 32, generator=noise).to(dtype)
+    params = AttentionParams(0.3, window, softcap, torch.randn(2 * group, generator=noise) if sinks else None)
     layers = CpuLayers(kernels, {0: paged})
 
     def attend(parts: list[tuple[int, int]]) -> torch.Tensor:
