@@ -318,14 +318,27 @@ INLINE void add_values_in_place(const Tile<T>& tile, int64_t row, int64_t column
         for (int64_t i = 0; i < steps; i++) {
             const typename T::Element* from = values[i] + offset + column;
             ahead();
-            Floats weight[ROWS];
+            // Of 16 registers, the fewer operands stay in some.
+            if constexpr (ROWS < COLUMNS) {
+                Floats weight[ROWS];
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) weight[r] = broadcast(weights[r * KEYS + i]);
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c++) {
+                    const Floats value = T::read(from + c * LANES);
+#pragma GCC unroll 4
+                    for (int r = 0; r < ROWS; r++) sums[r][c] = fused(weight[r], value, sums[r][c]);
+                }
+            } else {
+                Floats value[COLUMNS];
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; c++) value[c] = T::read(from + c * LANES);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) weight[r] = broadcast(weights[r * KEYS + i]);
-#pragma GCC unroll 8
-            for (int c = 0; c < COLUMNS; c++) {
-                const Floats value = T::read(from + c * LANES);
-#pragma GCC unroll 8
-                for (int r = 0; r < ROWS; r++) sums[r][c] = fused(weight[r], value, sums[r][c]);
+                for (int r = 0; r < ROWS; r++) {
+                    const Floats weight = broadcast(weights[r * KEYS + i]);
+#pragma GCC unroll 4
+                    for (int c = 0; c < COLUMNS; c++) sums[r][c] = fused(weight, value[c], sums[r][c]);
+                }
             }
         }
     });

@@ -151,6 +151,10 @@ INLINE float sum_of(Floats v) {
 INLINE float largest_of(Floats v) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_ps((__m512)v);
+#elif defined(__AVX2__)
+    const __m128 halves = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 pairs = _mm_max_ps(halves, _mm_movehl_ps(halves, halves));
+    return _mm_cvtss_f32(_mm_max_ss(pairs, _mm_movehdup_ps(pairs)));
 #else
     float found = v[0];
     for (int i = 1; i < LANES; i++) found = v[i] > found ? v[i] : found;
