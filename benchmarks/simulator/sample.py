@@ -90,7 +90,7 @@ def main() -> None:
                     name,
                     str(len(runs)),
                     spread([100 * one for one in hits], ".1f", " %"),
-                    *(spread(one, ".2f", " s") for one in times),
+                    *(spread(one, ".3g", " s") for one in times),
                     f"{statistics.mean(seconds):.0f}",
                 ]
             )
