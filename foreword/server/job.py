@@ -105,15 +105,16 @@ class DeltaReader:
             logprobs=logprobs.for_prompt(self._tokenizer, found) if self._scores else None,
         )
 
-    def resume(self, output: Sequence[int]) -> list[TokenLogprob]:
-        """Another server has sent these tokens. Returns them as entries without log-probabilities."""
+    def resume(self, output: Sequence[int]) -> list[Piece]:
+        """Another server has sent these tokens. Returns what they say."""
         params, self._prompt = self._request.params, None
         stream = self._tokenizer.stream(self._request.tokens, skip_special_tokens=params.skip_special_tokens)
         stops = StopFinder(params.stop, include=params.include_stop)
+        said: list[Piece] = []
         for token in output:
-            self._pieces(stops.push(stream.push(token))[0], last=False)
+            said += self._pieces(stops.push(stream.push(token))[0], last=False)
             self.reasoning_tokens += self._reasons
-        return [TokenLogprob(token, 0.0) for token in output]
+        return said
 
     def _pieces(self, text: str, *, last: bool) -> tuple[Piece, ...]:
         if self._parser is None:
@@ -282,6 +283,12 @@ class Job:
         if not number and self.conversations:
             self.answer += read.pieces
         return read
+
+    def resume(self, tokenizer: Tokenizer, output: Sequence[int]) -> None:
+        """Go to where another server's answer ended: it has sent these tokens. They have no log-probabilities here."""
+        self.answer += self.readers[0].resume(output)
+        sent = [TokenLogprob(token, 0.0) for token in output] if self.requests[0].params.logprobs is not None else ()
+        self.writer.resume(0, logprobs.entries(tokenizer, sent))
 
     def usage(self) -> Usage:
         written: Counter[float] = Counter()

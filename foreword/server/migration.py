@@ -22,7 +22,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec.structs import replace
 
-from foreword.api import logprobs, sse
+from foreword.api import sse
 from foreword.api.dialects.answer_reader import error_of
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
@@ -210,20 +210,19 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
     message = _decode(unclaimed.envelope)
     request = message.request
     writer = DIALECTS[request.dialect].writer(request, message.head)
-    reader = reader_for(tokenizer, request, formats, unclaimed.request, 0)
-    sent = reader.resume(unclaimed.output)
-    writer.resume(0, logprobs.entries(tokenizer, sent) if unclaimed.request.params.logprobs is not None else ())
-    return Job(
+    job = Job(
         request,
         message.head,
         writer,
         (unclaimed.request,),
-        (reader,),
+        (reader_for(tokenizer, request, formats, unclaimed.request, 0),),
         message.owner,
         message.streams,
         caller,
         resumed=len(unclaimed.output),
     )
+    job.resume(tokenizer, unclaimed.output)
+    return job
 
 
 def _decode(message: bytes) -> HandoffMessage:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foreword.api import breakpoints, logprobs
+from foreword.api import breakpoints
 from foreword.api.chat_template import chat_text
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
@@ -72,7 +72,7 @@ async def make_job(
     job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
     if request.continuation is not None:
         output = request.continuation.output
-        await context.work.run(_CHARACTERS_PER_TOKEN * len(output), _resume, engine.tokenizer, job, output)
+        await context.work.run(_CHARACTERS_PER_TOKEN * len(output), job.resume, engine.tokenizer, output)
     size = conversation_size(request) + sum(map(len, request.prompts))
     job.conversations = await context.misses.outlines(context.work, engine, job, size)
     return job
@@ -146,13 +146,6 @@ def _job(
     writer = dialect.writer(request, head)
     resumed = len(request.continuation.output) if request.continuation is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
-
-
-def _resume(tokenizer: Tokenizer, job: Job, output: Sequence[int]) -> None:
-    """Bring the reader and the writer to where the other server's stream broke."""
-    sent = job.readers[0].resume(output)
-    wanted = job.requests[0].params.logprobs is not None
-    job.writer.resume(0, logprobs.entries(tokenizer, sent) if wanted else ())
 
 
 def _prefill_address(context: ServerContext, engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> str:

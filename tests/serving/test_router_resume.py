@@ -230,3 +230,16 @@ def test_only_a_router_names_an_output(router: RouterProcess, shared: SharedServ
             assert answer.status_code == 400 and answer.json()["error"]["param"] in ("continuation", "prompt"), more
         answer = client.post(CHAT, json={**body, "response_format": FORMAT})
         assert "nothing can follow" in answer.text
+
+
+def test_a_server_continues_a_call(shared: SharedServers) -> None:
+    """A server that continues in the middle of a tool call sends the rest of its arguments, and ends the stream properly."""
+    asked = {**CASES["tool"], "stream_options": {"include_usage": True}, "return_token_ids": True}
+    whole = stream(shared.open.url, CHAT, asked)
+    prompt = next(chunk["prompt_token_ids"] for chunk in whole if chunk.get("prompt_token_ids"))
+    output, named = ids_of(whole), [choice for chunk in whole for choice in chunk["choices"]]
+    at = next(n for n, choice in enumerate(named) if "name" in str(choice["delta"].get("tool_calls")))
+    sent = [token for choice in named[: at + 2] for token in choice.get("token_ids") or ()]
+    given = {"prompt_token_ids": prompt, "token_ids": sent}
+    rest = stream(shared.open.url, CHAT, {**asked, "continuation": given})
+    assert sent + ids_of(rest) == output and ending(rest) == ending(whole)
