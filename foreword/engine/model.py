@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ import psutil
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.compiled_code import CannotBuild, is_compiled
 from foreword.config import parse_bytes
@@ -303,12 +305,19 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
 
 
 def fingerprint_model(model: nn.Module) -> bytes:
-    """SHA-256 over the configuration and, in order of name, every parameter's name, dtype, shape and bytes.
+    """SHA-256 over the configuration, the source of code that the checkpoint contains, if it is run, and, in order of name,
+    every parameter's name, dtype, shape and bytes.
 
     A copy of a model elsewhere has the same fingerprint; other weights under the same path have another.
     """
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    code = {
+        inspect.getfile(kind)
+        for kind in map(type, model.modules())
+        if kind.__module__.startswith("transformers_modules.")
+    }
+    digest.update(b"".join(sorted(Path(one).read_bytes() for one in code.union(*map(get_relative_import_files, code)))))
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
@@ -317,8 +326,7 @@ def fingerprint_model(model: nn.Module) -> bytes:
 
 
 def _hash_tensor(tensor: Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).digest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def _record(model: Any, settings: Any) -> LayerRecorder:
@@ -474,11 +482,8 @@ def has_window(text: Any) -> bool:
 
 
 def _end_tokens(model: Any) -> tuple[int, ...]:
-    known = getattr(model.generation_config, "eos_token_id", None)
-    if known is None:
-        known = getattr(model.config, "eos_token_id", None)
-    if known is None:
-        return ()
+    given = (getattr(one, "eos_token_id", None) for one in (model.generation_config, model.config))
+    known = next((one for one in given if one is not None), ())
     return (int(known),) if isinstance(known, int) else tuple(int(token) for token in known)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -180,7 +182,7 @@ def test_cancelled_prefix_leaves_no_reservation(llama: Path) -> None:
         asyncio.run(main(engine))
 
 
-def fingerprint(path: Path, **options: str) -> bytes:
+def fingerprint(path: Path, **options: Any) -> bytes:
     return load_model(EngineConfig(model=str(path), **({"dtype": "float32"} | options))).fingerprint
 
 
@@ -208,6 +210,35 @@ def test_fingerprint(llama: Path, tmp_path: Path) -> None:
         found.add(fingerprint(tiny.save(model, tmp_path / f"config{number}")))
     found.add(fingerprint(llama, dtype="bfloat16"))
     assert len(found) == 1 + len(names) + 2 + 1
+
+
+def test_fingerprint_covers_code_of_the_checkpoint(llama: Path, tmp_path: Path) -> None:
+    """Code that a checkpoint contains is part of its fingerprint, with what it imports: it decides what the weights compute."""
+    angles = "LIMIT = {}\n"
+    code = """
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+from .angles import LIMIT
+
+class OwnRotaryEmbedding(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids.clamp(max=LIMIT{}))
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = OwnRotaryEmbedding(config=config)
+"""
+    found = []
+    for number, (limit, more) in enumerate([(100, ""), (100, ""), (200, ""), (100, " + 1")]):
+        folder = tmp_path / f"own{number}"
+        shutil.copytree(llama, folder)
+        settings = json.loads((folder / "config.json").read_text())
+        settings["auto_map"] = {"AutoModelForCausalLM": "own_model.OwnForCausalLM"}
+        (folder / "config.json").write_text(json.dumps(settings))
+        (folder / "own_model.py").write_text(code.format(more))
+        (folder / "angles.py").write_text(angles.format(limit))
+        found.append(fingerprint(folder, trust_remote_code=True))
+    assert found[0] == found[1] and len(set(found)) == 3
 
 
 def test_other_models_have_other_keys(engine: Make, folder: Callable[[str], Path]) -> None:
