@@ -317,7 +317,14 @@ def fingerprint_model(model: nn.Module) -> bytes:
         for kind in map(type, model.modules())
         if kind.__module__.startswith("transformers_modules.")
     }
-    digest.update(b"".join(sorted(Path(one).read_bytes() for one in code.union(*map(get_relative_import_files, code)))))
+    digest.update(
+        b"".join(
+            sorted(
+                hashlib.sha256(Path(one).read_bytes()).digest()
+                for one in code.union(*map(get_relative_import_files, code))
+            )
+        )
+    )
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
