@@ -32,16 +32,15 @@ def model_folder(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def weights_digest(folder: Path) -> bytes:
-    """32 bytes: SHA-256 over each weight file's name and XXH3-128.
-
-    Raises ModelUnsupported.
+def weights_digest(folder: Path, *, code: bool = False) -> bytes:
+    """32 bytes: SHA-256 over each weight file's name and XXH3-128, and those of Python files where the checkpoint's own `code`
+    is run. Raises ModelUnsupported.
     """
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not weights:
         raise ModelUnsupported(f"there are no weights (*.safetensors, *.bin) in {folder}")
     digest = hashlib.sha256(b"foreword/weights\x00")
-    for path in weights:
+    for path in (*weights, *sorted(folder.rglob("*.py") if code else ())):
         digest.update(path.name.encode() + b"\x00" + file_digest(path))
     return digest.digest()
 

@@ -237,7 +237,8 @@ def base_of(folder: Path, **more: Any) -> bytes:
 
 
 def test_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base follows from weights and configuration, wherever they stand; not from a folder's or a model's name."""
+    """The base follows from weights, configuration, and the checkpoint's code if that is run, wherever they stand; not from a
+    folder's or a model's name."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plain = {"rope_theta": 10_000.0, "rope": {"type": "yarn", "factor": 2}}
     one = folder_with(tmp_path / "one", plain)
@@ -252,6 +253,11 @@ def test_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         base_of(one, quantization="fp8", quantization_config={"linear": "e5m2"}),
     ]  # fmt: skip
     assert len(set(others)) == len(others)
+    (one / "modeling_own.py").write_text("LIMIT = 100")
+    assert base_of(one) == others[0], "code that is not run"
+    ran = base_of(one, trust_remote_code=True)
+    (one / "modeling_own.py").write_text("LIMIT = 200")
+    assert len({*others, ran, base_of(one, trust_remote_code=True)}) == len(others) + 2
 
 
 def test_batch_invariance_is_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,13 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
             "dummy weights are random: give a 'fingerprint' in --hicache-storage-backend-extra-config"
         )
     else:
-        digest = _model(server["model_path"], server["revision"])
+        digest = _model(server["model_path"], server["revision"], server["trust_remote_code"])
     if server["speculative_draft_model_path"] not in (None, server["model_path"]):
-        digest += _model(server["speculative_draft_model_path"], server["speculative_draft_model_revision"])
+        digest += _model(
+            server["speculative_draft_model_path"],
+            server["speculative_draft_model_revision"],
+            server["trust_remote_code"],
+        )
     for one in server["lora_paths"] or ():
         path = one["lora_path"] if isinstance(one, dict) else str(one).rpartition("=")[2]
         try:
@@ -121,13 +125,13 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
     return digest
 
 
-def _model(path: str, revision: str | None) -> bytes:
+def _model(path: str, revision: str | None, code: bool) -> bytes:
     folder = model_folder(path, revision)
     config = {name: json.loads((folder / name).read_text("utf-8")) for name in _CONFIGS if (folder / name).is_file()}
     plain = {
         name: {key: one for key, one in found.items() if key not in IGNORED_KEYS} for name, found in config.items()
     }
-    return weights_digest(Path(folder)) + sha256(json.dumps(plain, sort_keys=True).encode()).digest()
+    return weights_digest(Path(folder), code=code) + sha256(json.dumps(plain, sort_keys=True).encode()).digest()
 
 
 def page_layout(host: Any, name: str, namespace: bytes, config: Any) -> Layout:

@@ -222,12 +222,10 @@ def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
     """32 bytes: a digest of the weights and of what the user configured about them. `fingerprint` (hexadecimal) replaces the
     digest of the weights. Raises ModelUnsupported."""
     model = vllm_config.model_config
-    revision = getattr(model, "revision", None)
-    weights = bytes.fromhex(fingerprint) if fingerprint else weights_digest(model_folder(model.model, revision))
-    drafts = b""
+    weights = bytes.fromhex(fingerprint) if fingerprint else _checkpoint(model)
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    if draft is not None and draft.model != model.model:  # its layers are among the KV cache's
-        drafts = weights_digest(model_folder(draft.model, getattr(draft, "revision", None)))
+    # A draft's layers are among the KV cache's.
+    drafts = _checkpoint(draft) if draft is not None and draft.model != model.model else b""
     given = {
         "config": _merged(_configured(model), getattr(model, "hf_overrides", None)),
         "dtype": str(model.dtype),
@@ -235,8 +233,13 @@ def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
         "arguments": _plain(getattr(model, "quantization_config", None)),
         **({"batch_invariant": True} if vllm_batch_invariant() else {}),
     }
-    text = json.dumps(given, sort_keys=True, default=_plain)
-    return sha256(b"foreword/base\x00" + weights + drafts + text.encode()).digest()
+    text = json.dumps(given, sort_keys=True, default=_plain).encode()
+    return sha256(b"foreword/base\x00" + weights + drafts + text).digest()
+
+
+def _checkpoint(model: Any) -> bytes:
+    folder = model_folder(model.model, getattr(model, "revision", None))
+    return weights_digest(folder, code=bool(getattr(model, "trust_remote_code", False)))
 
 
 def _configured(model: Any) -> dict[str, Any]:
@@ -253,11 +256,9 @@ def _configured(model: Any) -> dict[str, Any]:
 
 def _merged(config: Mapping[str, Any], overrides: object) -> object:
     """The configuration with overrides in it, without keys that do not change what a model computes."""
-    if not isinstance(overrides, Mapping):
-        return {key: value for key, value in config.items() if key not in IGNORED_KEYS} | (
-            {"": repr(overrides)} if overrides else {}
-        )
     merged = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+    if not isinstance(overrides, Mapping):
+        return merged | ({"": repr(overrides)} if overrides else {})
     for key, value in overrides.items():
         before = merged.get(key)
         nested = isinstance(before, Mapping) and isinstance(value, Mapping)
