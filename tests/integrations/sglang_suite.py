@@ -520,6 +520,11 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
         ),
     ]  # fmt: skip
     assert len({mine, *others}) == len(others) + 1
+    for limit in ("100", "200"):
+        (copy / "modeling_own.py").write_text(f"LIMIT = {limit}")
+        assert namespace(copy) == mine, "code that is not run"
+        others.append(namespace(copy, trust_remote_code=True))
+    assert len({mine, *others}) == len(others) + 1
     code = "import sys; from sglang_suite import namespace; from pathlib import Path; print(namespace(Path(sys.argv[1])).hex())"
     done = subprocess.run(
         [sys.executable, "-c", code, str(one)], capture_output=True, text=True, cwd=Path(__file__).parent
