@@ -25,7 +25,7 @@ from foreword.offload.manager import OffloadManager
 from foreword.offload.policy import LoadCosts, blocks_worth_loading, search_seconds
 from foreword.offload.search import Found
 from foreword.offload.staging import StagingArena
-from foreword.store.base import Name, Store
+from foreword.store.base import Loan, Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -190,6 +190,23 @@ def test_a_load_ends_before_a_bad_block(made: Callable[..., Device], damaged: bo
     assert device.offload.flush(PATIENCE)
     assert device.load(0, 0, 8).loaded == 5
     assert torch.equal(device.blocks[:5], device.computed[:5]) and not device.blocks[5:8].any()
+
+
+def test_a_load_from_lent_memory_ends_before_a_bad_block(made: Callable[..., Device]) -> None:
+    """A store in memory lends its frames to a load. Those before a damaged one are loaded, and the damaged one is deleted."""
+    store = MemoryStore(1 << 20)
+    device = made(store)
+    device.save(0, 0, 8)
+    assert device.offload.flush(PATIENCE)
+    names = device.names(0, 8)
+    with store.lend(names, deadline=soon()) as lent:
+        assert len(lent.frames) == 8
+        lent.frames[5][1000] ^= 1
+    assert device.load(0, 0, 8).loaded == 5
+    assert torch.equal(device.blocks[:5], device.computed[:5]) and not device.blocks[5:8].any()
+    assert store.present(names, deadline=soon()) == [number != 5 for number in range(8)]
+    [tier] = device.offload.store.tiers
+    assert tier.counters.bad["checksum"] == 1
 
 
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
@@ -442,6 +459,17 @@ def test_blocks_of_several_groups_move_through_frames(
                 expected[target, start : start + size] = expected[source, start : start + size]
         arena.scatter(slots, targets, number)
         assert torch.equal(storage.view(blocks, stride), expected)
+        if arena.copies_lent:  # of other memory, with the frames in other slots and at odd places
+            payloads = [bytes(arena.buffer(slot)[: arena.block_bytes[number]]) for slot in slots]
+            lent = Loan(
+                memoryview(bytearray(b"".join(one + b"\n" for one in payloads[::-1]))), arena.block_bytes[number] + 1
+            )
+            storage.view(blocks, stride)[targets] = expected[targets[::-1]]
+            arena.scatter(range(4, -1, -1), targets, number, lent)
+            held = storage.view(blocks, stride)
+            for start, size, _ in one:
+                assert torch.equal(held[targets, start : start + size], expected[targets, start : start + size])
+            storage.view(blocks, stride).copy_(expected)
 
 
 def test_saves_of_a_step_are_one_copy() -> None:

@@ -41,6 +41,16 @@ class BudgetContract:
             assert small.put(chain, deadline=soon()) == len(chain)
             assert read(small, chain) == whole(chain)
 
+    def test_lent_frames_are_not_evicted(self, small: Store) -> None:
+        """A full store does not evict what it lends for new frames. Afterwards it does."""
+        first, second = make_frames(28, SMALL_BLOCKS, SMALL_PAYLOAD), make_frames(29, SMALL_BLOCKS, SMALL_PAYLOAD)
+        put_all(small, first)
+        with small.lend(names_of(first[:5]), deadline=soon()) as lent:
+            put_all(small, second)
+            assert [bytes(one) for one in lent.frames] == whole(first[: len(lent.frames)])
+        assert put_all(small, second) == SMALL_BLOCKS
+        assert not any(present(small, first))
+
     def test_eviction_is_leaf_first(self, small: Store) -> None:
         """The last blocks of a chain are evicted first, and only as many as necessary."""
         old, new = make_frames(30, 6, SMALL_PAYLOAD), make_frames(31, 5, SMALL_PAYLOAD)

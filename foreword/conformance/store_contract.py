@@ -21,7 +21,7 @@ from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import EncryptionConfig
 from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads
-from foreword.conformance.frames import make_frames, names_of, present, read, soon, whole
+from foreword.conformance.frames import make_frames, names_of, present, put_all, read, soon, whole
 from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.errors import BadFrame
 from foreword.store.base import Store
@@ -136,6 +136,22 @@ class StoreContract(ReadContract, BudgetContract):
             assert store.delete([names[gap]], deadline=soon()) == 1
             assert store.lookup(names, deadline=soon()) == gap
         assert store.lookup(names[2:], deadline=soon()) == 61
+
+    def test_lent_frames(self, store: Store) -> None:
+        """A store lends nothing, or the frames that get returns, up to the first that is missing. They stay as they are while
+        they are deleted and others are stored. A deleted one is not lent again."""
+        frames, others = make_frames(13, 9, 900), make_frames(14, 9, 900)
+        store.put(frames[:7], deadline=soon())
+        with store.lend(names_of(frames), deadline=soon()) as lent:
+            assert [bytes(one) for one in lent.frames] in (whole(frames[:7]), [])
+            store.delete(names_of(frames[:7]), deadline=soon())
+            put_all(store, others)
+            places = [
+                lent.memory[slot * lent.stride :][: len(one)] for slot, one in zip(lent.slots, lent.frames, strict=True)
+            ]
+            assert [bytes(one) for one in lent.frames] == list(map(bytes, places)) and places in (whole(frames[:7]), [])
+        with store.lend(names_of(frames), deadline=soon()) as lent:
+            assert not lent.frames
 
     def test_present_answers_for_each_name(self, store: Store) -> None:
         """present tells of each name by itself, behind gaps too, and of no name that was deleted."""

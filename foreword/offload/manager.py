@@ -13,6 +13,7 @@ The engine's thread calls it, and no call blocks; threads of this module wait fo
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import threading
@@ -33,8 +34,8 @@ from foreword.offload.search import StoredGroup
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
-from foreword.store.base import Name
-from foreword.store.frame import HEADER_BYTES, RAW, Header
+from foreword.store.base import Loan, Name
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tier_admission import BlockUse
@@ -275,13 +276,13 @@ class OffloadManager:
             count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, _MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
-            slots = self._take_slots(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
-            if slots is None:
-                return
-            loaded = self._load_batch(store_load, done, slots, deadline)
+            loaded = self._load_lent(store_load, done, count, deadline)
+            if not loaded:
+                slots = self._take_slots(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
+                loaded = self._load_batch(store_load, done, slots, deadline) if slots is not None else 0
+                if loaded < count:
+                    return
             done += loaded
-            if loaded < count:
-                return
             if self._is_slower_than_computing(store_load, done, compute):
                 self._count(stopped=1)
                 return
@@ -290,6 +291,22 @@ class OffloadManager:
         """Whether the read rate of the first block's tier is known."""
         assert store_load.places is not None
         return bool(self.store.tiers[store_load.places[store_load.skip]].read_rate.value)
+
+    def _load_lent(self, store_load: StoreLoad, done: int, count: int, deadline: float) -> int:
+        """Load up to `count` blocks straight from the memory of their tier, up to the first that is not there or not sound, and
+        return how many were loaded. None from tiers that lend no memory, or have faster ones, and into devices."""
+        assert store_load.places is not None
+        first = store_load.skip + done
+        place, *others = store_load.places[first : first + count]
+        if not self._staging.copies_lent or self.store.promotion_targets(place):
+            return 0
+        same = 1 + len(list(itertools.takewhile(place.__eq__, others)))
+        groups = store_load.groups[first : first + same] or [0] * same
+        with self.store.tiers[place].lend(store_load.names[first : first + same], deadline) as (lent, frames):
+            usable = self._count_usable(frames, groups)
+            slots = lent.slots[:usable]
+            scatter = functools.partial(self._scatter, store_load, done, slots, groups, lent)
+            return usable if usable and store_load.fill([place] * usable, scatter) else 0
 
     def _load_batch(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
         """Load one block per slot, up to the first failure, and return how many were loaded.
@@ -304,24 +321,25 @@ class OffloadManager:
             blocking = self._is_blocking(store_load, first, len(slots))
             found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
             groups = store_load.groups[first : first + len(slots)] or [0] * len(slots)
-            pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))
-            usable = [one for one, _ in pairs if one is not None]
-            count = len(usable)
-            tiers = [one.tier for one in usable]
+            usable = [one for one in itertools.takewhile(bool, found) if one is not None]
+            count = self._count_usable((one.frame for one in usable), groups)
+            tiers = [one.tier for one in usable[:count]]
             if not count or not store_load.fill(tiers, lambda: self._scatter(store_load, done, slots[:count], groups)):
                 return 0
             promoted = count
-            self._promote(usable, slots[:count], store_load.started)
+            self._promote(usable[:count], slots[:count], store_load.started)
             return count
         finally:
             self._loading_slots.give(slot for slot in slots[promoted:] if slot not in kept)
 
-    def _scatter(self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int]) -> None:
-        """Copy the payloads of `slots` into the device blocks from number `done` on."""
+    def _scatter(
+        self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int], lent: Loan | None = None
+    ) -> None:
+        """Copy the payloads of `slots`, by default of the staging arena, into the device blocks from number `done` on."""
         low = 0
         for group, members in itertools.groupby(groups[: len(slots)]):
             high = low + len(list(members))
-            self._staging.scatter(slots[low:high], store_load.blocks[done + low : done + high], group)
+            self._staging.scatter(slots[low:high], store_load.blocks[done + low : done + high], group, lent)
             low = high
 
     def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int], started: float) -> None:
@@ -334,12 +352,14 @@ class OffloadManager:
                 freed = [slot for _, slot in pairs[low:high]]
                 self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
 
-    def _is_usable(self, fetched: tuple[FetchedBlock | None, int]) -> bool:
-        found, group = fetched
-        if found is None:
-            return False
-        header = found.frame.header
-        return header.codec == RAW and header.length == self._staging.block_bytes[group]
+    def _count_usable(self, frames: Iterable[Frame], groups: Sequence[int]) -> int:
+        """How many of these frames of blocks, up to the first that is not, are as long as the blocks are and not encoded."""
+        lengths = (self._staging.block_bytes[group] for group in groups)
+        fits = (
+            frame.header.codec == RAW and frame.header.length == size
+            for frame, size in zip(frames, lengths, strict=False)
+        )
+        return sum(1 for _ in itertools.takewhile(bool, fits))
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -62,14 +61,14 @@ class UnitPlane:
         return math.prod(self.sizes) * self.memory.element_size()
 
 
-# Copies a box of units: into frames, or out of them.
-UnitCopy = Callable[[UnitBox, bool], None]
-# Makes such a function for planes of a number of units (tokens, heads) per block, and an arena `[slots, stride]` of bytes.
-UnitCopyMaker = Callable[[Sequence[UnitPlane], tuple[int, int], Tensor], UnitCopy]
+# Copies a box of units: into the frames in an arena `[slots, stride]` of bytes, or out of them.
+UnitCopy = Callable[[Tensor, UnitBox, bool], None]
+# Makes such a function for planes of a number of units (tokens, heads) per block.
+UnitCopyMaker = Callable[[Sequence[UnitPlane], tuple[int, int]], UnitCopy]
 
 
 class PlaneGroup:
-    """A group of paged tensors for a staging arena, divided into blocks or units that have a number each.
+    """A group of paged tensors, divided into blocks or units that have a number each. Frames begin with a payload of one.
 
     On a CPU the calling thread copies: torch would start a team of OpenMP threads for each copying thread, which compete with
     the computing threads.
@@ -92,17 +91,15 @@ class PlaneGroup:
         self._make_copy = make_copy
         self._copy: UnitCopy | None = None
 
-    def bind(self, arena: Tensor) -> None:
-        """Prepare copies to and from the slots of `arena`, bytes `[slots, stride]`, each of which begins with a payload."""
-        self._copy = self._make_copy(self._planes, (self._per_row, self._head_units), arena)
+    def prepare(self) -> None:
+        """Compile what `copy` runs."""
+        self._copy = self._make_copy(self._planes, (self._per_row, self._head_units))
 
-    def gather(self, unit: int, slot: int, count: int) -> None:
-        """Copy consecutive units into the frames of consecutive slots."""
-        self._copy_boxes(unit, slot, count, True)
-
-    def scatter(self, unit: int, slot: int, count: int) -> None:
-        """Copy the frames of consecutive slots into consecutive units."""
-        self._copy_boxes(unit, slot, count, False)
+    def copy(self, arena: Tensor, unit: int, slot: int, count: int, *, into_frames: bool) -> None:
+        """Copy consecutive units into the frames of consecutive slots of `arena`, bytes `[slots, stride]`; or out of them."""
+        assert self._copy is not None
+        for box in unit_boxes(unit, slot, count, self._per_row, self._head_units):
+            self._copy(arena, box, into_frames)
 
     def planes(self) -> list[Plane]:
         """What a kernel on a device copies."""
@@ -118,11 +115,6 @@ class PlaneGroup:
         """Row, unit of tokens and head unit."""
         tokens, head = divmod(unit, self._head_units)
         return (*divmod(tokens, self._per_row), head)
-
-    def _copy_boxes(self, unit: int, slot: int, count: int, into_frames: bool) -> None:
-        assert self._copy is not None
-        for box in unit_boxes(unit, slot, count, self._per_row, self._head_units):
-            self._copy(box, into_frames)
 
 
 class UnitGroup(PlaneGroup):
@@ -188,27 +180,22 @@ def unit_boxes(unit: int, slot: int, count: int, per_row: int, head_units: int) 
         unit, slot, count = unit + copied, slot + copied, count - copied
 
 
-def copy_with_views(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
+def copy_with_views(planes: Sequence[UnitPlane], units: tuple[int, int]) -> UnitCopy:
     """Copies between strided views, by numpy."""
-    stride = arena.stride(0)
-    slots = (units[0] * units[1] * stride, units[1] * stride, stride)
-    memories = [(plane.memory.numpy(), arena.view(plane.memory.dtype).numpy()) for plane in planes]
+    memories = [plane.memory.numpy() for plane in planes]
 
-    def copy(box: UnitBox, into_frames: bool) -> None:
-        for plane, (paged_memory, frame_memory) in zip(planes, memories, strict=True):
+    def copy(arena: Tensor, box: UnitBox, into_frames: bool) -> None:
+        frame_memory, stride = arena.numpy(), arena.stride(0)
+        slots = (units[0] * units[1] * stride, units[1] * stride, stride)
+        for plane, memory in zip(planes, memories, strict=True):
             start = plane.start + sum(map(operator.mul, box.starts, plane.unit_strides))
             offset = plane.offset + box.slot * stride
             sizes = (*box.counts, *plane.sizes)
-            paged = _view(paged_memory, start, sizes, (*plane.unit_strides, *plane.strides))
-            frames = _view(frame_memory, offset, sizes, (*slots, *plane.frame_strides))
+            paged = np.ndarray(sizes, memory.dtype, memory, start, (*plane.unit_strides, *plane.strides))
+            frames = np.ndarray(sizes, memory.dtype, frame_memory, offset, (*slots, *plane.frame_strides))
             np.copyto(*((frames, paged) if into_frames else (paged, frames)))
 
     return copy
-
-
-def _view(memory: Any, start: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """A strided view of an array of words; start and strides in bytes."""
-    return np.ndarray(sizes, memory.dtype, memory, start, strides)
 
 
 _COPY_ARGUMENTS = (c_void_p, c_int64, c_void_p, *(c_void_p,) * 3, c_int)
@@ -227,26 +214,24 @@ class _Plane(Structure):
     ]
 
 
-def copy_compiled(planes: Sequence[UnitPlane], units: tuple[int, int], arena: Tensor) -> UnitCopy:
+def copy_compiled(planes: Sequence[UnitPlane], units: tuple[int, int]) -> UnitCopy:
     """Copies in one pass at the speed of the memory, without the interpreter lock. For memory of the CPU.
 
     The kernel is compiled at the first use on a machine. Without a compiler, and for a device, numpy or torch copy.
     """
     if any(plane.memory.device.type != "cpu" for plane in planes):
-        return copy_with_views(planes, units, arena)
+        return copy_with_views(planes, units)
     try:
         function = compiled_code.function(compiled_code.UNIT_SOURCES, "fw_copy_units", c_int, _COPY_ARGUMENTS)
     except CannotBuild:
-        return copy_with_views(planes, units, arena)
-    stride = arena.stride(0)
-    table = (_Plane * len(planes))(*map(_plane, planes))
-    slots = (c_int64 * 3)(units[0] * units[1] * stride, units[1] * stride, stride)
-    three, base = c_int64 * 3, arena.data_ptr()
-    kept = (arena, [plane.memory for plane in planes])
+        return copy_with_views(planes, units)
+    table, three = (_Plane * len(planes))(*map(_plane, planes)), c_int64 * 3
+    kept = [plane.memory for plane in planes]
 
-    def copy(box: UnitBox, into_frames: bool) -> None:
-        frames = base + box.slot * stride
-        failed = function(table, len(kept[1]), frames, three(*box.starts), three(*box.counts), slots, into_frames)
+    def copy(arena: Tensor, box: UnitBox, into_frames: bool) -> None:
+        stride = arena.stride(0)
+        frames, slots = arena.data_ptr() + box.slot * stride, (units[0] * units[1] * stride, units[1] * stride, stride)
+        failed = function(table, len(kept), frames, three(*box.starts), three(*box.counts), three(*slots), into_frames)
         assert not failed
 
     return copy

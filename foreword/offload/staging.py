@@ -16,6 +16,7 @@ from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
 from foreword.store.background import PagePopulator
+from foreword.store.base import Loan
 from foreword.store.frame import HEADER_BYTES
 
 _ALIGNMENT = 64
@@ -89,6 +90,7 @@ class StagingArena:
             weakref.finalize(self, populator.stop)
         else:
             arena = torch.empty(slots, stride, dtype=torch.uint8, pin_memory=True)
+        self._arena = arena
         self._bytes = memoryview(cast(Any, arena.numpy())).cast("B")
         self._stride = stride
         self._on_device: DeviceCopies | None = None
@@ -96,7 +98,12 @@ class StagingArena:
             self._on_device = DeviceCopies(arena, [group.planes() for group in self._groups], self.device, queues)
         else:
             for group in self._groups:
-                group.bind(arena)
+                group.prepare()
+
+    @property
+    def copies_lent(self) -> bool:
+        """Whether `scatter` reads the memory of stores: a device reads pinned memory only."""
+        return self._on_device is None
 
     def buffer(self, slot: int) -> memoryview:
         """The memory of a slot, `frame_bytes` long, when what was gathered into it before is there."""
@@ -113,16 +120,23 @@ class StagingArena:
             self._on_device.save(group, [self._groups[group].place(block) for block in blocks], slots)
         else:
             for block, slot, count in _runs(blocks, slots):
-                self._groups[group].gather(block, slot, count)
+                self._groups[group].copy(self._arena, block, slot, count, into_frames=True)
 
     @torch.inference_mode()
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0) -> None:
-        """Copy the payloads of slots into device blocks of a group. The copy is complete on return."""
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0, lent: Loan | None = None) -> None:
+        """Copy the payloads of slots into device blocks of a group. The copy is complete on return.
+
+        Args:
+            lent: a store's memory, whose slots are meant; on a CPU (`copies_lent`). By default those of this arena.
+        """
         if self._on_device is not None:
             self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks])
-        else:
-            for block, slot, count in _runs(blocks, slots):
-                self._groups[group].scatter(block, slot, count)
+            return
+        arena = self._arena
+        if lent is not None:
+            arena = torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
+        for block, slot, count in _runs(blocks, slots):
+            self._groups[group].copy(arena, block, slot, count, into_frames=False)
 
 
 def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

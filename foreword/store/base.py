@@ -18,6 +18,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -87,6 +88,21 @@ class StoredBlock:
             if header.name == name:
                 parent, depth = header.parent, header.depth
         return cls(name, parent, depth, size, stored_at, used_at, pinned=pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Frames where they lie in a store's memory: nothing is copied.
+
+    Attributes:
+        memory: slots of `stride` bytes each.
+        slots, frames: the slot of each frame, and its bytes, which begin with the slot.
+    """
+
+    memory: memoryview | bytes = b""
+    stride: int = 1
+    slots: Sequence[int] = ()
+    frames: Sequence[memoryview] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +199,12 @@ class Store(Protocol):
         then. It raises only if it has read nothing and failed as a whole.
         """
         ...
+
+    def lend(self, names: Sequence[Name], *, deadline: float) -> AbstractContextManager[Loan]:
+        """The frames of the first of these names, up to one that is not there. They stay as they are until the context ends,
+        and count as read. Nothing from a store that does not keep frames in the memory of this process as `get` returns them.
+        """
+        return contextlib.nullcontext(Loan())
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """Store frames, in chain order, and return how many of them are present now. A frame already present stays as it is.

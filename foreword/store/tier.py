@@ -30,6 +30,7 @@ from foreword.store.base import (
     STEP_SECONDS,
     UNREADABLE,
     Erased,
+    Loan,
     Name,
     Store,
     StoreStatus,
@@ -309,6 +310,25 @@ class StoreTier:
         if self._count_read(frames, time.perf_counter() - started) < len(names):
             self._count_faults(names, [len(buffer) for buffer in buffers], outcomes, deadline)
         return frames
+
+    @contextlib.contextmanager
+    def lend(self, names: Sequence[Name], deadline: float) -> Iterator[tuple[Loan, list[Frame]]]:
+        """The first of these frames, verified, in the memory of a store that lends it (`Store.lend`), up to one that is missing
+        or damaged: `get` finds out what is the matter with that. They stay as they are until the context ends."""
+        loan, started = Loan(), time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            if self._admits():
+                with contextlib.suppress(StoreError):
+                    loan = stack.enter_context(self.store.lend(names, deadline=deadline))
+            frames = list[Frame]()
+            for name, data in zip(names, loan.frames, strict=False):
+                outcome = _outcome(name, data, len(data), False)
+                if not isinstance(outcome, Frame):
+                    break
+                frames.append(outcome)
+            if frames:
+                self._count_read(frames, time.perf_counter() - started)
+            yield loan, frames
 
     def _read(
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None

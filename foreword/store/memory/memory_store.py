@@ -9,7 +9,9 @@ of it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import mmap
 import threading
 import time
@@ -21,7 +23,7 @@ from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
 from foreword.store.background import CORES, PagePopulator
-from foreword.store.base import BAD, FAILED, MISSING, Name, StoredBlock, StoreStatus, time_left
+from foreword.store.base import BAD, FAILED, MISSING, Loan, Name, StoredBlock, StoreStatus, time_left
 from foreword.store.chain_lru import ChainLru
 from foreword.store.frame import Frame
 from foreword.store.wrappers import LocalRecords
@@ -59,21 +61,18 @@ class SlotTable:
         self._used_at = array("d", bytes(8 * count))
         self._deleted: set[int] = set()  # deleted while in use: freed by the last reader
 
-    def acquire(self, names: Sequence[Name], buffers: Sequence[memoryview]) -> list[tuple[int, int]]:
-        """Slot and length of each name, or (0, MISSING or BAD). Marks the slots as in use and notes a use."""
+    def acquire(self, names: Sequence[Name]) -> list[tuple[int, int]]:
+        """Slot and length of each name, or (0, MISSING). Marks the slots as in use and notes a use."""
         chains, lengths, writing = self.chains, self._lengths, self.writing
         find, in_use = chains.index.get, chains.in_use
         now, clock = chains.tick(), time.time()
         found = []
         if names:
             chains.note_use(names[0])
-        for name, buffer in zip(names, buffers, strict=True):
+        for name in names:
             slot = find(name)
             if slot is None or slot in writing:
                 found.append((0, MISSING))
-                continue
-            if lengths[slot] > buffer.nbytes:
-                found.append((0, BAD))
                 continue
             in_use[slot] += 1
             chains.touch(slot, now)
@@ -190,7 +189,7 @@ class MemoryArena:
         self.size = size
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._advise(mmap.MADV_HUGEPAGE)
-        self._view = memoryview(self._map)
+        self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def _advise(self, advice: int) -> None:
@@ -205,7 +204,7 @@ class MemoryArena:
         if size > data.nbytes or (size >= _UNLOCKED_BYTES and not data.readonly):
             ctypes.memmove(self.address + offset, _address(data), size)
         else:
-            self._view[offset : offset + size] = data if data.format == "B" else data.cast("B")
+            self.view[offset : offset + size] = data if data.format == "B" else data.cast("B")
 
     def read(self, offset: int, size: int, buffer: memoryview) -> None:
         """Copy `size` bytes from `offset` to the start of `buffer`."""
@@ -213,7 +212,7 @@ class MemoryArena:
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self.address + offset, size)
         else:
             target = buffer if buffer.format == "B" else buffer.cast("B")
-            target[:size] = self._view[offset : offset + size]
+            target[:size] = self.view[offset : offset + size]
 
 
 def _address(data: memoryview) -> int:
@@ -312,28 +311,44 @@ class MemoryStore(LocalRecords):
             slots = [find(name) for name in names]
             return [slot is not None and slot not in writing for slot in slots]
 
-    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+    @contextlib.contextmanager
+    def _using(
+        self, names: Sequence[Name], deadline: float
+    ) -> Iterator[tuple[MemoryArena, int, list[tuple[int, int]]]]:
+        """The arena, the length of its slots, and slot and length of each name, which stay as they are in the context."""
         with self._lock:
-            arena = self._open(deadline)
-            slots = self._slots
-            found = slots.acquire(names, buffers)
-        lengths: list[int] = []
+            arena, slots = self._open(deadline), self._slots
+            found = slots.acquire(names)
         try:
-            for (slot, length), buffer in zip(found, buffers, strict=True):
-                if length > 0:
-                    if time.monotonic() >= deadline:
-                        length = FAILED
-                    else:
-                        arena.read(slot * slots.slot_bytes, length, buffer)
-                lengths.append(length)
+            yield arena, slots.slot_bytes, found
         finally:
             with self._lock:
                 for slot, length in found:
                     if length > 0:
                         slots.release(slot)
+
+    def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
+        lengths: list[int] = []
+        with self._using(names, deadline) as (arena, stride, found):
+            for (slot, length), buffer in zip(found, buffers, strict=True):
+                if length > buffer.nbytes:
+                    length = BAD
+                elif length > 0 and time.monotonic() >= deadline:
+                    length = FAILED
+                elif length > 0:
+                    arena.read(slot * stride, length, buffer)
+                lengths.append(length)
         if FAILED in lengths and max(lengths) <= MISSING:
             time_left(deadline)
         return lengths
+
+    @contextlib.contextmanager
+    def lend(self, names: Sequence[Name], *, deadline: float) -> Iterator[Loan]:
+        with self._using(names, deadline) as (arena, stride, found):
+            there = list(itertools.takewhile(lambda one: one[1] > 0, found))
+            whole = arena.view[: arena.size // (stride or 1) * stride]
+            frames = [whole[slot * stride :][:length] for slot, length in there]
+            yield Loan(whole, stride, [slot for slot, _ in there], frames)
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another thread is writing at this moment are not counted."""
