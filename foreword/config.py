@@ -9,21 +9,18 @@ the command line nor in the environment.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import ipaddress
 import math
 import os
 import re
 import tempfile
-import types
-import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from types import MappingProxyType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from foreword.errors import ConfigError, StoreConfigError, did_you_mean, reason_of
 
@@ -74,7 +71,7 @@ def one_of(choices: tuple[str, ...], default: T) -> T:
 
 def check_section(section: str, config: Any) -> None:
     """Apply the rules of a section's keys. Raises ConfigError."""
-    for item in dataclasses.fields(config):
+    for item in fields(config):
         value = getattr(config, item.name)
         if value is not None and "rule" in item.metadata and not item.metadata["accepts"](value):
             raise ConfigError(f"{section}.{item.name} must be {item.metadata['rule']}, not {value!r}")
@@ -300,7 +297,7 @@ class TransferConfig:
         full = [line for line in lines if line not in limited]
         if not full:
             raise ConfigError(f"transfer.secret_file {self.secret_file} contains no secret")
-        return dataclasses.replace(
+        return replace(
             self,
             secret=full[0],
             secret_file=None,
@@ -316,8 +313,8 @@ class TransferConfig:
 
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
-    hints = typing.get_type_hints(kind)
-    secret = {item.name for item in dataclasses.fields(cast(Any, kind)) if not item.repr}
+    hints = get_type_hints(kind)
+    secret = {item.name for item in fields(cast(Any, kind)) if not item.repr}
     values = {
         key: _from_file(f"{where}.{key}", hints.get(key), value) if key in secret else value
         for key, value in values.items()
@@ -330,7 +327,7 @@ def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
 
 def _from_file(where: str, hint: Any, value: Any) -> Any:
     """A secret that is written `file:PATH` is what that file contains: a list of secrets has one a line. Raises ConfigError."""
-    if typing.get_origin(hint) is tuple and isinstance(value, str):
+    if get_origin(hint) is tuple and isinstance(value, str):
         value = value.split(",")
     if isinstance(value, list | tuple):
         lists = [_from_file(where, str, item) for item in value]
@@ -383,11 +380,11 @@ def check_folder(folder: str) -> None:
 
 def _coerce(where: str, hint: Any, value: Any, *, secret: bool) -> Any:
     """`value` as type `hint`. Text, as from the environment, is parsed; other values must already have the right type."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if type(None) in options and (value is None or value == ""):
         return None
     wanted = next(option for option in options if option is not type(None))
-    if typing.get_origin(wanted) is tuple:
+    if get_origin(wanted) is tuple:
         if not isinstance(value, str | list | tuple):
             raise ConfigError(f"{where} must be a list of strings, not {_shown(value, secret=secret)}")
         items = value.split(",") if isinstance(value, str) else [str(item) for item in value]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Protocol
 
 from msgspec import Raw, Struct
@@ -161,4 +160,4 @@ def tokens_of(tokenizer: RenderingTokenizer, request: CacheRequest) -> Sequence[
 
 def answered(verb: str, num_tokens: int, answer: RetentionAnswer) -> dict[str, Any]:
     """The answer to retain, pin and prefetch. `ttl` is null if it is kept until it is released, or not at all."""
-    return {"object": f"cache.{verb}", "prompt_tokens": num_tokens, **dataclasses.asdict(answer)}
+    return {"object": f"cache.{verb}", "prompt_tokens": num_tokens, **asdict(answer)}

@@ -363,9 +363,9 @@ class ServerChain(Chain):
         for tier, seen in states.items():
             for state, (text, setting) in _STATES.items():
                 if state in seen:
-                    kinds = "" if self.vllm else ", ".join(self._grown("kind", metrics, tier))
+                    kinds = "" if self.vllm else ", ".join(self._grown(metrics, tier))
                     raise Broken("written", f"{tier} {text}{f' ({kinds})' if kinds else ''}", setting)
-        if keyless := [tier for tier in states if "store_without_keys" in self._grown("kind", metrics, tier)]:
+        if keyless := [tier for tier in states if "store_without_keys" in self._grown(metrics, tier)]:
             raise Broken(
                 "written",
                 f"{', '.join(keyless)}: blocks cannot be encrypted, because the key store does not answer",
@@ -421,14 +421,14 @@ class ServerChain(Chain):
         wanted = len(self.prompt) // self.block
         return 0 < blocks < wanted and budget > 0 and size * (blocks + 1) > budget * blocks
 
-    def _grown(self, label: str, metrics: Metrics, tier: str) -> list[str]:
+    def _grown(self, metrics: Metrics, tier: str) -> list[str]:
         name = self._names["errors"]
-        before = self.before.by(label, name, tier=tier)
-        return [kind for kind, count in metrics.by(label, name, tier=tier).items() if count > before.get(kind, 0.0)]
+        before = self.before.by("kind", name, tier=tier)
+        return [kind for kind, count in metrics.by("kind", name, tier=tier).items() if count > before.get(kind, 0.0)]
 
     def _unwritten(self, tier: str, metrics: Metrics) -> Broken:
         if self.count("errors", metrics, tier=tier):
-            kinds = "" if self.vllm else f" ({', '.join(self._grown('kind', metrics, tier))})"
+            kinds = "" if self.vllm else f" ({', '.join(self._grown(metrics, tier))})"
             return Broken("written", f"{tier}: calls fail{kinds}", _STATES["off"][1])
         if refused := [kind for kind in _RULES if self.count("refused", metrics, tier=tier, kind=kind)]:
             return Broken("written", f"{tier} refuses the prompt's blocks ({refused[0]})", _RULES[refused[0]])

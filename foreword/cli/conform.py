@@ -90,7 +90,9 @@ def conform(
     if store is not None:
         if engine or transfer or folder or python or only or models or long or as_json or resume:
             raise ConfigError("--store checks a backend by itself: leave out the other options")
-        raise typer.Exit(_check_store(store))
+        from foreword.referee.store_claims import check_store
+
+        raise typer.Exit(check_store(store))
     for needed in (failures, folder if engine or transfer is None else None):
         if needed is not None:
             check_folder(str(needed))
@@ -163,10 +165,3 @@ def _transfer(text: str | None, folder: Path | None, engine: bool) -> dict[str, 
     if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
         raise ConfigError("--kv-transfer-config must be a JSON object with kv_connector")
     return found
-
-
-def _check_store(url: str) -> int:
-    """Run the contract's tests on the backend of a URL."""
-    from foreword.referee.store_claims import check_store
-
-    return check_store(url)

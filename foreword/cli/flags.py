@@ -14,10 +14,9 @@ import os
 import re
 import tomllib
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -117,9 +116,9 @@ class ConfigFlag:
 
 def config_flags() -> Iterator[ConfigFlag]:
     """The flags of all sections."""
-    for section, kind in typing.get_type_hints(Config).items():
+    for section, kind in get_type_hints(Config).items():
         texts = attribute_texts(kind.__doc__ or "")
-        hints = typing.get_type_hints(kind)
+        hints = get_type_hints(kind)
         for item in dataclasses.fields(kind):
             yield ConfigFlag(section, item.name, _flag_type(hints[item.name]), texts.get(item.name, ""), item.default)
 
@@ -138,9 +137,9 @@ def attribute_texts(doc: str) -> dict[str, str]:
 
 
 def _flag_type(hint: Any) -> Any:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    options = get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     wanted = next(option for option in options if option is not type(None))
-    return list[str] if typing.get_origin(wanted) is tuple else wanted
+    return list[str] if get_origin(wanted) is tuple else wanted
 
 
 def with_config(command: Callable[..., None]) -> Callable[..., None]:
@@ -195,7 +194,7 @@ def _file_parameter() -> inspect.Parameter:
     return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-_SECTIONS: Mapping[str, type[Any]] = typing.get_type_hints(Config)
+_SECTIONS: Mapping[str, type[Any]] = get_type_hints(Config)
 
 
 def load_config(

@@ -12,6 +12,7 @@ import typer
 
 from foreword.cli.flags import described
 from foreword.cli.server_client import call_server, plural
+from foreword.config import read_text
 from foreword.errors import ConfigError
 
 prefix_app = typer.Typer(help="Named prefixes of a running server.", no_args_is_help=True, rich_markup_mode=None)
@@ -94,12 +95,7 @@ def _prefix_body(text: str | None, file: Path | None, messages: Path | None) -> 
 
 
 def _read(path: Path) -> str:
-    try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text in UTF-8") from error
+    return sys.stdin.read() if str(path) == "-" else read_text(path, "the prefix from")
 
 
 def _path(public: bool, *names: str) -> str:

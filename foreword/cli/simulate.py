@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -190,14 +190,14 @@ def simulate(
     """
     from foreword.routing.policies import POLICIES
     from foreword.sim.changes import parse_change
-    from foreword.sim.costs import Profile, read_profile
+    from foreword.sim.costs import EngineCosts, FleetSpec, Profile, read_profile
     from foreword.sim.plan import counts, parse_group, simulation_cases, sizes
     from foreword.sim.trace import block_size_of, multiplied, parse_tenant, read_trace, sampled, with_tenants
 
     check_file("--out", out)
     trace = sampled(multiplied(read_trace(traces, speed=speed), copies)[:limit], sample)
     trace = with_tenants(trace, list(map(parse_tenant, tenant or ())))
-    profile = read_profile(costs) if costs is not None else Profile(_default_costs())
+    profile = read_profile(costs) if costs is not None else Profile(EngineCosts())
     per_token = kv_bytes or profile.kv_bytes_per_token
     axes = {
         "replicas": [(1, "1")] if slo else counts(replicas or f"{8 * sample}", "--replicas", sample),
@@ -207,20 +207,20 @@ def simulate(
         "disk_tokens": sizes(disk, "--disk", per_token),
         "shared_tokens": [(tokens // sample, text) for tokens, text in sizes(shared, "--shared", per_token)],
     }
-    base = _spec(
-        block_size or block_size_of(trace, profile.block_size),
-        max_batch_tokens or profile.max_batch_tokens or 2048,
-        max_num_seqs or profile.max_num_seqs or 256,
-        events,
-        learn,
-    )
-    base = dataclasses.replace(
-        base,
+    block_tokens = block_size or block_size_of(trace, profile.block_size)
+    base = FleetSpec(
+        device_tokens=max(1_000_000, block_tokens),
+        block_size=block_tokens,
+        max_batch_tokens=max_batch_tokens or profile.max_batch_tokens or 2048,
+        max_num_seqs=max_num_seqs or profile.max_num_seqs or 256,
+        events=events,
+        learns=learn,
         groups=tuple(parse_group(text, per_token) for text in group or ()),
         changes=tuple(map(parse_change, change or ())),
         quotas=tuple(quota or ()),
     )
-    cases, about = simulation_cases(base, axes, _policies(policy)), _about(traces, trace, costs, profile, sample)
+    policies = list(POLICIES) if policy == "all" else [part.strip() for part in policy.split(",") if part.strip()]
+    cases, about = simulation_cases(base, axes, policies), _about(traces, trace, costs, profile, sample)
     if not cases:
         raise ConfigError(f"--policy names no policy; choose from {', '.join((*POLICIES, 'all'))}")
     if price is not None and not (slo and 0 <= price < float("inf")):
@@ -269,31 +269,6 @@ def _size_fleets(
         print(f"{about}\n\n{sizes_table(found, objectives, price, sample)}")
     if all(one.replicas is None for one in found):
         raise typer.Exit(1)
-
-
-def _default_costs() -> Any:
-    from foreword.sim.costs import EngineCosts
-
-    return EngineCosts()
-
-
-def _spec(block_size: int, max_batch_tokens: int, max_num_seqs: int, events: bool, learns: bool) -> Any:
-    from foreword.sim.costs import FleetSpec
-
-    return FleetSpec(
-        device_tokens=max(1_000_000, block_size),
-        block_size=block_size,
-        max_batch_tokens=max_batch_tokens,
-        max_num_seqs=max_num_seqs,
-        events=events,
-        learns=learns,
-    )
-
-
-def _policies(text: str) -> list[str]:
-    from foreword.routing.policies import POLICIES
-
-    return list(POLICIES) if text == "all" else [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _run(cases: Sequence[SimulationCase], trace: Sequence[TraceRequest], profile: Profile) -> list[SimulationResult]:

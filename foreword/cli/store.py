@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -322,8 +321,7 @@ def forget(
     prints a receipt as JSON, signed if there is a tenant secret. Status 1 if blocks remain or a store could not be reached. It
     can be repeated.
     """
-    chosen = [name for name, given in _choices(tenant, everyone, prefix, model, server) if given]
-    if len(chosen) != 1:
+    if sum(map(bool, (tenant, everyone, prefix, model, server))) != 1:
         raise ConfigError(
             "choose what to delete with exactly one of --tenant, --no-tenant, --prefix, --model and --server"
         )
@@ -352,10 +350,6 @@ def forget(
             salts = [salt] if data is None or cache_salt is None else data.sessions(salt.tenant, cache_salt)
             receipt = erasure.forget_tenant(store, *salts, keys=data)
     _print_receipt(receipt.plain(tenant_secret))
-
-
-def _choices(*given: object) -> Iterable[tuple[str, bool]]:
-    return zip(("tenant", "no-tenant", "prefix", "model", "server"), map(bool, given), strict=True)
 
 
 def salt_of(tenant: str | None, secret: str | None, cache_salt: str | None = None) -> Salt:

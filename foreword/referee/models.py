@@ -46,11 +46,6 @@ class Kind:
     llm: dict[str, Any] = field(default_factory=dict)
     write_more: Callable[[Path], None] | None = None
 
-    @property
-    def reuse_needs_amx(self) -> bool:
-        """Whether vLLM's CPU build reuses prefixes only on processors with AMX."""
-        return self.layers.startswith("latent attention") and self.dtype == "bfloat16"
-
     def build(self, folder: Path, seed: int = 0) -> Path:
         """Write the model into the folder."""
         import torch

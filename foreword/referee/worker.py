@@ -267,24 +267,22 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
     began = time.perf_counter()
     engine = start(job)
     send({"ready": time.perf_counter() - began})
+    answers_to: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "ask": engine.ask,
+        "settle": lambda line: engine.settle(line["settle"]),
+        "forget": lambda line: engine.forget(),
+        "exchange": lambda line: engine.exchange(),
+        "stored": lambda line: engine.stored(),
+        "metrics": lambda line: engine.metrics(line["metrics"]),
+    }
     for text in sys.stdin:
         line = json.loads(text)
-        if "ask" in line:
-            send(engine.ask(line))
-        elif "settle" in line:
-            send(engine.settle(line["settle"]))
-        elif "forget" in line:
-            send(engine.forget())
-        elif "exchange" in line:
-            send(engine.exchange())
-        elif "stored" in line:
-            send(engine.stored())
-        elif "metrics" in line:
-            send(engine.metrics(line["metrics"]))
-        elif "end" in line:
+        if "end" in line:
             break
-        else:
+        name = next((name for name in answers_to if name in line), None)
+        if name is None:
             raise ValueError(f"unknown line: {text.strip()}")
+        send(answers_to[name](line))
     send(engine.settle(1.0))
     os._exit(0)  # vLLM's own end takes seconds, and a store has what it has by now
 

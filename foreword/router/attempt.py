@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import aiohttp
@@ -202,7 +201,7 @@ def _describe(record: DecisionRecord) -> dict[str, Any]:
         "expected_cached_tokens": decision.expected_cached,
         "queued_seconds": round(record.queued, 4),
         "in_words": record.words,
-        "miss": dataclasses.asdict(record.miss) if record.miss is not None else None,
+        "miss": asdict(record.miss) if record.miss is not None else None,
     }
 
 

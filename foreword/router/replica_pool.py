@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -292,20 +292,9 @@ class ReplicaPool:
 
     async def _wait_to_continue(self, request: PlacementRequest) -> Attempt:
         """Its number is bounded by that of the requests in flight: unlike a new request, it is never refused for it."""
-        began = clock()
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self._broken[future] = request
-        self._set_timer()
-        try:
-            attempt = await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                self.failed(future.result())
-            raise
-        finally:
-            self._broken.pop(future, None)
-        attempt.queued = clock() - began
-        return attempt
+        return await self._placed(future, lambda: self._broken.pop(future, None))
 
     def _serve_broken(self) -> None:
         """Place requests whose response has begun, each while a replica with its weights has room."""
@@ -322,19 +311,24 @@ class ReplicaPool:
                     future.set_result(attempt)
 
     async def _wait(self, request: PlacementRequest) -> Attempt:
-        began = clock()
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
-        entry, displaced = self.queue.push((request, future), request.tenant, request.query.tokens, began)
+        entry, displaced = self.queue.push((request, future), request.tenant, request.query.tokens, clock())
         if displaced is not None:
             _fail(displaced, QueueFull("The queue is full, and this tenant has the largest share of it; retry later"))
+        return await self._placed(future, lambda: self.queue.remove(entry))
+
+    async def _placed(self, future: asyncio.Future[Attempt], leave: Callable[[], object]) -> Attempt:
+        """Wait for a place. `leave` removes what still waits for it."""
+        began = clock()
         self._set_timer()
         try:
             attempt = await future
         except asyncio.CancelledError:
-            self.queue.remove(entry)
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.failed(future.result())
             raise
+        finally:
+            leave()
         attempt.queued = clock() - began
         return attempt
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from foreword.api import logprobs
@@ -320,7 +319,7 @@ class Job:
         if not self.request.cache_report:
             return None
         reports = [
-            dataclasses.asdict(one.cache_report) | (dataclasses.asdict(one.miss) if one.miss is not None else {})
+            asdict(one.cache_report) | (asdict(one.miss) if one.miss is not None else {})
             for one in self.progress
             if one.cache_report is not None
         ]

@@ -7,13 +7,12 @@ The hand-off message says how a migrated request's answer is written. It travels
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -146,7 +145,7 @@ async def drain(context: ServerContext, targets: Sequence[str], seconds: float =
 async def _movable(context: ServerContext, engine: AsyncEngine) -> Mapping[str, Callable[[str], Awaitable[object]]]:
     """Per request id, the function that migrates it to a URL."""
     found: Sequence[UnclaimedRequest] = ()
-    with contextlib.suppress(EngineFailed, ShuttingDown):
+    with suppress(EngineFailed, ShuttingDown):
         # The list does not grow from here on: a draining server takes no migrated requests.
         found = await engine.unclaimed_requests()
     unclaimed = {one.request.id: partial(_migrate_unclaimed, context, one) for one in found if one.is_running}
@@ -328,7 +327,6 @@ async def _until_stopped(items: AsyncGenerator[T, None], stop: asyncio.Event) ->
         stopped.cancel()
         if following is not None:
             following.cancel()
-        if following is not None:
-            with contextlib.suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
+            with suppress(asyncio.CancelledError, StopAsyncIteration, ForewordError):
                 await following
         await items.aclose()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints
@@ -67,7 +66,7 @@ async def make_job(
         prompts = [_continued_prompt(engine, request.continuation, prompts)]
     structured = _structured(request, formats, engine.tokenizer, prompts[0])
     if structured is not None:
-        params = dataclasses.replace(params, structured=structured)
+        params = replace(params, structured=structured)
         await engine.compile(params)
     job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
     if request.continuation is not None:

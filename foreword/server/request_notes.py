@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -63,7 +62,7 @@ class ServerMisses:
             old = conversation.nearest
             difference = first_difference(old, conversation) if old is not None else None
             if old is not None and difference is not None and difference.change == "compacted":
-                found[number] = dataclasses.replace(found[number], supersedes=old.request)
+                found[number] = replace(found[number], supersedes=old.request)
         return found
 
     def note(self, engine: AsyncEngine, job: Job, prompt: int, delta: Delta) -> None:
@@ -113,7 +112,7 @@ class RecentRequests:
         started = time.monotonic()
         report = started - self._viewed < _REPORT_SECONDS
         try:
-            yield [dataclasses.replace(one, want_cache_report=True) if report else one for one in job.requests]
+            yield [replace(one, want_cache_report=True) if report else one for one in job.requests]
         finally:
             for prompt in range(len(job.requests)):
                 self._count += 1

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from foreword.sim.plan import AXES
@@ -311,7 +310,7 @@ def _by_size(results: Sequence[SimulationResult], field: str) -> dict[str, list[
     """Simulations that differ only in this field, grouped by the rest; empty if all have the same value."""
     groups: dict[str, list[tuple[float, Summary]]] = {}
     for result in results:
-        spec = dataclasses.asdict(result.spec)
+        spec = asdict(result.spec)
         value = float(spec.pop(field))
         differs = {name: spec[name] for name in AXES if name != field}
         varied = [name for name in differs if len({getattr(one.spec, name) for one in results}) > 1]

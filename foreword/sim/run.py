@@ -364,13 +364,9 @@ class _Simulation:
         """Start a step unless one is running. A replica that is being removed ends if it has no more requests."""
         replica = self.replicas[name]
         if replica.step is None and replica.begin(self.now):
-            self._await_end(name)
+            heapq.heappush(self.agenda, (replica.ends_at, next(self.order), name, replica))
         if name in self.draining and replica.is_idle:
             self._stop(name)
-
-    def _await_end(self, name: str) -> None:
-        replica = self.replicas[name]
-        heapq.heappush(self.agenda, (replica.ends_at, next(self.order), name, replica))
 
     def _end(self, name: str, replica: SimulatedReplica) -> None:
         """The step is over, unless the replica failed."""

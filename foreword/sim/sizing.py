@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from foreword.errors import ConfigError
@@ -151,7 +150,7 @@ class Sizing:
 
     def _simulate(self, case: SimulationCase, replicas: int, executor: Executor | None) -> list[Summary]:
         """The runs of one fleet. The others are left out if the first does not meet the objectives."""
-        spec = dataclasses.replace(case.spec, replicas=replicas)
+        spec = replace(case.spec, replicas=replicas)
         costs = [self._costs.scaled(factor) for factor in _FACTORS[: self._runs]]
         if executor is not None:
             return list(executor.map(_simulate_shared, *zip(*((spec, case.policy, one) for one in costs), strict=True)))
@@ -169,7 +168,7 @@ class Sizing:
         tried: Sequence[tuple[int, bool]],
     ) -> FleetSize:
         hours = sum(one.replica_hours * one.requests / 1000 / one.tokens for one in runs) / len(runs)
-        named = dataclasses.replace(case, spec=dataclasses.replace(case.spec, replicas=simulated))
+        named = replace(case, spec=replace(case.spec, replicas=simulated))
         return FleetSize(named, replicas, tuple(runs), hours * 1e6, tuple(tried))
 
 

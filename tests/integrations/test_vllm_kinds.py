@@ -63,7 +63,9 @@ def test_every_kind_of_model(name: str, tmp_path: Path) -> None:
     alone, first, restarted = vllms(kind.build(tmp_path / "model"), kind, prompts, runs)
     cold, warm = alone["answers"]
     computed, *reused = [*first["answers"], *restarted["answers"]]
-    if kind.reuse_needs_amx and not any(one["cached"] for one in warm):
+    # vLLM's CPU build reuses prefixes of these only on processors with AMX.
+    needs_amx = kind.layers.startswith("latent attention") and kind.dtype == "bfloat16"
+    if needs_amx and not any(one["cached"] for one in warm):
         assert all(found == cold for found in (computed, *reused))
         return
     assert agree(computed, cold, kind.exact) >= 4

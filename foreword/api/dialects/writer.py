@@ -4,9 +4,8 @@ OpenAI's and Anthropic's own diagnostics.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -168,7 +167,7 @@ def _without_reasoning(delta: ChoiceDelta) -> ChoiceDelta:
     if not any(isinstance(piece, Reasoning) for piece in delta.pieces):
         return delta
     pieces = tuple(piece for piece in delta.pieces if not isinstance(piece, Reasoning))
-    return dataclasses.replace(delta, pieces=pieces)
+    return replace(delta, pieces=pieces)
 
 
 def messages_diagnostics(report: Any) -> dict[str, Any] | None:

@@ -419,22 +419,16 @@ class _Exchange:
         if message.HasField("response_headers"):
             assert self._answer is not None
             envoy.mutate(answer.response_headers.response.header_mutation, {ROUTE: self._answer.headers.get(ROUTE)})
-        elif message.HasField("response_body"):
-            answer.response_body.SetInParent()
-            if self._duplex_response:
-                piece = answer.response_body.response.body_mutation.streamed_response
-                piece.body, piece.end_of_stream = message.response_body.body, message.response_body.end_of_stream
-        elif message.HasField("response_trailers"):
-            answer.response_trailers.SetInParent()
-        elif message.HasField("request_trailers"):
-            answer.request_trailers.SetInParent()
-        elif message.HasField("request_body"):
-            answer.request_body.SetInParent()
-            if self._duplex:
-                piece = answer.request_body.response.body_mutation.streamed_response
-                piece.body, piece.end_of_stream = message.request_body.body, message.request_body.end_of_stream
-        else:
+            return answer
+        bodies = {"response_body": self._duplex_response, "request_body": self._duplex}
+        kind = next(filter(message.HasField, (*bodies, "response_trailers", "request_trailers")), None)
+        if kind is None:
             return None
+        part, given = getattr(answer, kind), getattr(message, kind)
+        part.SetInParent()
+        if bodies.get(kind):
+            piece = part.response.body_mutation.streamed_response
+            piece.body, piece.end_of_stream = given.body, given.end_of_stream
         return answer
 
     def _refusal(self, error: ForewordError) -> Any:

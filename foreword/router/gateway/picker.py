@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import socket
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -142,7 +141,7 @@ def routes_of(routes: Routes[Handler]) -> Routes[Handler]:
     taken = Routes[Handler]()
     for route in routes:
         if route.path in _ANYWHERE:
-            taken.put(dataclasses.replace(route, body=NO_BODY))
+            taken.put(replace(route, body=NO_BODY))
         elif route.outcome or route.path.startswith(_MODELS):
             taken.put(route)
     return taken
