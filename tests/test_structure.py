@@ -103,10 +103,10 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_900),
+        ("statements", statements, 49_955),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_719),
+        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_781),
         ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 22_775),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",

@@ -201,9 +201,8 @@ class Store(Protocol):
         ...
 
     def lend(self, names: Sequence[Name], *, deadline: float) -> AbstractContextManager[Loan]:
-        """The frames of the first of these names, up to one that is not there. They stay as they are until the context ends,
-        and count as read. Nothing from a store that does not keep frames in the memory of this process as `get` returns them.
-        """
+        """The frames of these names, empty where there is none. They stay as they are until the context ends, and count as
+        read. None at all from a store that does not keep frames in the memory of this process as `get` returns them."""
         return contextlib.nullcontext(Loan())
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
 import mmap
 import threading
 import time
@@ -206,13 +205,13 @@ class MemoryArena:
         else:
             self.view[offset : offset + size] = data if data.format == "B" else data.cast("B")
 
-    def read(self, offset: int, size: int, buffer: memoryview) -> None:
-        """Copy `size` bytes from `offset` to the start of `buffer`."""
-        if size >= _UNLOCKED_BYTES:
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), self.address + offset, size)
-        else:
-            target = buffer if buffer.format == "B" else buffer.cast("B")
-            target[:size] = self.view[offset : offset + size]
+
+def _copy(data: memoryview, buffer: memoryview) -> None:
+    """Copy to the start of `buffer`."""
+    if data.nbytes >= _UNLOCKED_BYTES:
+        ctypes.memmove(_address(buffer), _address(data), data.nbytes)
+    else:
+        (buffer if buffer.format == "B" else buffer.cast("B"))[: data.nbytes] = data
 
 
 def _address(data: memoryview) -> int:
@@ -311,32 +310,15 @@ class MemoryStore(LocalRecords):
             slots = [find(name) for name in names]
             return [slot is not None and slot not in writing for slot in slots]
 
-    @contextlib.contextmanager
-    def _using(
-        self, names: Sequence[Name], deadline: float
-    ) -> Iterator[tuple[MemoryArena, int, list[tuple[int, int]]]]:
-        """The arena, the length of its slots, and slot and length of each name, which stay as they are in the context."""
-        with self._lock:
-            arena, slots = self._open(deadline), self._slots
-            found = slots.acquire(names)
-        try:
-            yield arena, slots.slot_bytes, found
-        finally:
-            with self._lock:
-                for slot, length in found:
-                    if length > 0:
-                        slots.release(slot)
-
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths: list[int] = []
-        with self._using(names, deadline) as (arena, stride, found):
-            for (slot, length), buffer in zip(found, buffers, strict=True):
-                if length > buffer.nbytes:
-                    length = BAD
-                elif length > 0 and time.monotonic() >= deadline:
+        with self.lend(names, deadline=deadline) as lent:
+            for data, buffer in zip(lent.frames, buffers, strict=True):
+                length = data.nbytes if data.nbytes <= buffer.nbytes else BAD
+                if length > 0 and time.monotonic() >= deadline:
                     length = FAILED
                 elif length > 0:
-                    arena.read(slot * stride, length, buffer)
+                    _copy(data, buffer)
                 lengths.append(length)
         if FAILED in lengths and max(lengths) <= MISSING:
             time_left(deadline)
@@ -344,11 +326,19 @@ class MemoryStore(LocalRecords):
 
     @contextlib.contextmanager
     def lend(self, names: Sequence[Name], *, deadline: float) -> Iterator[Loan]:
-        with self._using(names, deadline) as (arena, stride, found):
-            there = list(itertools.takewhile(lambda one: one[1] > 0, found))
-            whole = arena.view[: arena.size // (stride or 1) * stride]
-            frames = [whole[slot * stride :][:length] for slot, length in there]
-            yield Loan(whole, stride, [slot for slot, _ in there], frames)
+        with self._lock:
+            arena, slots = self._open(deadline), self._slots
+            found = slots.acquire(names)
+        try:
+            stride = slots.slot_bytes or 1
+            memory = arena.view[: arena.size // stride * stride]
+            frames = [memory[slot * stride : slot * stride + length] for slot, length in found]
+            yield Loan(memory, stride, [slot for slot, _ in found], frames)
+        finally:
+            with self._lock:
+                for slot, length in found:
+                    if length > 0:
+                        slots.release(slot)
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another thread is writing at this moment are not counted."""
