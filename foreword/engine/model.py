@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Settings of a configuration that do not change the KV.
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
+# Packages whose classes are no part of a model.
+_LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
+_THIS_PROCESS = os.urandom(32)
 # Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
 # convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of
 # them only beyond a length that no short check reaches.
@@ -305,31 +309,34 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
 
 
 def fingerprint_model(model: nn.Module) -> bytes:
-    """SHA-256 over the configuration, the source of code that the checkpoint contains, if it is run, and, in order of name,
-    every parameter's name, dtype, shape and bytes.
+    """SHA-256 over the configuration, the source of classes that neither PyTorch nor Transformers contains, and, in order of
+    name, every parameter's name, dtype, shape and bytes.
 
     A copy of a model elsewhere has the same fingerprint; other weights under the same path have another.
     """
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    code = {
-        inspect.getfile(kind)
-        for kind in map(type, model.modules())
-        if kind.__module__.startswith("transformers_modules.")
-    }
-    digest.update(
-        b"".join(
-            sorted(
-                hashlib.sha256(Path(one).read_bytes()).digest()
-                for one in code.union(*map(get_relative_import_files, code))
-            )
-        )
-    )
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    digest.update(b"".join(sorted({code for kind in kinds for code in _code_of(kind)})))
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
     return digest.digest()
+
+
+def _code_of(kind: type) -> list[bytes]:
+    """Digests of the file of a class, and of those that it imports if a checkpoint contains them; none for a library's. A class
+    that is in no file, such as one of a notebook, is another one in each process."""
+    package = kind.__module__.partition(".")[0]
+    if package in _LIBRARIES:
+        return []
+    try:
+        file = inspect.getfile(kind)
+        more = get_relative_import_files(file) if package == "transformers_modules" else []
+        return [hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more)]
+    except (OSError, TypeError):
+        return [_THIS_PROCESS]
 
 
 def _hash_tensor(tensor: Tensor) -> bytes:

@@ -208,7 +208,8 @@ class PromptTokenizer:
         """The tokens of the request's prompt, of the first one if it has several."""
         prompt = request.prompts[0] if request.prompts else None
         if isinstance(prompt, tuple):
-            return TokenizedPrompt(prompt, "client") if _are_token_ids(prompt) else TokenizedPrompt((), "text")
+            are_ids = bool(prompt) and 0 <= min(prompt) <= max(prompt) < 2**32
+            return TokenizedPrompt(prompt, "client") if are_ids else TokenizedPrompt((), "text")
         body = _tokenize_body(request, prompt)
         if body is None or (request.refusal is not None and pool.kind == "foreword"):
             return TokenizedPrompt(text_as_tokens(request), "text")
@@ -373,10 +374,6 @@ def text_as_tokens(request: GenerateRequest) -> array[int]:
     words = array("I")
     words.frombytes(text[: min(len(text), 4 << 20) // 4 * 4])
     return words
-
-
-def _are_token_ids(prompt: tuple[int, ...]) -> bool:
-    return bool(prompt) and 0 <= min(prompt) <= max(prompt) < 2**32
 
 
 def _tokenize_body(request: GenerateRequest, prompt: str | None) -> dict[str, Any] | None:

@@ -227,7 +227,7 @@ class RouterPrefixes:
         path = f"/v1/prefixes/{quote(prefix.name, safe='')}"
         try:
             status, data = await self.send(url, "foreword", tenant, "GET", path)
-            if status == 200 and _has(prefix, data):
+            if status == 200 and prefix.body.items() <= decode_object(data).items():  # it has the same content there
                 return True
             status, _ = await self.send(url, "foreword", tenant, "PUT", path, prefix.body)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
@@ -273,11 +273,6 @@ class RouterPrefixes:
             method, url + path, data=data, headers=headers, allow_redirects=False, timeout=limit
         ) as response:
             return response.status, await read_whole(response)
-
-
-def _has(prefix: NamedPrefix, data: bytes) -> bool:
-    """Whether a server's description of a prefix has the same content."""
-    return prefix.body.items() <= decode_object(data).items()
 
 
 def with_messages(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:

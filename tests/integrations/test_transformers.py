@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -339,6 +341,42 @@ def test_identity() -> None:
     ):
         assert loaded(other, **how) == 0
     assert loaded(make("llama"), salt=b"a") == 32
+    shared.close()
+
+
+def test_classes_of_the_users_own(tmp_path: Path) -> None:
+    """The source of a class that is not Transformers' is part of a model, also where its code shows behind many tokens only.
+    One that is in no file is served, too."""
+    source = """
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+class Own(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        return super().forward(x, position_ids.clamp(max={}))
+"""
+    prompt, shared = ids(150), open_store([MEMORY])
+
+    def loaded(own: type) -> int:
+        model = make("llama")
+        model.model.rotary_emb.__class__ = own
+        store = attach(model, shared)
+        go(model, prompt)
+        store.close()
+        return store.loaded_tokens[0]
+
+    def own(number: int, limit: int) -> type:
+        path = tmp_path / f"own{number}.py"
+        path.write_text(source.format(limit))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found: type = module.Own
+        return found
+
+    assert [loaded(own(number, limit)) for number, limit in enumerate((100, 100, 90))] == [0, 144, 0]
+    nowhere = type("Own", (own(3, 80),), {"__module__": "a notebook"})
+    assert [loaded(nowhere) for _ in range(2)] == [0, 144]
     shared.close()
 
 

@@ -68,10 +68,7 @@ class Vocabulary:
         text = bytes(symbols).decode("utf-8", "surrogateescape")
         if text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text):
             return self.tokens.greedy_tokenize(text)
-        return [token for symbol in symbols for token in self._byte_tokens(symbol)]
-
-    def _byte_tokens(self, symbol: int) -> list[int]:
-        return self.tokens.tokenize_bytes(bytes([symbol]))
+        return [token for symbol in symbols for token in self.tokens.tokenize_bytes(bytes([symbol]))]
 
 
 class _Bytes:

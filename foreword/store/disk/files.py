@@ -240,7 +240,7 @@ def read_block_header(file: BlockFile) -> Header | None:
 def remove_file(path: str) -> bool:
     """Remove a file, or a folder in its place. False if there is none. Raises StoreError."""
     try:
-        if _is_folder(path):
+        if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
             os.unlink(path)
@@ -249,10 +249,6 @@ def remove_file(path: str) -> bool:
     except OSError as error:
         raise store_error(error) from error
     return True
-
-
-def _is_folder(path: str) -> bool:
-    return os.path.isdir(path) and not os.path.islink(path)
 
 
 def make_folder(path: str) -> None:

@@ -187,15 +187,10 @@ class MemoryArena:
             raise StoreUnavailable(f"the system refuses {size} bytes of memory: {error}") from error
         self.size = size
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._advise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # the kernel does not support it: slower, but correct
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def _advise(self, advice: int) -> None:
-        try:
-            self._map.madvise(advice)
-        except OSError:  # the kernel does not support it: slower, but correct
-            return
 
     def write(self, offset: int, data: memoryview, size: int = 0) -> None:
         """Copy `data` to `offset`, and what lies behind it in memory up to `size` bytes."""

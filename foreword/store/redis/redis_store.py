@@ -111,7 +111,8 @@ class RedisStore(Store):
 
     def present(self, names: Sequence[Name], *, deadline: float) -> list[bool]:
         commands = [make_command(key, b"EXISTS", key) for key in map(self._key, names)]
-        return [_is_known(reply) for reply in self._run(commands, deadline)]
+        # False, too, if its server failed.
+        return [error_of(one) is None and expect(one, int) > 0 for one in self._run(commands, deadline)]
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         """As `Store.get`. Renews the time to live of the blocks, if there is one."""
@@ -352,11 +353,6 @@ def _spare_keys(key: bytes, places: int) -> Iterator[bytes]:
 def _failure(reply: Reply) -> StoreError | None:
     """The exception for a command that failed. A key of another type is no failure of the server."""
     return None if isinstance(reply, ErrorReply) and reply.code == "WRONGTYPE" else error_of(reply)
-
-
-def _is_known(reply: Reply) -> bool:
-    """Whether a key exists, by the reply to EXISTS. False if its server failed."""
-    return error_of(reply) is None and expect(reply, int) > 0
 
 
 def _length(reply: Reply, buffer: memoryview) -> int:
