@@ -317,18 +317,17 @@ class StoreTier:
         or damaged: `get` finds out what is the matter with that. They stay as they are until the context ends."""
         loan, started = Loan(), time.perf_counter()
         with contextlib.ExitStack() as stack:
-            if self._admits():
-                with contextlib.suppress(StoreError):
-                    loan = stack.enter_context(self.store.lend(names, deadline=deadline))
+            with contextlib.suppress(StoreError):
+                loan = stack.enter_context(self.store.lend(names, deadline=deadline))
             frames = list[Frame]()
             for name, data in zip(names, loan.frames, strict=False):
                 outcome = _outcome(name, data, len(data), False)
                 if not isinstance(outcome, Frame):
                     break
                 frames.append(outcome)
-            if frames:
-                self._count_read(frames, time.perf_counter() - started)
             yield loan, frames
+            if frames:  # the time of the borrower's copy is part of a read
+                self._count_read(frames, time.perf_counter() - started)
 
     def _read(
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None
