@@ -50,6 +50,11 @@ def _step(store: Store, draw: random.Random, chain: Sequence[Frame], known: set[
     action = draw.random()
     if action < 0.35:
         assert 0 <= put_all(store, part) <= len(part)
+    elif action < 0.45:
+        with store.lend(names_of(part), deadline=soon()) as lent:
+            for _ in range(20):
+                wrong = [one for one, data in zip(part, lent.frames, strict=False) if data not in (b"", one.data)]
+                assert not wrong, "a lent frame is another, or has changed"
     elif action < 0.7:
         for one, data in zip(part, read(store, part), strict=True):
             assert data in (None, one.data), "get returned the wrong bytes"

@@ -125,7 +125,8 @@ class Discovery:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 addresses = sorted({str(entry[4][0]) for entry in found})
-                self._apply([ReplicaSpec(f"http://{_in_url(address)}:{port}") for address in addresses], f"dns {url}")
+                hosts = (f"[{address}]" if ":" in address else address for address in addresses)
+                self._apply([ReplicaSpec(f"http://{one}:{port}") for one in hosts], f"dns {url}")
             except OSError as error:
                 # A failing name server says nothing about the replicas.
                 logger.warning("cannot resolve %s; the list of replicas is unchanged: %s", host, error)
@@ -161,10 +162,6 @@ def _dns_parts(url: str) -> tuple[str, int]:
     if parts is None or parts.scheme != "http" or parts.path not in ("", "/") or not parts.hostname:
         raise ConfigError(f"--replica-dns takes a URL such as http://name:8000, not {url!r}")
     return parts.hostname, parts.port or 80
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
 
 
 class ApiError(ForewordError, code="kubernetes_error"):

@@ -189,7 +189,7 @@ class ClosingPath:
         try:
             if taken < count:
                 return None
-            if path is not None and fits(path) and self._ends_with(path):
+            if path is not None and fits(path) and self._matcher.validate_tokens([*path, self._end]) == len(path) + 1:
                 return path
             return self._search(fits)
         finally:
@@ -198,9 +198,6 @@ class ClosingPath:
     def advance(self, symbols: Sequence[int], path: list[int] | None) -> None:
         """The text has grown by these symbols, and `path` ends it. If the grammar does not allow them, no path is known."""
         self.path = path if self._matcher.consume_tokens(list(symbols)) else None
-
-    def _ends_with(self, path: Sequence[int]) -> bool:
-        return self._matcher.validate_tokens([*path, self._end]) == len(path) + 1
 
     def _search(self, fits: Fits) -> list[int] | None:
         """The first path found that fits, else the shortest found. None if that takes too long."""

@@ -41,10 +41,6 @@ def grammar_text(output: StructuredOutput) -> str:
     return _WRITERS[output.kind](output)
 
 
-def _json_object(output: StructuredOutput) -> str:
-    return _from_schema({"type": "object"}, strict=True)
-
-
 def _json_schema(output: StructuredOutput) -> str:
     schema = output.value
     if not isinstance(schema, Mapping | bool):
@@ -151,7 +147,7 @@ def _choice(output: StructuredOutput) -> str:
 
 
 _WRITERS: Final = {
-    "json_object": _json_object,
+    "json_object": lambda output: _from_schema({"type": "object"}, strict=True),
     "json_schema": _json_schema,
     "regex": _regex,
     "choice": _choice,
