@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.errors import BadRequest, NotFound
+from foreword.newest import Newest
 
 _TENANT_RESPONSES: Final = 1000
 # Of all memory, what one tenant may use.
@@ -48,16 +50,20 @@ class StoredResponses:
         self._kept: OrderedDict[tuple[bytes, str], StoredResponse] = OrderedDict()
         self._bytes: Counter[bytes] = Counter()
         self._counts: Counter[bytes] = Counter()
+        self._forgotten: Newest[bytes, float] = Newest(_TENANT_RESPONSES)
 
     @property
     def used(self) -> int:
         """Bytes of all responses."""
         return self._bytes.total()
 
-    def add(self, owner: bytes, response_id: str, messages: Sequence[Message], body: bytes) -> None:
-        """Keep a response of the tenant with this salt, if it is not too large."""
+    def add(
+        self, owner: bytes, response_id: str, messages: Sequence[Message], body: bytes, began: float = math.inf
+    ) -> None:
+        """Keep a response of the tenant with this salt, if it is not too large. `began`: when its request came, by the clock;
+        if the tenant was forgotten since, it is not kept."""
         response = StoredResponse(tuple(messages), body, self._clock() + self._ttl)
-        if response.size > self._memory * _TENANT_SHARE:
+        if response.size > self._memory * _TENANT_SHARE or began <= self._forgotten.get(owner, -math.inf):
             return
         self._drop((owner, response_id))
         self._make_room(owner, response.size)
@@ -86,7 +92,8 @@ class StoredResponses:
         self._drop((owner, response_id))
 
     def forget(self, owner: bytes) -> None:
-        """Remove all responses of a tenant."""
+        """Remove all responses of a tenant; those of requests that run now are not kept."""
+        self._forgotten[owner] = self._clock()
         for key in [key for key in self._kept if key[0] == owner]:
             self._drop(key)
 

@@ -109,22 +109,24 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
         if speaks or given.refusal is not None:
             call.ignored = []  # the replica decides
             rendered = chat_request(given, pool.kind) if given.refusal is None else given
-            keep = partial(_keep, router, salt, given) if given.store and given.refusal is None else None
+            keep = partial(_keep, router, call, given) if given.store and given.refusal is None else None
             return await _proxy(router, call, given, rendered=rendered, keep=keep)
         if given.previous is not None:
             given = continued(given, router.responses.get(salt, given.previous).messages)
         model = given.model or pool.model
-        translation = Translation(dialect, given, model, call.id, partial(router.responses.add, salt))
+        translation = Translation(
+            dialect, given, model, call.id, partial(router.responses.add, salt, began=call.arrived)
+        )
         return await _proxy(router, call, chat_request(given, pool.kind), translation)
 
     return translate
 
 
-def _keep(router: Router, salt: bytes, request: GenerateRequest, response: bytes) -> None:
+def _keep(router: Router, call: Call, request: GenerateRequest, response: bytes) -> None:
     """Keep a response as the replica sent it. One with output that cannot be continued here is not kept."""
     with suppress(BadRequest):
         name, said = responses.read_response(response)
-        router.responses.add(salt, name, followed(request, said), response)
+        router.responses.add(call.tenant.salt, name, followed(request, said), response, call.arrived)
 
 
 async def _proxy(

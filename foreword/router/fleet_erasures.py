@@ -22,6 +22,8 @@ _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
 _PAUSE: Final = 5.0  # seconds
 _LONGEST_PAUSE: Final = 300.0
 _MAX: Final = 64  # of a tenant
+_FILE: Final = "the router's named prefixes"  # a place in receipts
+_MOVED: Final = "a request that ran during the erasure moved there"
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +34,8 @@ class FleetErasure:
         call: the client's.
         path: what replicas are asked for.
         receipts: of the replicas that answered, by URL.
-        open: why none came from the others, by URL.
+        open: why none came from the others, by URL, and why the router's own file is not written.
+        moved: replicas to which a request has moved since they were asked.
         failures: their answers that are no receipts, and errors.
         began: by `clock`.
     """
@@ -42,6 +45,7 @@ class FleetErasure:
     id: str = field(default_factory=lambda: os.urandom(12).hex())
     receipts: dict[str, dict[str, Any]] = field(default_factory=dict)
     open: dict[str, str] = field(default_factory=dict)
+    moved: set[str] = field(default_factory=set)
     failures: list[Answer | ForewordError] = field(default_factory=list)
     began: float = field(default_factory=clock)
 
@@ -64,7 +68,7 @@ class FleetErasure:
         left, device = (sum(one.get(name, 0) for one in each) for name in ("left", "device_blocks"))
         complete = not self.open and all(one.get("complete", not one.get("left")) for one in each)
         merged = {"what": next(iter(each))["what"], "left": left, "device_blocks": device, "complete": complete}
-        done = {"x-foreword-replicas": f"{len(self.receipts)} of {len(self.receipts) + len(self.open)}"}
+        done = {"x-foreword-replicas": f"{len(self.receipts)} of {len({*self.receipts, *self.open} - {_FILE})}"}
         receipt = {"id": self.id, **merged, "unreachable": self.open, "replicas": self.receipts}
         return Answer.json(receipt, 200 if complete else 207, done)
 
@@ -85,25 +89,32 @@ class FleetErasures:
         given = [one for one in call.query("cache_salt") if one]
         salts = [one for salt in given for one in self._router.audit.salts.all_of(call.tenant.salt, salt)]
         one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
+        older = self._of(call)[: 1 - _MAX]
+        # It is known from here on: a request may move while replicas are asked.
+        self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
-        await self._ask(one, [upstream for upstream in upstreams if upstream.kind == "foreword"])
+        asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
+        if not given:
+            self._router.responses.forget(call.tenant.salt)
+            self._router.prefixes.registry.forget(call.tenant.name)
+            one.open[_FILE] = "they are being removed"
+        await self._ask(one, asked)
         for upstream in upstreams:
             if upstream.kind != "foreword":
                 unknown = upstream.info is None
                 one.open[upstream.url] = "it was not reached yet" if unknown else "it is not a Foreword server"
-        answer = one.answer()
-        for known in self._of(call)[: 1 - _MAX]:
-            self._known.remove(known)
-        self._known.append(one)
+        if not one.receipts:  # the client gets an error, and asks again
+            self._known.remove(one)
         self._continue()
-        return answer
+        return one.answer()
 
     def _moved(self, tenant: str, arrived: float, upstream: Upstream) -> None:
         """A request that began before an erasure of its tenant moved to a replica, which knows it as a new one: what it leaves
         there is erased, too."""
         for one in self._known:
             if one.call.tenant.name == tenant and arrived <= one.began:
-                one.open[upstream.url] = "a request that ran during the erasure moved there"
+                one.moved.add(upstream.url)
+                one.open[upstream.url] = _MOVED
                 self._continue()
 
     def _continue(self) -> None:
@@ -145,9 +156,16 @@ class FleetErasures:
             return ReplicaFailed(f"{upstream.url} did not answer within {seconds:.0f} s")
 
     async def _ask(self, one: FleetErasure, upstreams: list[Upstream]) -> None:
+        """Ask replicas, and write the router's file if that is open."""
+        one.moved -= {upstream.url for upstream in upstreams}
+        if _FILE in one.open and not (problem := await self._router.prefixes.save()):
+            del one.open[_FILE]
+        elif _FILE in one.open:
+            one.open[_FILE] = problem
         answers = await asyncio.gather(*(self._get(one.call, upstream, one.path) for upstream in upstreams))
         for upstream, answer in zip(upstreams, answers, strict=True):
             one.note(upstream.url, answer)
+        one.open |= dict.fromkeys(one.moved, _MOVED)
 
     async def _repeat(self) -> None:
         """Ask replicas that did not answer, when they take requests. Ends when there are none."""
@@ -162,9 +180,11 @@ class FleetErasures:
             pause = min(2 * pause, _LONGEST_PAUSE) if refused else _PAUSE
 
     def _waits_for(self, one: FleetErasure) -> bool:
-        """Whether a replica may answer later: one that has left, or is no Foreword server, does not."""
+        """Whether a replica may answer later, or the file be written: a replica that has left, or is no Foreword server, does
+        not."""
         upstreams = (self._router.upstreams.get(url) for url in one.open)
-        return any(found is not None and (found.info is None or found.kind == "foreword") for found in upstreams)
+        able = (one for one in upstreams if one is not None and (one.info is None or one.kind == "foreword"))
+        return _FILE in one.open or any(able)
 
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
@@ -174,8 +194,6 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def clear_cache(call: Call) -> Answer:
         """Remove the tenant's blocks from all replicas, and return the receipt of each. The status is 207 while a replica has
         not answered, or a place of one is open: such a replica is asked again as soon as it takes requests."""
-        if not any(call.query("cache_salt")):
-            router.responses.forget(call.tenant.salt)
         return await erasures.erase(call)
 
     @routes.add("GET", "/v1/cache/erasures/{name}", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="cache")

@@ -24,7 +24,8 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, ConfigError, PrefixBudgetExceeded, ReplicaFailed, reason_of
+from foreword.errors import BadRequest, ConfigError, PrefixBudgetExceeded, ReplicaFailed, StoreUnavailable, reason_of
+from foreword.newest import Newest
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_body import PATHS, edited, parse_request
@@ -79,6 +80,7 @@ class PrefixRegistry:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._book = PrefixBook()
+        self._forgotten: Newest[str, float] = Newest(_TENANT_PREFIXES)
         for one in _read_saved(path) if path is not None and path.exists() else ():
             self.put(one.tenant, NamedPrefix(one.name, one.version, one.content, (), one.created))
 
@@ -112,12 +114,19 @@ class PrefixRegistry:
         return prefix
 
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
-        """Register a prefix or a new version of it."""
-        self._book.commit(prefix, KeptBytes(prefix.bytes or _size(prefix.content)), salt=tenant.encode())
+        """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
+        if prefix.created > self._forgotten.get(tenant, 0.0):
+            self._book.commit(prefix, KeptBytes(prefix.bytes or _size(prefix.content)), salt=tenant.encode())
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
         return self._book.remove(name, salt=tenant.encode())
+
+    def forget(self, tenant: str) -> None:
+        """Remove all of a tenant, also what is being registered."""
+        self._forgotten[tenant] = time.time()
+        for prefix in self.of(tenant):
+            self.remove(tenant, prefix.name)
 
     def write(self, prefixes: Sequence[tuple[str, NamedPrefix]]) -> None:
         """Write the file with these prefixes, if there is one. Takes time; runs on any thread. Raises OSError."""
@@ -162,23 +171,28 @@ class RouterPrefixes:
         """Keep a registration, and compute the prefix where the router puts it before prompts. `computed` gets the tokens of
         each replica that has done so."""
         self.registry.put(tenant.name, prefix)
-        await self._save()
+        await self.save()
         for upstream in self._router.healthy():
             if upstream.info is not None and upstream.kind != "foreword" and tenant is not PUBLIC_TENANT:
                 self._router.background(self._warm(upstream.url, upstream.info, tenant, prefix, computed))
 
     async def remove(self, tenant: Tenant, name: str) -> NamedPrefix:
-        """Raises UnknownPrefix."""
+        """Raises UnknownPrefix, and StoreUnavailable if the file would bring it back."""
         removed = self.registry.remove(tenant.name, name)
-        await self._save()
+        if problem := await self.save():
+            self.registry.put(tenant.name, removed)
+            raise StoreUnavailable(f"the prefix is not removed, its file could not be written: {problem}")
         return removed
 
-    async def _save(self) -> None:
+    async def save(self) -> str:
+        """Write the file. Returns why that failed, "" if it did not."""
         async with self._writing:
             try:
                 await asyncio.to_thread(self.registry.write, self.registry.all())
             except OSError as error:
                 logger.error("named prefixes could not be written: %s", error)
+                return str(error)
+        return ""
 
     # Requests
 

@@ -181,7 +181,8 @@ def _store(context: ServerContext, job: Job) -> None:
     writer = job.writer
     if job.request.dialect == "responses" and job.request.store and isinstance(writer, ResponsesWriter):
         messages = conversation(job.request, writer.choice(0))
-        context.responses.add(job.owner, job.head.id, messages, to_json(writer.whole(job.usage(), job.cache_report())))
+        body = to_json(writer.whole(job.usage(), job.cache_report()))
+        context.responses.add(job.owner, job.head.id, messages, body, job.arrived)
 
 
 async def events(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -236,6 +237,7 @@ class Job:
         progress: one per prompt.
         conversations: what is compared with other requests to explain misses, one per prompt.
         answer: the pieces of the first choice.
+        arrived: when it came to this server, by `time.monotonic`.
         departure: the server that continues this request, if it migrated away. Then this server only relays its output.
     """
 
@@ -253,6 +255,7 @@ class Job:
     departure: MigratedTo | None = None
     conversations: tuple[Conversation, ...] = ()
     answer: list[Piece] = field(default_factory=list)
+    arrived: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.progress = [PromptProgress(self.resumed or 0) for _ in self.requests]

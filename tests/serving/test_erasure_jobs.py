@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from typing import Any
 
 import http_client
 import httpx
+import msgspec
 import pytest
 from aiohttp import web
 from router_parts import Loop, RouterProcess, RouterThread
@@ -142,8 +144,8 @@ class Eraser(ScriptedReplica):
 
     async def _erase(self, request: web.Request) -> web.Response:
         self.asked += 1
-        if self.hangs:
-            await asyncio.Event().wait()
+        while self.hangs:
+            await asyncio.sleep(0.05)
         return web.json_response({"id": "1", "what": "tenant", "complete": True, "left": 0, "device_blocks": 3})
 
 
@@ -169,39 +171,55 @@ def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         router.kill()
 
 
+@pytest.mark.parametrize("asking", [False, True])
 def test_a_request_that_moves_after_an_erasure(
-    start_controlled: Callable[..., ControlledProcess], tmp_path: Path
+    start_controlled: Callable[..., ControlledProcess], tmp_path: Path, asking: bool
 ) -> None:
     """A stream runs while its tenant erases, and its server dies: it is continued on the other one. The erasure is open again
-    until what it has left there is erased, too."""
+    until what it has left there is erased, too: also if a third server was still being asked when the stream ended."""
     keys = ["--api-keys", "ann=k1", "--tenant-secret", "a long random text"]
     stores = {name: tmp_path / name for name in ("one", "other")}
     flags = ["--no-self-check", *keys]
     servers = [start_controlled("--store", f"disk://{path}?size=64MiB", *flags) for path in stores.values()]
     urls = {one.wait_ready(): one for one in servers}
-    router = RouterProcess(*(word for url in urls for word in ("--replica", url)), *keys).wait_for(2)
-    body = {"prompt": TEXT, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
+    third = Eraser(Loop(), hangs=asking)
+    flags = [word for url in (*urls, third.url) for word in ("--replica", url)]
+    router = RouterProcess(*flags, *keys).wait_for(3)
+    body = {
+        "prompt": TEXT,
+        "max_tokens": 200,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+        "model": "stdlib-nano",
+    }
 
-    def stored() -> list[Path]:
-        return [one for one in tmp_path.rglob("*") if one.is_file() and len(one.name) == 64]
+    def stored() -> list[str]:
+        return [name for _, _, names in os.walk(tmp_path) for name in names if len(name) == 64]
 
     try:
         with (
             slow(*servers, step=0.05) as fast,
             httpx.stream("POST", f"{router.url}/v1/completions", json=body, headers=KEY, timeout=120) as answer,
+            ThreadPoolExecutor(1) as pool,
         ):
             lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
             first = next(lines)
-            status, receipt = erase(router.url)
-            assert status == 200 and receipt["complete"]
+            until(lambda: bool(stored()))
+            erasing = pool.submit(erase, router.url)
+            until(lambda: third.asked == 1 and not stored())
+            if not asking:
+                assert erasing.result()[0] == 200
             killed = urls[answer.headers["x-foreword-route"].partition(": ")[0]]
             killed.popen.send_signal(signal.SIGKILL)
             killed.popen.wait(60)
             fast()
             assert len([first, *lines]) >= 200
+            third.hangs = False
+            _, receipt = erasing.result()
         path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
-        until(lambda: http_client.get(path, headers=KEY).json()["complete"] and not stored())
         [left] = [url for url, one in urls.items() if one is not killed]
+        until(lambda: left not in http_client.get(path, headers=KEY).json()["unreachable"] and not stored())
         assert cached(post(left, "k1", prompt=TEXT, max_tokens=1)) == 0
     finally:
         router.kill()
@@ -242,5 +260,62 @@ def test_a_replica_that_is_down_is_asked_later(start: Start, tmp_path: Path) -> 
         assert stored("down") == before["down"] // 2
         assert cached(post(urls[0], "k1", prompt=TEXT, max_tokens=1)) == 0
         assert cached(post(urls[0], "k2", prompt=TEXT, max_tokens=1)) > 0
+    finally:
+        router.kill()
+
+
+def test_named_prefixes_of_a_router(start: Start, tmp_path: Path) -> None:
+    """A tenant's named prefixes go from the router's memory and file, too: it does not bring them back, also not one that was
+    being registered. Those of others stay. While the file cannot be written, the erasure, and a removal, are not complete."""
+    keys = ["--api-keys", "ann=k1", "--api-keys", "bob=k2", "--tenant-secret", "a long random text"]
+    url, file = start("--store", f"disk://{tmp_path}/kv?size=64MiB", *keys).wait_ready(), tmp_path / "prefixes"
+    router = RouterProcess("--replica", url, "--prefix-file", str(file), *keys).wait_for(1)
+    bob = {"authorization": "Bearer k2"}
+    try:
+        for headers, text in ((KEY, TEXT), (bob, TEXT[::-1])):
+            new = {"name": "manual", "content": text}
+            http_client.post(f"{router.url}/v1/prefixes", json=new, headers=headers).raise_for_status()
+        broken = tmp_path / "prefixes.new"
+        broken.mkdir()
+        removed = http_client.delete(f"{router.url}/v1/prefixes/manual", headers=bob)
+        assert (removed.status_code, removed.json()["error"]["code"]) == (503, "store_unavailable")
+        status, receipt = erase(router.url)
+        assert status == 207 and list(receipt["unreachable"]) == ["the router's named prefixes"]
+        broken.rmdir()
+        done = f"{router.url}/v1/cache/erasures/{receipt['id']}"
+        until(lambda: http_client.get(done, headers=KEY).json()["complete"])
+        assert [one["tenant"] for one in msgspec.json.decode(file.read_bytes())] == ["bob"]
+        for headers, expected in ((KEY, 404), (bob, 200)):
+            body = {"prefix": "manual", "prompt": "x", "max_tokens": 1}
+            answer = http_client.post(f"{router.url}/v1/completions", json=body, headers=headers)
+            assert answer.status_code == expected
+        assert cached(post(url, "k1", prompt=TEXT, max_tokens=1)) == 0
+    finally:
+        router.kill()
+
+
+def test_responses_that_run_during_an_erasure(start_controlled: Callable[..., ControlledProcess]) -> None:
+    """The response of a request that ran while its tenant erased is not stored, neither by a server nor by a router; that of a
+    later one is."""
+    process = start_controlled("--no-self-check", "--api-keys", "ann=k1")
+    url = process.wait_ready()
+    router = RouterProcess("--replica", url, "--api-keys", "ann=k1").wait_for(1)
+    body = {"input": TEXT, "stream": True, "temperature": 0}
+    try:
+        for target in (url, router.url):
+            found = []
+            for erased in (True, False):
+                with (
+                    slow(process, step=0.05) as fast,
+                    httpx.stream("POST", f"{target}/v1/responses", json=body, headers=KEY, timeout=120) as answer,
+                ):
+                    lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+                    name = msgspec.json.decode(next(lines)[6:])["response"]["id"]
+                    if erased:
+                        assert erase(target)[1]["complete"]
+                    fast()
+                    assert "completed" in list(lines)[-1]
+                found.append(http_client.get(f"{target}/v1/responses/{name}", headers=KEY).status_code)
+            assert found == [404, 200]
     finally:
         router.kill()
