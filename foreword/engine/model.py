@@ -317,7 +317,7 @@ def fingerprint_model(model: nn.Module) -> bytes:
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    digest.update(b"".join(sorted({code for kind in kinds for code in _code_of(kind)})))
+    digest.update(b"".join(sorted({code for kind in kinds for code in code_of(kind)})))
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
@@ -325,10 +325,10 @@ def fingerprint_model(model: nn.Module) -> bytes:
     return digest.digest()
 
 
-def _code_of(kind: type) -> list[bytes]:
-    """Digests of the file of a class, and of those that it imports if a checkpoint contains them; none for a library's. A class
-    that is in no file, such as one of a notebook, is another one in each process."""
-    package = kind.__module__.partition(".")[0]
+def code_of(kind: Any) -> list[bytes]:
+    """Digests of the file of a class or function, and of those that it imports if a checkpoint contains them; none for a
+    library's. One that is in no file, such as in a notebook, is another one in each process."""
+    package = str(getattr(kind, "__module__", "")).partition(".")[0]
     if package in _LIBRARIES:
         return []
     try:

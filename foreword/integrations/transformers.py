@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.engine.model import fingerprint_model, fixed_rope_length
+from foreword.engine.model import code_of, fingerprint_model, fixed_rope_length
 from foreword.errors import BadRequest, ForewordError, ModelUnsupported
 from foreword.integrations.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
@@ -48,8 +49,9 @@ class _ModelKV(NamedTuple):
     """What names a model's KV.
 
     Attributes:
-        state: what tells that the model has changed since: configuration, memory and versions of its tensors, KV of a probe.
-        digest: of the weights, the configuration, and the KV of the probe, bit for bit.
+        state: what tells that the model has changed since: configuration, memory and versions of its tensors, attention,
+            hooks, KV of a probe.
+        digest: of the weights, the configuration, attention, hooks, and the KV of the probe, bit for bit.
         layers, dtype, devices: of its KV.
         longest: sequences are shorter than this. The rotary embedding of longer ones is another. 0: there is no limit.
     """
@@ -368,11 +370,22 @@ def _identify(model: Any) -> _ModelKV:
     tensors = [*model.parameters(), *model.buffers()]
     versions = tuple((one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype) for one in tensors)
     settings = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
-    state = (settings, versions, _digest(cache))
+    state = (settings, versions, *_code(model), _digest(cache))
     kv = _known.get(model)
     if kv is None or kv.state != state:
         kv = _known[model] = _inspect(model, ids, cache, state)
     return kv
+
+
+def _code(model: Any) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The name of a model's attention, and functions of other origin that compute KV, by place: that attention, and hooks. The
+    probe does not show what they do to later tokens only."""
+    attention = model.config._attn_implementation
+    found = [(attention, ALL_ATTENTION_FUNCTIONS.get(attention))]
+    for name, module in model.named_modules():
+        found += [(name, one) for one in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+    own = (one for one in found if not str(getattr(one[1], "__module__", "transformers.")).startswith("transformers."))
+    return attention, tuple(own)
 
 
 def _digest(cache: Any) -> bytes:
@@ -392,7 +405,9 @@ def _inspect(model: Any, ids: Tensor, cache: Any, state: tuple[Any, ...]) -> _Mo
     for one, two in zip(layers, other.layers, strict=True):
         if not torch.allclose(one.keys[:, :, :half], two.keys[:, :, :half], 1e-2, 1e-2):
             raise ModelUnsupported("the KV of a prefix depends on the tokens behind it")
-    digest = sha256(b"foreword/transformers\x00" + fingerprint_model(model) + state[-1]).digest()
+    *_, attention, functions, probe = state
+    code = repr((attention, [(name, code_of(one)) for name, one in functions])).encode()
+    digest = sha256(b"foreword/transformers\x00" + fingerprint_model(model) + probe + code).digest()
     return _ModelKV(
         state,
         digest,

@@ -19,6 +19,7 @@ import torch
 import transformers
 from example_counts import represented
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.conformance import FlakyStore
 from foreword.errors import BadRequest, ModelUnsupported, StoreConfigError
@@ -295,13 +296,35 @@ def _window(model: Any) -> None:
     model.config.sliding_window = 20
 
 
+def _steer_some(model: Any) -> None:
+    def steer(module: Any, inputs: Any, output: Any) -> Any:
+        return output + (inputs[0] % 250 > 224)[..., None]  # tokens that the probe does not have
+
+    model.model.embed_tokens.register_forward_hook(steer)
+
+
+def _in_windows(module: Any, query: Any, key: Any, value: Any, mask: Any, **how: Any) -> Any:
+    """Attention that is dense in short prompts."""
+    if key.shape[2] > 20:
+        places = torch.arange(key.shape[2])
+        ago = places[-query.shape[2] :, None] - places
+        mask = torch.zeros(ago.shape).masked_fill((ago < 0) | (ago > 19), -torch.inf)[None, None]
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **how)
+
+
+def _sparse(model: Any) -> None:
+    model.set_attn_implementation("in_windows")
+
+
+ALL_ATTENTION_FUNCTIONS.register("in_windows", _in_windows)
 CHANGES = {"weights": _scale, "hook": _steer, "dtype": _half, "rope": _rope, "configuration": _window}
+CHANGES |= {"hook for some": _steer_some, "attention": _sparse}
 
 
-@pytest.mark.parametrize("change", represented(CHANGES, "weights", "rope"))
+@pytest.mark.parametrize("change", represented(CHANGES, "weights", "rope", "attention"))
 def test_a_model_that_changes(change: str) -> None:
-    """Weights that are changed in place, hooks, another dtype, rotary embedding or configuration make another model, while a
-    store is attached and at the next start. Each finds its own blocks only."""
+    """Weights that are changed in place, hooks, another attention, dtype, rotary embedding or configuration make another model,
+    while a store is attached and at the next start, also if the first tokens do not show it. Each finds its own blocks only."""
     prompt, family = ids(50), "mistral" if change == "configuration" else "llama"
     changed, model = make(family), make(family)
     CHANGES[change](changed)
