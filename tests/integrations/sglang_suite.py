@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -510,6 +511,7 @@ def test_identity_of_a_server(tmp_path: Path) -> None:
     others = [
         namespace(make_model(tmp_path / "weights", 2)),
         namespace(make_model(tmp_path / "config", 1, rope_theta=5e5)),
+        namespace(make_model(tmp_path / "dtype", 1, dtype="float16")),
         namespace(one, "ab" * 32),
         *(
             namespace(one, **{name: value})
@@ -550,6 +552,13 @@ def test_what_has_no_identity_is_refused(tmp_path: Path) -> None:
         for given in (f"mine={adapter}", LoRARef(lora_id="1", lora_name="mine", lora_path=str(adapter))):
             found.add(namespace(one, enable_lora=True, lora_paths=[given]))
     assert len(found) == 2
+    first, other = (tmp_path / name for name in ("adapter", "other"))
+    shutil.copytree(first, other)
+    (other / "adapter_model.safetensors").write_text("1")
+    before = namespace(one, lora_paths=[str(first), str(other)])
+    for source, target in ((first, "swapped"), (other, "adapter"), (tmp_path / "swapped", "other")):
+        source.rename(tmp_path / target)
+    assert namespace(one, lora_paths=[str(other), str(first)]) != before
     with pytest.raises(ForewordError, match="adapter"):
         namespace(one, lora_paths=[str(one)])  # a model's folder
 

@@ -119,7 +119,8 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
     for one in server["lora_paths"] or ():
         path = one["lora_path"] if isinstance(one, dict) else str(one).rpartition("=")[2]
         try:
-            digest += digest_of_files(adapter_files(model_folder(path, None)))
+            # Its requests are named after its path.
+            digest += sha256(path.encode()).digest() + digest_of_files(adapter_files(model_folder(path, None)))
         except OSError as error:
             raise ModelUnsupported(f"the files of the adapter {path!r} cannot be read: {error}") from error
     return digest
@@ -128,9 +129,8 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
 def _model(path: str, revision: str | None, code: bool) -> bytes:
     folder = model_folder(path, revision)
     config = {name: json.loads((folder / name).read_text("utf-8")) for name in _CONFIGS if (folder / name).is_file()}
-    plain = {
-        name: {key: one for key, one in found.items() if key not in IGNORED_KEYS} for name, found in config.items()
-    }
+    ignored = IGNORED_KEYS - {"dtype", "torch_dtype"}  # `--dtype auto` follows them
+    plain = {name: {key: one for key, one in found.items() if key not in ignored} for name, found in config.items()}
     return weights_digest(Path(folder), code=code) + sha256(json.dumps(plain, sort_keys=True).encode()).digest()
 
 
