@@ -34,11 +34,10 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Tools for `Tokenizer.render_chat`."""
-    return [{"type": "function", "function": _function(tool)} for tool in tools]
-
-
-def _function(tool: Tool) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    described = (
+        {"name": one.name, "description": one.description, "parameters": dict(one.parameters)} for one in tools
+    )
+    return [{"type": "function", "function": one} for one in described]
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -170,7 +170,8 @@ def _parse(entry: str) -> tuple[str, Quota]:
     values: dict[str, float] = {}
     for limit in limits or [""]:
         name, _, number = limit.partition("=")
-        if name not in ("requests", "tokens", "concurrent") or not _is_positive(number):
+        is_number = number.isascii() and number.replace(".", "", 1).isdigit()
+        if name not in ("requests", "tokens", "concurrent") or not is_number or float(number) <= 0:
             raise ConfigError(
                 f"quota {entry!r}: write TENANT and any of requests=N, tokens=N (per minute) and concurrent=N, "
                 "separated by spaces; TENANT is * for all others"
@@ -178,7 +179,3 @@ def _parse(entry: str) -> tuple[str, Quota]:
         values[name] = float(number)
     concurrent = values.pop("concurrent", None)
     return tenant, Quota(**values, concurrent=None if concurrent is None else max(int(concurrent), 1))
-
-
-def _is_positive(number: str) -> bool:
-    return number.isascii() and number.replace(".", "", 1).isdigit() and float(number) > 0

@@ -228,7 +228,14 @@ def verify(
     with _opened(urls, _keys(), only_read=not repair) as store:
         found = {tier.label: _verify_tier(tier, repair) for tier in store.tiers}
     if as_json:
-        print(json.dumps({label: _findings(one) for label, one in found.items()}, indent=2))
+        counts = {
+            label: {
+                "sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "unread": one.unread, "foreign": one.foreign,
+                "bytes": one.read, "removed": one.removed,
+            }
+            for label, one in found.items()
+        }  # fmt: skip
+        print(json.dumps(counts, indent=2))
     else:
         for label, one in found.items():
             bad = (
@@ -243,13 +250,6 @@ def verify(
             )
     if any(sum(one.bad.values()) > one.removed or one.unread for one in found.values()):
         raise typer.Exit(1)
-
-
-def _findings(one: _TierFindings) -> dict[str, Any]:
-    return {
-        "sound": one.sound, "bad": dict(one.bad), "gone": one.gone, "unread": one.unread, "foreign": one.foreign,
-        "bytes": one.read, "removed": one.removed,
-    }  # fmt: skip
 
 
 def _verify_tier(tier: StoreTier, repair: bool) -> _TierFindings:

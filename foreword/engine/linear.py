@@ -260,7 +260,8 @@ def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.L
         if layer in seen:
             return
         seen.add(layer)
-        if same and _fits(groups[-1][0], layer):
+        first = groups[-1][0] if same else layer
+        if same and first.weight.dtype == layer.weight.dtype and (first.bias is None) == (layer.bias is None):
             groups[-1].append(layer)
         else:
             groups.append([layer])
@@ -272,10 +273,6 @@ def find_siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.L
         for hook in hooks:
             hook.remove()
     return [group for group in groups if len(group) > 1]
-
-
-def _fits(first: nn.Linear, other: nn.Linear) -> bool:
-    return first.weight.dtype == other.weight.dtype and (first.bias is None) == (other.bias is None)
 
 
 class Patch:

@@ -304,8 +304,7 @@ class OffloadManager:
         groups = store_load.groups[first : first + same] or [0] * same
         with self.store.tiers[place].lend(store_load.names[first : first + same], deadline) as (lent, frames):
             usable = self._count_usable(frames, groups)
-            slots = lent.slots[:usable]
-            scatter = functools.partial(self._scatter, store_load, done, slots, groups, lent)
+            scatter = functools.partial(self._scatter, store_load, done, lent.slots[:usable], groups, lent)
             return usable if usable and store_load.fill([place] * usable, scatter) else 0
 
     def _load_batch(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:

@@ -132,9 +132,7 @@ class StagingArena:
         if self._on_device is not None:
             self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks])
             return
-        arena = self._arena
-        if lent is not None:
-            arena = torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
+        arena = self._arena if lent is None else torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
         for block, slot, count in _runs(blocks, slots):
             self._groups[group].copy(arena, block, slot, count, into_frames=False)
 

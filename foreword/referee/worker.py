@@ -67,7 +67,15 @@ class VllmEngine:
     def _answer(self, prompts: list[dict[str, Any]], params: Any, adapters: list[Any]) -> list[dict[str, Any]]:
         if self._pools:
             vectors = self._llm.encode(prompts, pooling_task="embed", use_tqdm=False)
-            return [_vector(output) for output in vectors]
+            return [
+                {
+                    "asked": len(output.prompt_token_ids),
+                    "cached": output.num_cached_tokens,
+                    "tokens": [],
+                    "logprobs": output.outputs.data.reshape(-1).tolist(),
+                }
+                for output in vectors
+            ]
         began = time.perf_counter()
         given = adapters if any(adapters) else None
         outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=given)
@@ -209,15 +217,6 @@ def _adapters(given: list[Any] | None, count: int) -> list[Any]:
 
     each = [given] * count if isinstance(given[0], str) else given
     return [LoRARequest(*one) if one else None for one in each]
-
-
-def _vector(output: Any) -> dict[str, Any]:
-    return {
-        "asked": len(output.prompt_token_ids),
-        "cached": output.num_cached_tokens,
-        "tokens": [],
-        "logprobs": output.outputs.data.reshape(-1).tolist(),
-    }
 
 
 def _result(output: Any, whole: float) -> dict[str, Any]:

@@ -32,7 +32,13 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     @routes.add("GET", _PATH + "state", right=state, meter=free, body=NO_BODY, tag="router")
     async def show_state(call: Call) -> dict[str, Any]:
         """The state of the router and all replicas."""
-        return _state(router)
+        return {
+            "ready": router.ready() is None,
+            "draining": router.draining,
+            "in_flight": sum(one.in_flight for one in router.upstreams.values()),
+            "models": [_pool_state(pool) for pool in router.pools.values()],
+            "replicas": [describe(router, one) for one in router.upstreams.values()],
+        }
 
     @routes.add("GET", _PATH + "replicas", right=state, meter=free, body=NO_BODY, tag="router")
     async def replicas(call: Call) -> dict[str, Any]:
@@ -77,16 +83,6 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         if not last.isdigit():
             raise BadRequest("last: must be a number", param="last")
         return {"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))}
-
-
-def _state(router: Router) -> dict[str, Any]:
-    return {
-        "ready": router.ready() is None,
-        "draining": router.draining,
-        "in_flight": sum(one.in_flight for one in router.upstreams.values()),
-        "models": [_pool_state(pool) for pool in router.pools.values()],
-        "replicas": [describe(router, one) for one in router.upstreams.values()],
-    }
 
 
 def _pool_state(pool: ReplicaPool) -> dict[str, Any]:

@@ -70,16 +70,16 @@ async def _retain(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest
     return await engine.retain(tokens, ttl, body.priority, salt=salt)
 
 
-async def _pin(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
-    return await engine.pin(tokens, salt=salt)
-
-
 async def _prefetch(engine: AsyncEngine, tokens: Sequence[int], body: CacheRequest, salt: Salt) -> RetentionAnswer:
     prefetch = partial(engine.prefetch, tokens, salt=salt)
     return await (prefetch() if body.seconds is None else prefetch(seconds=body.seconds))
 
 
-_VERBS: dict[str, Verb] = {"retain": _retain, "pin": _pin, "prefetch": _prefetch}
+_VERBS: dict[str, Verb] = {
+    "retain": _retain,
+    "pin": lambda engine, tokens, body, salt: engine.pin(tokens, salt=salt),
+    "prefetch": _prefetch,
+}
 
 
 async def _answer(context: ServerContext, call: Call, name: str) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
             continue
         try:
             fields = json.loads(line)
-            yield fields, _parse(fields, numbers)
+            yield fields, _parse_blocks(fields, numbers) if "hash_ids" in fields else _parse_text(fields)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else reason
@@ -278,10 +278,6 @@ def _with_outputs(requests: list[TraceRequest]) -> list[TraceRequest]:
         if full >= _MIN_TURN_BLOCKS and len(request.ids) * size < request.prompt_tokens + request.output_tokens:
             waiting.setdefault((size, full, request.ids[full - 1]), []).append(number)
     return found
-
-
-def _parse(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRequest:
-    return _parse_blocks(fields, numbers) if "hash_ids" in fields else _parse_text(fields)
 
 
 def _parse_blocks(fields: Mapping[str, Any], numbers: dict[int, int]) -> TraceRequest:

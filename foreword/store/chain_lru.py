@@ -42,10 +42,6 @@ class _Tenant:
         return TenantUse(self.slots, self.used_at)
 
 
-def _same_tenant(name: Name) -> bytes:
-    return b""
-
-
 class ChainLru:
     """The blocks in a fixed number of slots, their parents, and their last uses.
 
@@ -80,7 +76,9 @@ class ChainLru:
         "slots",
     )
 
-    def __init__(self, slots: int, tenant_of: Callable[[Name], bytes] = _same_tenant, quota: int | None = None) -> None:
+    def __init__(
+        self, slots: int, tenant_of: Callable[[Name], bytes] = lambda _: b"", quota: int | None = None
+    ) -> None:
         self.slots = slots
         self._quota = slots if quota is None else quota
         self._tenant_of = tenant_of

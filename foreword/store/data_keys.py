@@ -228,7 +228,7 @@ class DataKeys:
             return key
 
     def _find_active(self, tenant: bytes) -> DataKey | None:
-        names = self._names(tenant)
+        names = [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""))]
         if _DESTROYED in names:
             return None
         known = [self.opening(tenant, _number(name)) for name in names]
@@ -250,10 +250,6 @@ class DataKeys:
             return False
         self._entries.pop((tenant, key.id), None)
         return True
-
-    def _names(self, tenant: bytes) -> list[str]:
-        """The last parts of the tenant's record keys."""
-        return [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""))]
 
     def _checked(self, tenant: bytes, number: int, entry: _Entry | None) -> _Entry:
         before, destructions = entry or _Entry(None, 0.0, -math.inf), self._destructions

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import LayerLayout, Layout
+from foreword.blocks.layout import Layout
 from foreword.errors import TransferError
 from foreword.transfer.wire_format import KVPart, join_keys, split_keys
 
@@ -22,11 +22,8 @@ _TOKENS: Final = "tokens"
 def payload_bytes(layout: Layout, part: KVPart) -> int:
     """Length of a part's payload. The part's layers must be the layout's."""
     units = part.tokens if layout.order == _TOKENS else part.blocks * layout.block_size
-    return units * layout.item_bytes * sum(layer.elements for layer in _layers(layout, part))
-
-
-def _layers(layout: Layout, part: KVPart) -> Sequence[LayerLayout]:
-    return layout.layers[part.first_layer : part.first_layer + part.layers]
+    layers = layout.layers[part.first_layer : part.first_layer + part.layers]
+    return units * layout.item_bytes * sum(layer.elements for layer in layers)
 
 
 def split(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall, ToolChoice
+from foreword.api.request import CacheBreakpoint, GenerateRequest, Message, OutputFormat, Tool, ToolCall
 
 ReplicaKind = Literal["foreword", "vllm", "openai"]
 
@@ -118,9 +118,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def _tools(request: GenerateRequest, *, cached: bool) -> dict[str, Any]:
     if not request.tools:
         return {}
+    choice = request.tool_choice
     return {
         "tools": [_tool(tool, cached=cached) for tool in request.tools],
-        "tool_choice": _choice(request.tool_choice),
+        "tool_choice": {"type": "function", "function": {"name": choice.name}}
+        if choice.mode == "named"
+        else choice.mode,
         **({} if request.parallel_tool_calls else {"parallel_tool_calls": False}),
     }
 
@@ -133,7 +136,3 @@ def _tool(tool: Tool, *, cached: bool) -> dict[str, Any]:
         function["strict"] = True
     mark = {"cache_control": _cache_control(tool.breakpoint)} if cached and tool.breakpoint is not None else {}
     return {"type": "function", "function": function, **mark}
-
-
-def _choice(choice: ToolChoice) -> Any:
-    return {"type": "function", "function": {"name": choice.name}} if choice.mode == "named" else choice.mode

@@ -88,7 +88,9 @@ def _simplify(fields: dict[str, Any], name: str | None, *, again: bool) -> bool:
         several = isinstance(value, list) and all(isinstance(one, list | str) for one in value)
         fields["prompt"] = [*map(_digest, value)] if several else _digest(value)
     if name == "tools" and not again:
-        fields[name] = [one for one in value if _is_function(one)] if isinstance(value, list) else []
+        known = ("function", "custom")
+        tools = (one for one in value if isinstance(one, dict)) if isinstance(value, list) else ()
+        fields[name] = [one for one in tools if one.get("type", "function") in known]
     elif name in _CONVERSATIONS and not again:
         fields[name] = _simpler(value, "message")
     elif name in ("messages", "input") and isinstance(value, list):
@@ -102,10 +104,6 @@ def _decoded(raw: msgspec.Raw) -> Any:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, RecursionError):
         return None
-
-
-def _is_function(tool: Any) -> bool:
-    return isinstance(tool, dict) and tool.get("type", "function") in ("function", "custom")
 
 
 def _simpler(value: Any, place: str = "part") -> Any:

@@ -207,11 +207,9 @@ class ResponsesWriter(BaseWriter):
         text = "" if empty else block.text
         if block.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        found = [] if empty or block is not self._last_text() else self._answer.logprobs or []
+        last = next((one for one in reversed(self._answer.blocks) if one.kind == "text"), None)
+        found = [] if empty or block is not last else self._answer.logprobs or []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": _entries(found)}
-
-    def _last_text(self) -> Block | None:
-        return next((block for block in reversed(self._answer.blocks) if block.kind == "text"), None)
 
     def _item_id(self, block: Block) -> str:
         return f"{_ITEM_PREFIXES[block.kind]}_{self.head.id.removeprefix('resp_')}_{self._index(block)}"

@@ -89,14 +89,11 @@ class ChoiceOutput:
             self.blocks.append(block)
             return block
         if isinstance(piece, CallArguments):
-            block = self._call(piece.index)
+            block = next(one for one in reversed(self.blocks) if one.kind == "call" and one.index == piece.index)
         else:
             block = self._run("text" if isinstance(piece, Text) else "reasoning")
         block.parts.append(piece.text)
         return block
-
-    def _call(self, index: int) -> Block:
-        return next(one for one in reversed(self.blocks) if one.kind == "call" and one.index == index)
 
     def _run(self, kind: Literal["text", "reasoning"]) -> Block:
         if not self.blocks or self.blocks[-1].kind != kind:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import xxhash
 
@@ -265,7 +265,7 @@ class Conversation:
     @cached_property
     def prefixes(self) -> list[int]:
         """For each message, a hash of all messages up to it."""
-        return list(accumulate((one.whole for one in self.messages), _combine))
+        return list(accumulate((one.whole for one in self.messages), lambda *both: _of_numbers(both)))
 
     @cached_property
     def hashes(self) -> frozenset[int]:
@@ -319,7 +319,10 @@ def outline(
         "cache_salt": digest(salt),
         "chat_template": digest(template),
         "prefix": digest(request.prefix or ""),
-        **{f"chat_template_kwargs.{k}": _json(v) for k, v in sorted(request.template_options.items())},
+        **{
+            f"chat_template_kwargs.{k}": digest(json.dumps(v, sort_keys=True, default=str))
+            for k, v in sorted(request.template_options.items())
+        },
     }
     known = known or {}
     if request.messages:
@@ -400,13 +403,5 @@ def _names(request: GenerateRequest) -> Iterable[str]:
     return (apart[0] if i < leading else f"{apart[1]}[{i - leading}]" for i in range(len(request.messages)))
 
 
-def _json(value: Any) -> int:
-    return digest(json.dumps(value, sort_keys=True, default=str))
-
-
 def _of_numbers(numbers: Sequence[int]) -> int:
     return digest(array("Q", numbers).tobytes())
-
-
-def _combine(before: int, number: int) -> int:
-    return _of_numbers((before, number))

@@ -83,7 +83,7 @@ class JsonCalls:
             elif key in _ARGUMENT_KEYS and early is None and not self.started:
                 early = yield from self._arguments(name)
             else:
-                yield from self.value(_ignore)
+                yield from self.value(lambda _: None)
         if not self.started:
             self._write(name, early if early is not None else "{}")
         yield from reader.expect("}")
@@ -146,10 +146,6 @@ class JsonCalls:
         yield from self.reader.expect(char)
         sink(char)
         return char
-
-
-def _ignore(_: str) -> None:
-    pass
 
 
 def _sendable(text: str) -> bool:

@@ -58,11 +58,8 @@ def formats_named(tools: str | None, reasoning: str | None) -> AnswerFormats:
 def detect(chat_template: str, model_type: str = "") -> AnswerFormats:
     """The formats that a chat template writes for earlier turns, which are the ones that the model writes."""
     found = (name for name in TOOL_FORMATS if TOOL_FORMATS[name].detects(chat_template, model_type))
-    return AnswerFormats(next(found, None), _reasoning_of(chat_template))
-
-
-def _reasoning_of(template: str) -> ReasoningFormat | None:
-    return next((name for name, tags in REASONING_TAGS.items() if tags.close in template), None)
+    reasoning = (name for name, tags in REASONING_TAGS.items() if tags.close in chat_template)
+    return AnswerFormats(next(found, None), next(reasoning, None))
 
 
 def opens_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> bool:

@@ -238,7 +238,7 @@ class _LayerAttention:
             self._step.tables, self._sinks, params.scale, params.softcap or 0.0, params.window or 0,
             query.stride(1), query.stride(2), self._kv_heads, query.shape[1] // self._kv_heads, self._step.block_size,
             len(tiles), first_part, self._parts_per_row,
-            **self._sizes, ROWS=rows, GROUP=self._group, KEYS=_keys(self._paged), PARTS=self._parts_per_row > 1,
+            **self._sizes, ROWS=rows, GROUP=self._group, KEYS=32 if _wide(self._paged) else 64, PARTS=self._parts_per_row > 1,
             SHARED=programs > 0, REST=first_part > 0, SOFTCAP=params.softcap is not None,
             WINDOW=params.window is not None, SINKS=params.sinks is not None, WIDEN=query.device.type == "cpu",
             num_warps=8 if rows > 64 else 4, num_stages=2,
@@ -262,11 +262,6 @@ def _sizes(paged: PagedLayer) -> dict[str, Any]:
 def _wide(paged: PagedLayer) -> bool:
     """Whether tiles of the usual size would not fit into a multiprocessor's shared memory and registers."""
     return max(paged.k.shape[2], paged.v.shape[2]) * paged.k.element_size() > 256
-
-
-def _keys(paged: PagedLayer) -> int:
-    """Keys that a program handles at a time."""
-    return 32 if _wide(paged) else 64
 
 
 def _prefill_rows(paged: PagedLayer) -> int:

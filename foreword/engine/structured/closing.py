@@ -86,10 +86,6 @@ def _repeat(value: Any) -> str:
     return text * int(least)
 
 
-def _branch(value: Any) -> str:
-    return min((_sequence(branch) for branch in value[1]), key=len)
-
-
 def _set(value: Any) -> str:
     if str(value[0][0]) == "NEGATE":
         excluded = {_one(str(op), one) for op, one in value[1:] if str(op) == "LITERAL"}
@@ -105,7 +101,7 @@ _WRITERS: Final[dict[str, Callable[[Any], str]]] = {
     "AT": lambda _: "",
     "IN": _set,
     "CATEGORY": lambda value: _CATEGORIES.get(str(value), "-"),
-    "BRANCH": _branch,
+    "BRANCH": lambda value: min(map(_sequence, value[1]), key=len),
     "SUBPATTERN": lambda value: _sequence(value[-1]),
     "MAX_REPEAT": _repeat,
     "MIN_REPEAT": _repeat,

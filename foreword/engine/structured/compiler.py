@@ -91,14 +91,6 @@ def _texts(schema: object) -> Iterator[tuple[int, str]]:
             yield depth - 1, value if isinstance(value, str) else ""
 
 
-def _regex(output: StructuredOutput) -> str:
-    return str(LLMatcher.grammar_from_regex(_checked(output.value, "regex")))
-
-
-def _grammar(output: StructuredOutput) -> str:
-    return str(LLMatcher.grammar_from_lark(_checked(output.value, "grammar")))
-
-
 def _in_lark(output: StructuredOutput) -> StructuredOutput:
     """The same, if it is a grammar in EBNF in the other syntax. Raises BadRequest."""
     rules = len(_RULES.findall(_checked(output.value, "grammar"))) if output.kind == "grammar" else 0
@@ -146,12 +138,12 @@ def _choice(output: StructuredOutput) -> str:
     return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in choices)))
 
 
-_WRITERS: Final = {
+_WRITERS: Final[dict[str, Callable[[StructuredOutput], str]]] = {
     "json_object": lambda output: _from_schema({"type": "object"}, strict=True),
     "json_schema": _json_schema,
-    "regex": _regex,
+    "regex": lambda output: str(LLMatcher.grammar_from_regex(_checked(output.value, "regex"))),
     "choice": _choice,
-    "grammar": _grammar,
+    "grammar": lambda output: str(LLMatcher.grammar_from_lark(_checked(output.value, "grammar"))),
 }
 
 

@@ -348,15 +348,13 @@ class IndexOpener:
 
     def _delay(self, error: StoreError | None) -> float:
         """Seconds until the next attempt. Makes room on a full disk."""
-        if isinstance(error, BrokenIndex) and self._notes["rebuilt"] < self._limit():
+        # Rebuilds that there may have been by now without a pause.
+        few = self._notes["rebuilt"] < 3 + (time.monotonic() - self._began) / _RETRY
+        if isinstance(error, BrokenIndex) and few:
             return 0.0
         if isinstance(error, DiskFull) and remove_oldest_files(self._files, _FILES_FOR_ROOM):
             return _RETRY_SOON
         return _RETRY
-
-    def _limit(self) -> float:
-        """How many rebuilds there may have been by now without a pause."""
-        return 3 + (time.monotonic() - self._began) / _RETRY
 
     def _report(self, error: StoreError) -> StoreError:
         if not self._reported:

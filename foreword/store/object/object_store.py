@@ -53,7 +53,6 @@ from foreword.store.object.bucket import ChunkRead, ObjectBucket
 from foreword.store.object.chunks import (
     MAX_BLOCKS,
     Heads,
-    IndexEntry,
     Location,
     ObjectChunk,
     RecentlyUsed,
@@ -264,7 +263,8 @@ class ObjectStore(Store):
                     name = chunk.prefix + entry.key
                     self._heads.note(entry.key, chunk.head)
                     self._locations.set(name, (chunk, place))
-                    blocks.append(_described(name, entry, meta["last_modified"].timestamp()))
+                    stored_at = meta["last_modified"].timestamp()
+                    blocks.append(StoredBlock(name, entry.parent, entry.depth, entry.length, stored_at))
             yield blocks
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
@@ -443,10 +443,6 @@ def _copied(data: memoryview | int | None, place: int, count: int, buffer: memor
     return len(frame)
 
 
-def _described(name: Name, entry: IndexEntry, stored_at: float) -> StoredBlock:
-    return StoredBlock(name, entry.parent, entry.depth, entry.length, stored_at)
-
-
 class Renewals:
     """Writes chunks again, one at a time, in the background.
 
@@ -476,15 +472,16 @@ class Renewals:
         if not self._after:
             return
         limit = time.time() - self._after
-        old = {chunk.path: chunk for chunk in chunks if max(chunk.written, self._last(chunk)) < limit}
+        old = {
+            chunk.path: chunk
+            for chunk in chunks
+            if max(chunk.written, self._renewed.get(chunk.path.encode()) or 0) < limit
+        }
         with self._lock:
             self._waiting.update(list(old.items())[: _WAITING - len(self._waiting)])
             start, self._working = bool(self._waiting) and not self._working, bool(self._waiting) or self._working
         if start:
             self._start(self._work())
-
-    def _last(self, chunk: ObjectChunk) -> float:
-        return self._renewed.get(chunk.path.encode()) or 0.0
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         try:
