@@ -482,6 +482,7 @@ def test_others_continue_while_one_loads(llama: Path) -> None:
             lookup = staticmethod(inner.lookup)
             put = staticmethod(inner.put)
             get = staticmethod(store.get)
+            lend = staticmethod(store.lend)
             status = staticmethod(inner.status)
             close = staticmethod(inner.close)
 

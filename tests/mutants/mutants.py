@@ -493,16 +493,30 @@ MUTANTS = (
     Mutant(
         "offload: loaded into the next block",
         "foreword/offload/manager.py",
-        "store_load.blocks[done + low : done + high], group)",
-        "(*store_load.blocks[done + low + 1 : done + high], store_load.blocks[done + low]), group)",
+        "store_load.blocks[done + low : done + high], group, lent)",
+        "(*store_load.blocks[done + low + 1 : done + high], store_load.blocks[done + low]), group, lent)",
         OFFLOAD,
     ),
     Mutant(
         "offload: a block that was not read counts as loaded",
         "foreword/offload/manager.py",
-        "pairs = itertools.takewhile(self._is_usable, zip(found, groups, strict=True))",
-        "pairs = filter(self._is_usable, zip(found, groups, strict=True))",
+        "for one in itertools.takewhile(bool, found)",
+        "for one in found",
         OFFLOAD,
+    ),
+    Mutant(
+        "offload: lent frames are not verified",
+        "foreword/store/tier.py",
+        "_outcome(name, data, len(data), False)",
+        "_outcome(name, data, len(data), True)",
+        OFFLOAD,
+    ),
+    Mutant(
+        "store: what is lent is evicted",
+        "foreword/store/memory/memory_store.py",
+        "            in_use[slot] += 1\n",
+        "            in_use[slot] += 0\n",
+        ("tests/store/test_memory.py",),
     ),
     # A router reads as its replicas do
     Mutant(
