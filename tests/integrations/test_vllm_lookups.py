@@ -175,7 +175,7 @@ def test_a_disk_that_is_full(operated: Operated) -> None:
         operated.ask(next(seeds), 900)
 
     def is_now(state: str) -> bool:
-        return operated.states()[("disk", "worker 0")] == state
+        return operated.states().get(("disk", "worker 0")) == state
 
     operated.until(lambda: is_now("full"), "a full disk", ask)
     assert operated.has_line("WARNING", "Worker", "tier disk is full")
