@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -51,7 +53,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
-_THIS_PROCESS = os.urandom(32)
+_in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 # Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
 # convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of
 # them only beyond a length that no short check reaches.
@@ -316,8 +318,9 @@ def fingerprint_model(model: nn.Module) -> bytes:
     """
     settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    digest.update(b"".join(sorted({code for kind in kinds for code in code_of(kind)})))
+    own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
+    for name, module in model.named_modules():
+        digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
         for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
@@ -326,17 +329,22 @@ def fingerprint_model(model: nn.Module) -> bytes:
 
 
 def code_of(kind: Any) -> list[bytes]:
-    """Digests of the file of a class or function, and of those that it imports if a checkpoint contains them; none for a
-    library's. One that is in no file, such as in a notebook, is another one in each process."""
-    package = str(getattr(kind, "__module__", "")).partition(".")[0]
+    """What names the code of a class or function: its place in its file, a digest of that, and of files that it imports if a
+    checkpoint contains them. Nothing for a library's. One that is in no file, as in a notebook, is another one each time it is
+    defined."""
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    kind = kind if hasattr(kind, "__qualname__") else type(kind)
+    package = str(kind.__module__).partition(".")[0]
     if package in _LIBRARIES:
         return []
     try:
         file = inspect.getfile(kind)
         more = get_relative_import_files(file) if package == "transformers_modules" else []
-        return [hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more)]
+        place = kind.__qualname__, getattr(getattr(kind, "__code__", None), "co_firstlineno", 0)
+        return [repr(place).encode(), *sorted(hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more))]
     except (OSError, TypeError):
-        return [_THIS_PROCESS]
+        return [_in_no_file.setdefault(kind, os.urandom(32))]
 
 
 def _hash_tensor(tensor: Tensor) -> bytes:

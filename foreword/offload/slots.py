@@ -61,7 +61,7 @@ class SlotReader:
         self._pool = pool
         self._limit = max(slots // _SHARE, 1)
         self._lock = threading.Lock()
-        self._lent = 0
+        self._direct = 0
         self._hung = 0
 
     def read(
@@ -80,24 +80,24 @@ class SlotReader:
             call.when_returned(lambda: self._return(hung))
 
         buffers = [self._staging.buffer(slot) for slot in slots]
-        lent = len(slots) if blocking else 0
-        if not self._lend(lent):
+        direct = len(slots) if blocking else 0
+        if not self._may_write(direct):
             return self._store.fetch(names, buffers, deadline=deadline), kept
         try:
             return self._store.fetch(names, buffers, deadline=deadline, on_late=late), kept
         finally:
-            self._change(lent=-lent)
+            self._change(direct=-direct)
 
-    def _lend(self, count: int) -> bool:
+    def _may_write(self, count: int) -> bool:
         with self._lock:
-            if self._hung or self._lent + count > self._limit:
+            if self._hung or self._direct + count > self._limit:
                 return False
-            self._lent += count
+            self._direct += count
             return True
 
-    def _change(self, *, lent: int = 0, hung: int = 0) -> None:
+    def _change(self, *, direct: int = 0, hung: int = 0) -> None:
         with self._lock:
-            self._lent += lent
+            self._direct += direct
             self._hung += hung
 
     def _return(self, slots: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import os
 import sys
@@ -20,6 +21,7 @@ import transformers
 from example_counts import represented
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foreword.conformance import FlakyStore
 from foreword.errors import BadRequest, ModelUnsupported, StoreConfigError
@@ -367,6 +369,41 @@ def test_identity() -> None:
     shared.close()
 
 
+class _Clamped(LlamaRotaryEmbedding):
+    def forward(self, x: Any, position_ids: Tensor) -> Any:
+        return super().forward(x, position_ids.clamp(max=70))
+
+
+class _ClampedLess(LlamaRotaryEmbedding):
+    def forward(self, x: Any, position_ids: Tensor) -> Any:
+        return super().forward(x, position_ids.clamp(max=60))
+
+
+class _Hooks:
+    def one(self, *given: Any) -> Any:
+        return given[-1]
+
+    def other(self, *given: Any) -> Any:
+        return given[-1]
+
+    def __call__(self, *given: Any) -> Any:
+        return given[-1]
+
+
+def test_hooks_of_one_file() -> None:
+    """Hooks that are at different places of one file are different models, be they methods, objects or parts of functions."""
+    prompt, shared, hooks, loaded = ids(50), open_store([MEMORY]), _Hooks(), []
+    for hook in (hooks.one, hooks.one, hooks.other, hooks, functools.partial(_Hooks.one, hooks)):
+        model = make("llama")
+        model.model.layers[0].register_forward_hook(hook)
+        store = attach(model, shared)
+        go(model, prompt)
+        store.close()
+        loaded.append(store.loaded_tokens[0])
+    assert loaded == [0, 48, 0, 0, 48]
+    shared.close()
+
+
 def test_classes_of_the_users_own(tmp_path: Path) -> None:
     """The source of a class that is not Transformers' is part of a model, also where its code shows behind many tokens only.
     One that is in no file is served, too."""
@@ -398,8 +435,9 @@ class Own(LlamaRotaryEmbedding):
         return found
 
     assert [loaded(own(number, limit)) for number, limit in enumerate((100, 100, 90))] == [0, 144, 0]
-    nowhere = type("Own", (own(3, 80),), {"__module__": "a notebook"})
-    assert [loaded(nowhere) for _ in range(2)] == [0, 144]
+    nowhere = [type("Own", (own(3 + number, 80),), {"__module__": "a notebook"}) for number in range(2)]
+    assert [loaded(nowhere[number]) for number in (0, 0, 1)] == [0, 144, 0]
+    assert [loaded(one) for one in (_Clamped, _Clamped, _ClampedLess)] == [0, 144, 0]
     shared.close()
 
 

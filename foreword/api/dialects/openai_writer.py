@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from foreword.api import logprobs, sse
-from foreword.api.dialects.writer import BaseWriter, Block, ChoiceOutput, ResponseHead, to_json
+from foreword.api.dialects.writer import BaseWriter, ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import error_body
 from foreword.api.output import CallArguments, CallStart, ChoiceDelta, Piece, PromptInfo, Text, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
@@ -150,7 +150,10 @@ class ChatWriter(OpenAIWriter):
         return {"delta": _delta(pieces), "logprobs": shown}
 
     def _whole(self, choice: ChoiceOutput) -> dict[str, Any]:
-        calls = [_whole_call(block) for block in choice.calls]
+        calls = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.text}}
+            for one in choice.calls
+        ]
         reasoning = choice.joined("reasoning")
         message = {
             "role": "assistant",
@@ -166,10 +169,6 @@ class ChatWriter(OpenAIWriter):
     def _beside(self, prompt: PromptInfo) -> dict[str, Any]:
         """A chat has one prompt."""
         return _prompt_fields(prompt)
-
-
-def _whole_call(block: Block) -> dict[str, Any]:
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.text}}
 
 
 def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
