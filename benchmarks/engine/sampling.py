@@ -43,6 +43,8 @@ KINDS = {
     "min_p 0.05": SamplingParams(min_p=0.05),
     "greedy, repetition penalty 1.1": SamplingParams(temperature=0.0, repetition_penalty=1.1),
     "temperature 1, repetition penalty 1.1": SamplingParams(repetition_penalty=1.1),
+    "temperature 1, presence and frequency penalties 0.5": SamplingParams(presence_penalty=0.5, frequency_penalty=0.5),
+    "temperature 1, a logit bias": SamplingParams(logit_bias={100: 1.0}),
 }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -146,14 +147,7 @@ class TokenCounts:
         self.seen: NDArray[np.uint8] = np.empty(0, np.uint8)
         self.seen_address = 0
         self._places: dict[int, int] = {}
-        self._generated: NDArray[np.int64] = np.empty(0, np.int64)
-        self._times: NDArray[np.float32] = np.empty(0, np.float32)
-
-    @property
-    def generated(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Distinct generated tokens and how often each was generated."""
-        distinct = len(self._places)
-        return self._generated[:distinct], self._times[:distinct]
+        self.generated, self.times = array("q"), array("f")
 
     def follow(self, tokens: Sequence[int], num_prompt: int, vocab: int) -> None:
         """Constant time where there is one token more than at the last call. Tokens outside of the vocabulary have no bit."""
@@ -169,21 +163,15 @@ class TokenCounts:
         seen[every[every < len(seen)]] = True
         self.seen = np.packbits(seen, bitorder="little")
         self.seen_address = self.seen.ctypes.data
-        self._generated, times = np.unique(every[num_prompt:], return_counts=True)
-        self._times = times.astype(np.float32)
-        self._places = {token: place for place, token in enumerate(self._generated.tolist())}
+        generated, times = np.unique(every[num_prompt:], return_counts=True)
+        self.generated, self.times = array("q", generated.tobytes()), array("f", times.astype(np.float32).tobytes())
+        self._places = {token: place for place, token in enumerate(self.generated)}
 
     def _append(self, token: int) -> None:
         if token < 8 * self.seen.size:
             self.seen[token >> 3] |= 1 << (token & 7)
         place = self._places.setdefault(token, len(self._places))
-        if place == len(self._generated):
-            more = max(256, place)
-            self._generated = _lengthened(self._generated, more)
-            self._times = _lengthened(self._times, more)
-        self._generated[place] = token
-        self._times[place] += 1
-
-
-def _lengthened(array: NDArray[Any], more: int) -> NDArray[Any]:
-    return np.concatenate((array, np.zeros(more, array.dtype)))
+        if place == len(self.generated):
+            self.generated.append(token)
+            self.times.append(0)
+        self.times[place] += 1

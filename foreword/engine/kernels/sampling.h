@@ -308,8 +308,8 @@ int64_t likeliest(const L& logits, const Passed& passed) {
     return 0;
 }
 
-template <class T>
-int64_t find_likeliest(const Logits<T>& logits, Passed& passed) {
+template <class L>
+int64_t find_likeliest(const L& logits, Passed& passed) {
     find_maxima(logits, passed);
     return likeliest(logits, passed);
 }
@@ -477,13 +477,74 @@ int64_t select_largest(const L& logits, const Passed& passed, int64_t count, flo
 struct SamplingMemory {
     float *logits, *values, *ranked, *maxima, *sums;
     int32_t* tokens;
+    uint32_t* bits;
+    bool* changed;
 
     explicit SamplingMemory(int64_t size) {
         static thread_local Scratch scratch;
-        const int64_t row = round_up(size + 1, LANES);
-        logits = (float*)scratch.reserve(6 * row * sizeof(float));
+        const int64_t row = round_up(size + 1, GROUP);
+        logits = (float*)scratch.reserve(7 * row * sizeof(float));
         values = logits + row, ranked = values + row, maxima = ranked + row, sums = maxima + row;
         tokens = (int32_t*)(sums + row);
+        bits = (uint32_t*)(tokens + row);
+        changed = (bool*)(bits + row / 32);
+    }
+};
+
+// A row in which a request has changed some tokens, or of which it has left some only, in float32. Groups without a change
+// are read where they are.
+template <class L>
+struct Shaped {
+    typedef float Element;
+    const L& given;
+    const uint32_t* mask;  // a bit per token that is left; null: all
+    float* changes;        // the logits of changed groups
+    bool* changed;         // by group
+    int64_t size;
+
+    Shaped(const L& given, const uint32_t* mask, const SamplingMemory& memory)
+        : given(given), mask(mask), changes(memory.logits), changed(memory.changed), size(given.size) {
+        std::fill(changed, changed + groups(), false);
+    }
+    int64_t groups() const { return (size + GROUP - 1) / GROUP; }
+    int64_t end(int64_t group) const { return min(size, (group + 1) * GROUP); }
+    float value(int64_t token) const {
+        if (changed[token / GROUP]) return changes[token];
+        return mask == nullptr || (mask[token / 32] >> token % 32 & 1) ? given.value(token) : -INFINITE;
+    }
+    INLINE_MEMBER const float* of(int64_t group, float* part) const {
+        return changed[group] ? changes + group * GROUP : left_of(given, group, part);
+    }
+    INLINE_MEMBER Floats read(const float* from, int64_t, int i) const { return load<Floats>(from + i * LANES); }
+    // Calls `change` with a token's logit. Tokens outside of the vocabulary have none.
+    template <class F>
+    void at(int64_t token, const F& change) {
+        if ((uint64_t)token >= (uint64_t)size) return;
+        const int64_t group = token / GROUP;
+        if (!changed[group]) copy_left(group, changes + group * GROUP);
+        changed[group] = true;
+        change(changes[token]);
+    }
+
+  private:
+    template <class G>
+    INLINE_MEMBER const float* left_of(const G&, int64_t group, float* part) const {
+        return copy_left(group, part);
+    }
+    INLINE_MEMBER const float* left_of(const Logits<Float32>& plain, int64_t group, float* part) const {
+        return mask == nullptr ? plain.of(group, part) : copy_left(group, part);
+    }
+    // A whole group is written. The mask ends with the vocabulary.
+    INLINE_MEMBER const float* copy_left(int64_t group, float* out) const {
+        typename L::Element part[GROUP];
+        const auto* from = given.of(group, part);
+        for (int i = 0; i < GROUP_VECTORS; i++) {
+            Floats values = given.read(from, group, i);
+            if (mask != nullptr && group * GROUP + i * LANES < size)
+                values = select_bits(mask + group * (GROUP / 32), i, values, broadcast(-INFINITE));
+            store(out + i * LANES, values);
+        }
+        return out;
     }
 };
 
@@ -498,35 +559,27 @@ int64_t choose(const L& logits, const SampledRow& row, const SamplingMemory& mem
     return memory.tokens[draw(Logits<Float32>{memory.values, kept}, row, passed, memory.ranked)];
 }
 
-// The logits in float32, -inf where the grammar allows no token. Whole vectors are written.
-template <class L>
-void copy_allowed(const L& logits, const uint32_t* mask, float* out) {
-    for (int64_t group = 0; group < logits.groups(); group++) {
-        typename L::Element part[GROUP];
-        const auto* from = logits.of(group, part);
-        for (int i = 0; group * GROUP + i * LANES < logits.end(group); i++) {
-            Floats values = logits.read(from, group, i);
-            if (mask != nullptr) values = select_bits(mask + group * (GROUP / 32), i, values, broadcast(-INFINITE));
-            store(out + group * GROUP + i * LANES, values);
-        }
-    }
-}
-
 // Presence and frequency penalties (OpenAI), then biases, then exclusions.
-static inline void reshape(const SampledRow& row, float* logits, int64_t size, float* kept) {
-    const auto known = [=](int64_t token) { return (uint64_t)token < (uint64_t)size; };
+template <class L>
+void reshape(const SampledRow& row, Shaped<L>& logits) {
     const float once = (float)row.presence_penalty, each = (float)row.frequency_penalty;
     for (int64_t i = 0; i < row.num_generated; i++)
-        if (known(row.generated[i])) logits[row.generated[i]] -= once + each * row.times[i];
+        logits.at(row.generated[i], [&](float& logit) { logit -= once + each * row.times[i]; });
     for (int64_t i = 0; i < row.num_biased; i++)
-        if (known(row.biased[i])) logits[row.biased[i]] += row.biases[i];
+        logits.at(row.biased[i], [&](float& logit) { logit += row.biases[i]; });
     for (int64_t i = 0; i < row.num_excluded; i++)
-        if (known(row.excluded[i])) logits[row.excluded[i]] = -INFINITE;
-    if (row.allowed == nullptr) return;
-    std::copy(logits, logits + size, kept);
-    std::fill(logits, logits + size, -INFINITE);
-    for (int64_t i = 0; i < row.num_allowed; i++)
-        if (known(row.allowed[i])) logits[row.allowed[i]] = kept[row.allowed[i]];
+        logits.at(row.excluded[i], [](float& logit) { logit = -INFINITE; });
+}
+
+// The bits of the tokens that both a request and a grammar allow, if there is one.
+static inline const uint32_t* allowed_bits(const SampledRow& row, int64_t size, uint32_t* bits) {
+    std::fill(bits, bits + round_up(size, GROUP) / 32, 0u);
+    for (int64_t i = 0; i < row.num_allowed; i++) {
+        const int64_t token = row.allowed[i];
+        if ((uint64_t)token < (uint64_t)size) bits[token / 32] |= 1u << token % 32;
+    }
+    for (int64_t word = 0; row.mask != nullptr && word * 32 < size; word++) bits[word] &= row.mask[word];
+    return bits;
 }
 
 // `given`: the logits without the repetition penalty.
@@ -534,14 +587,13 @@ template <class T, class L>
 int64_t sample_row(const Logits<T>& given, const L& logits, const SampledRow& row) {
     const SamplingMemory memory(logits.size);
     if (row.mask == nullptr && !row.excludes()) return choose(logits, row, memory);
-    const Logits<Float32> shaped{memory.logits, logits.size};
-    copy_allowed(logits, row.mask, memory.logits);
-    if (row.excludes()) {
-        reshape(row, memory.logits, logits.size, memory.values);
+    Shaped<L> shaped(logits, row.allowed == nullptr ? row.mask : allowed_bits(row, logits.size, memory.bits), memory);
+    reshape(row, shaped);
+    if (row.mask != nullptr && row.excludes()) {
         // Where the grammar leaves no token, the other exclusions are dropped.
         Passed passed{memory.maxima, memory.sums, -INFINITE, 0, 0};
-        if (row.mask != nullptr) find_maxima(shaped, passed);
-        if (row.mask != nullptr && passed.best == -INFINITE) copy_allowed(given, row.mask, memory.logits);
+        find_maxima(shaped, passed);
+        if (passed.best == -INFINITE) return choose(Shaped<Logits<T>>(given, row.mask, memory), row, memory);
     }
     return choose(shaped, row, memory);
 }
