@@ -24,7 +24,7 @@ from test_store import TEXT, Start, cached, metric, post
 
 from foreword.router import fleet_erasures
 
-KEY = {"authorization": "Bearer k1"}
+KEY, ROOT = {"authorization": "Bearer k1"}, {"authorization": "Bearer root"}
 
 
 def blocks_in(redis: RedisServer) -> int:
@@ -171,15 +171,17 @@ def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         router.kill()
 
 
+@pytest.mark.parametrize("migrates", [False, True])
 @pytest.mark.parametrize("asking", [False, True])
 def test_a_request_that_moves_after_an_erasure(
-    start_controlled: Callable[..., ControlledProcess], tmp_path: Path, asking: bool
+    start_controlled: Callable[..., ControlledProcess], tmp_path: Path, asking: bool, migrates: bool
 ) -> None:
-    """A stream runs while its tenant erases, and its server dies: it is continued on the other one. The erasure is open again
-    until what it has left there is erased, too: also if a third server was still being asked when the stream ended."""
+    """A stream runs while its tenant erases. Then its server dies, or it migrates: it continues on the other one. The erasure is
+    open again until what it has left there is erased, too: also if a third server was still being asked when the stream
+    ended."""
     keys = ["--api-keys", "ann=k1", "--tenant-secret", "a long random text"]
     stores = {name: tmp_path / name for name in ("one", "other")}
-    flags = ["--no-self-check", *keys]
+    flags = ["--no-self-check", "--role", "both", "--admin-key", "root", *keys]
     servers = [start_controlled("--store", f"disk://{path}?size=64MiB", *flags) for path in stores.values()]
     urls = {one.wait_ready(): one for one in servers}
     third = Eraser(Loop(), hangs=asking)
@@ -210,15 +212,20 @@ def test_a_request_that_moves_after_an_erasure(
             until(lambda: third.asked == 1 and not stored())
             if not asking:
                 assert erasing.result()[0] == 200
-            killed = urls[answer.headers["x-foreword-route"].partition(": ")[0]]
-            killed.popen.send_signal(signal.SIGKILL)
-            killed.popen.wait(60)
+            source = answer.headers["x-foreword-route"].partition(": ")[0]
+            [left] = [url for url in urls if url != source]
+            if migrates:
+                request = f"{source}/v1/requests/{answer.headers['x-request-id']}/migrate"
+                http_client.post(request, json={"to": left}, headers=ROOT).raise_for_status()
+            else:
+                urls[source].popen.send_signal(signal.SIGKILL)
+                urls[source].popen.wait(60)
             fast()
             assert len([first, *lines]) >= 200
             third.hangs = False
             _, receipt = erasing.result()
+        assert router.metric("foreword:router_moved_total") == migrates
         path = f"{router.url}/v1/cache/erasures/{receipt['id']}"
-        [left] = [url for url, one in urls.items() if one is not killed]
         until(lambda: left not in http_client.get(path, headers=KEY).json()["unreachable"] and not stored())
         assert cached(post(left, "k1", prompt=TEXT, max_tokens=1)) == 0
     finally:
