@@ -82,10 +82,19 @@ class MissHistory:
             text.counted = len(text.tokens)
             self._measure_next += 1
 
+    def forget(self, salt: Salt) -> None:
+        """Forget what requests with a salt had, without a client's salt those of the whole tenant."""
+        known = {text.salt for text in self._texts.values()}
+        gone = {one for one in known if one.digest.startswith(salt.prefix)}
+        for text in self._texts.values():
+            if text.salt in gone:
+                self._total -= text.counted
+                text.tokens, text.counted = array("I"), 0
+
     def recent(self, salt: Salt, count: int) -> list[array[int]]:
         """Copies of a salt's `count` newest sequences, newest first."""
         newest_first = reversed(self._texts.values())
-        return [text.tokens[:] for text in islice((t for t in newest_first if t.salt == salt), count)]
+        return [text.tokens[:] for text in islice((t for t in newest_first if t.salt == salt and t.tokens), count)]
 
     def explain(
         self, salt: Salt, prompt: array[int], cached: int, block_size: int, *, tell_other_tenants: bool = False

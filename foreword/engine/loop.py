@@ -241,8 +241,8 @@ class EngineCore:
         self.scheduler.finish(sequence)
 
     def forget(self, salt: Salt) -> int:
-        """Drop what a tenant, or requests with a client's salt, have cached on the device; returns how many blocks. What
-        its requests have, and compute until they end, is not found and is not saved."""
+        """Drop what a tenant, or requests with a client's salt, have cached on the device, and their recent prompts; returns
+        how many blocks. What its requests have, and compute until they end, is not found, saved or remembered."""
         sequences = [*itertools.chain.from_iterable(self._by_id.values())]
         for table in [*(one.table for one in sequences), *self.scheduler.prefetches.tables()]:
             if table.chain.root.startswith(salt.prefix):
@@ -250,6 +250,7 @@ class EngineCore:
         for sequence in sequences:
             if sequence.table.hidden:
                 sequence.unsaved.clear()
+        self._history.forget(salt)
         return self.cache.clear(salt)
 
     def constraint_after(self, request: Request, compiled: CompiledOutput) -> Constraint:
@@ -545,7 +546,8 @@ class EngineCore:
             sequence.report = self._reports.report(sequence)
         if self.audit is not None:
             self.audit.admitted(sequence)
-        self._history.add(sequence.request.salt, sequence.table.chain.tokens)
+        if not sequence.table.hidden:
+            self._history.add(sequence.request.salt, sequence.table.chain.tokens)
         loaded = tuple(self._reports.loaded_tokens(sequence).items())
         seconds = sequence.loaded.seconds if sequence.loaded is not None else 0.0
         self.notify(PrefixLookup(sequence.request.id, sequence.num_prompt, sequence.cached_tokens, loaded, seconds))

@@ -94,6 +94,7 @@ class FleetErasures:
         self._known = [*(known for known in self._known if known not in older), one]
         upstreams = self._router.upstreams.values()
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
+        self._router.warm_up.forget(call.tenant.name, given)
         if not given:
             self._router.responses.forget(call.tenant.salt)
             self._router.prefixes.registry.forget(call.tenant.name)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -74,6 +74,15 @@ class WarmUp:
         self._tokens += len(kept)
         while len(self._prompts) > _MAX_PROMPTS or self._tokens > _MAX_TOKENS:
             self._tokens -= len(self._prompts.popleft()[1])
+
+    def forget(self, tenant: str, cache_salts: Collection[str]) -> None:
+        """Forget a tenant's prompts: those with one of these salts, all if there are none."""
+        kept = [
+            one
+            for one in self._prompts
+            if one[0].tenant.name != tenant or (cache_salts and one[0].cache_salt not in cache_salts)
+        ]
+        self._prompts, self._tokens = deque(kept), sum(len(tokens) for _, tokens in kept)
 
     async def warm(self, session: aiohttp.ClientSession, url: str, info: ReplicaInfo) -> None:
         """Let a replica that is about to join prefetch common prefixes, within the time limit."""

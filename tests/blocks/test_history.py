@@ -159,6 +159,23 @@ def test_tokens_generated_later_are_remembered() -> None:
     assert history.explain(ME, of(*range(12)), 0, SIZE).reason == "evicted"
 
 
+def test_a_salts_texts_are_forgotten() -> None:
+    """What a salt had is neither returned nor compared any more, and takes no capacity; without a client's salt that is all of
+    the tenant's. Later texts are remembered as before."""
+    history = MissHistory(64)
+    own, with_client, other = Salt(b"ann"), Salt(b"ann", b"x"), Salt(b"bob")
+    for number in range(8):
+        history.add((own, with_client, other)[number % 3], of(*[number] * 8))
+    history.forget(with_client)
+    assert [len(history.recent(one, 9)) for one in (own, with_client, other)] == [3, 0, 2]
+    assert history.explain(with_client, of(*[1] * 9), 0, 2).reason == "never_seen"
+    history.forget(own)
+    assert [len(history.recent(one, 9)) for one in (own, with_client, other)] == [0, 0, 2]
+    for number in range(6):
+        history.add(own, of(*[10 + number] * 8))
+    assert [len(history.recent(one, 9)) for one in (own, other)] == [6, 2]
+
+
 def test_the_oldest_are_forgotten() -> None:
     """More tokens than the capacity are not kept; the latest sequence is kept in any case."""
     history = MissHistory(10)

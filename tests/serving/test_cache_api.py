@@ -131,6 +131,21 @@ def test_a_salt_leaves_the_device(shared: SharedServers) -> None:
         assert [cached(*place) > 0 for place in places] == [False, True, True]
 
 
+def test_an_erased_prompt_is_not_remembered(shared: SharedServers) -> None:
+    """After a tenant has erased what it had, no report of a miss compares a prompt with what was erased."""
+    body = {"prompt": words("remembered", 60), "max_tokens": 1, "cache_report": True, "model": "stdlib-nano"}
+    with shared.keyed.http("alice4-secret") as alice:
+
+        def reason() -> str:
+            answer = alice.post("/v1/completions", json=body).raise_for_status().json()
+            return str(answer["cache_report"]["reason"])
+
+        reason()
+        assert reason() == "all_cached"
+        alice.delete("/v1/cache").raise_for_status()
+        assert reason() == "never_seen"
+
+
 def test_metrics(client: httpx.Client, metric: Callable[..., float], server: SharedServer) -> None:
     """The memory that cache control keeps is a metric."""
     assert metric("foreword:prefix_retained_bytes") == 0

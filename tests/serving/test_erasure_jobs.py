@@ -176,8 +176,8 @@ def test_a_replica_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_moves_after_an_erasure(
     start_controlled: Callable[..., ControlledProcess], tmp_path: Path, asking: bool, migrates: bool
 ) -> None:
-    """A stream runs while its tenant erases. Then its server dies, or it migrates: it continues on the other one. The erasure is
-    open again until what it has left there is erased, too: also if a third server was still being asked when the stream
+    """A stream runs while its tenant erases. Then its server dies, or it migrates: it continues on the other one. The erasure
+    is open again until what it has left there is erased, too: also if a third server was still being asked when the stream
     ended."""
     keys = ["--api-keys", "ann=k1", "--tenant-secret", "a long random text"]
     stores = {name: tmp_path / name for name in ("one", "other")}

@@ -50,6 +50,35 @@ def taking(router: RouterThread) -> set[str]:
     return {one["replica"] for one in listed if one["takes_requests"]}
 
 
+def test_an_erased_tenants_prompts_are_not_prefetched(loop: Loop) -> None:
+    """A tenant that erases what is cached, or what requests with a salt have cached, is not remembered for replicas that join;
+    others are."""
+    old, new = [ChatReplica(loop), ChatReplica(loop)], ChatReplica(loop)
+    process = RouterThread(*[part for one in old for part in ("--replica", one.url)], *KEYS, *OPERATOR)
+    try:
+        router = process.wait_for(2)
+        for number in range(2):
+            ask(router, "alice", [*RULES, number])
+            for salt in ("x", "y"):
+                ask(router, "bob", [*NOTES, number], cache_salt=salt)
+        for key, query in (("alice", ""), ("bob", "?cache_salt=x")):
+            headers = {"authorization": f"Bearer {key}"}
+            http_client.request("DELETE", f"{router.url}/v1/cache{query}", headers=headers)
+        post(router, "/v1/router/replicas", "root", {"replica": new.url})
+        until(lambda: new.url in taking(router))
+        asked = [(body["prompt"], body["cache_salt"]) for body in new.bodies("/v1/cache/prefetch")]
+        ask(router, "bob", NOTES, cache_salt="y")
+        [kept] = [
+            body["cache_salt"]
+            for one in (*old, new)
+            for body in one.bodies("/v1/completions")
+            if body["prompt"] == NOTES
+        ]
+        assert asked == [(NOTES, kept)]
+    finally:
+        process.kill()
+
+
 def test_a_joining_replica_prefetches_what_prompts_share(loop: Loop) -> None:
     """It is asked for the full blocks that several prompts of one tenant begin with, with that tenant's salt, gets no request
     before it has answered, and what only one prompt has is not asked for."""
