@@ -84,8 +84,7 @@ class MissHistory:
 
     def forget(self, salt: Salt) -> None:
         """Forget what requests with a salt had, without a client's salt those of the whole tenant."""
-        known = {text.salt for text in self._texts.values()}
-        gone = {one for one in known if one.digest.startswith(salt.prefix)}
+        gone = {one for one in {text.salt for text in self._texts.values()} if one.digest.startswith(salt.prefix)}
         for text in self._texts.values():
             if text.salt in gone:
                 self._total -= text.counted

@@ -39,7 +39,6 @@ _MASK: Final = (1 << 64) - 1
 # What rounding may take from a chord, of which the compiled kernels keep fewer bits.
 _ROUNDING: Final = 2.0**-15
 _RANDOM_BITS: Final = blake2b(digest_size=8, person=b"foreword-sample")
-_THREE: Final = struct.Struct("<qqq")
 
 
 def reshapes(draw: Draw) -> bool:
@@ -345,7 +344,7 @@ def sampled_row(draw: Draw, number: int, mask: NDArray[np.uint8] | None, vocab: 
 def random_bits(seed: int, index: int, position: int) -> int:
     """53 bits: BLAKE2b of the three."""
     hashed = _RANDOM_BITS.copy()  # three times as fast as a new one with these parameters
-    hashed.update(_THREE.pack(seed, index, position))
+    hashed.update(struct.pack("<qqq", seed, index, position))
     return int.from_bytes(hashed.digest(), "little") >> 11
 
 

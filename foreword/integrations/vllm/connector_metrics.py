@@ -165,7 +165,14 @@ class StatsReader:
             for name, read in self._read.items()
         }
         status = self._offload.status() if self._offload is not None else OffloadStatus()
-        counts = {**_of_cache(status), "loads_declined": self._costs.declined, **_of_leases(self._leases)}
+        counts = {
+            "dropped_blocks": status.dropped,
+            "loads_cut": status.cut,
+            "loads_stopped": status.stopped,
+            "loads_refused": status.refused,
+            "loads_declined": self._costs.declined,
+            **_of_leases(self._leases),
+        }
         more = _added(counts, self._counts)
         if load_seconds:
             more["loads"] = len(load_seconds)
@@ -190,15 +197,6 @@ def _plain(counts: Mapping[LookupOutcome, int]) -> dict[str, float]:
 
 def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
-
-
-def _of_cache(status: OffloadStatus) -> dict[str, float]:
-    return {
-        "dropped_blocks": status.dropped,
-        "loads_cut": status.cut,
-        "loads_stopped": status.stopped,
-        "loads_refused": status.refused,
-    }
 
 
 def _of_leases(leases: KVLeases | None) -> dict[str, float]:
