@@ -31,13 +31,13 @@ def library() -> list[str]:
 
 
 class Process:
-    """A process of `foreword` on its own port; what it says goes to a file."""
+    """A process of `foreword`, or of a module that runs it, on its own port; what it says goes to a file."""
 
-    def __init__(self, folder: Path, name: str, command: Sequence[str]) -> None:
+    def __init__(self, folder: Path, name: str, command: Sequence[str], module: Sequence[str] = ("foreword",)) -> None:
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{name}.log"
-        self._command = [sys.executable, "-m", "foreword", *command, "--port", str(self.port)]
+        self._command = [sys.executable, "-m", *module, *command, "--port", str(self.port)]
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -97,15 +97,17 @@ def _free_port() -> int:
 
 
 @contextmanager
-def servers(folder: Path, names: Sequence[str], *flags: str) -> Iterator[list[Process]]:
-    """Servers that are ready, one thread each. They are killed at the end; their state is not needed."""
+def servers(folder: Path, names: Sequence[str], *flags: str, pace: float = 0.0) -> Iterator[list[Process]]:
+    """Servers that are ready, one thread each. They are killed at the end; their state is not needed. `pace`: microseconds that
+    each takes at least for a token (paced.py)."""
+    module = ("benchmarks.router.paced", str(pace)) if pace else ("foreword",)
     common = ["--threads", "1", "--log-level", "warning", "--no-self-check", *flags]
     began = time.perf_counter()
     print(f"  starting {len(names)} servers", end=" ", file=sys.stderr, flush=True)
     with ExitStack() as stack:
         made = []
         for name in names:
-            made.append(Process(folder, name, ["serve", *common]))
+            made.append(Process(folder, name, ["serve", *common], module))
             stack.callback(made[-1].kill)
             made[-1].start()
         for one in made:

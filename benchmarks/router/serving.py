@@ -16,7 +16,8 @@ kill            1,000 greedy streams, 40 at a time, over a disk store that the s
 The first two compare time to first token between policies, which take turns; each starts with empty devices and a new router.
 The load is --load of what round robin manages at most, found first from the first requests: so no policy is compared when
 saturated. The ratio depends on what the devices can hold: --kv-memory is such that each holds the prefixes of its share of the
-sessions or system prompts, more or less, and not those of all; where every device holds everything, any policy will do.
+sessions or system prompts, more or less, and not those of all; where every device holds everything, any policy will do. With
+--pace, servers do not share the machine's cores, so that what one computes needlessly is lost for its own requests only.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=24, help="tokens of every answer")
     parser.add_argument("--load", type=float, default=0.6, help="share of what round robin manages")
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
+    parser.add_argument("--pace", type=float, default=0.0, help="microseconds per computed token, at least (paced.py)")
     parser.add_argument("--copies", type=int, default=2, help="agents: of each session, different after 600 characters")
     parser.add_argument("--steps", type=int, default=12, help="agents: the first so many steps of a session")
     parser.add_argument("--longest", type=int, default=3072, help="agents: tokens of a prompt; the rest is cut off")
@@ -143,7 +145,8 @@ def facts(bench: Bench) -> dict[str, str]:
     return machine() | {
         "libraries": versions,
         "model": f"{bench.model.name}, {given.dtype}",
-        "servers": f"{given.replicas} x foreword serve, one thread and {given.kv_memory:,} tokens of KV memory each",
+        "servers": f"{given.replicas} x foreword serve, one thread and {given.kv_memory:,} tokens of KV memory each"
+        + (f"; a token takes {given.pace:g} us, as on a device of its own" if given.pace else ""),
         "router": "foreword route with the tokenizer and KV events; it, servers and clients share the cores",
         "answers": f"{given.answer} tokens each, greedy, streamed",
     }
@@ -208,7 +211,7 @@ def compare(bench: Bench) -> tuple[Report, int]:
     traffic = Traffic(bench)
     print(f"{'traffic':<12}  {traffic.words()}", flush=True)
     policies = given.policies.split(",")
-    with servers(bench.folder, [f"s{i}" for i in range(given.replicas)], *bench.flags()) as fleet:
+    with servers(bench.folder, [f"s{i}" for i in range(given.replicas)], *bench.flags(), pace=given.pace) as fleet:
         rate = given.rate or given.load * capacity(bench, fleet, traffic.calibration)
         print(f"{'load':<12}  {traffic.load_in_words(rate)}", flush=True)
         runs = []

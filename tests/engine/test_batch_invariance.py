@@ -177,7 +177,7 @@ def test_functions_in_long_steps(tmp_path: Path) -> None:
     config = tiny.common(transformers.AfmoeConfig, intermediate_size=64, sliding_window=40, **sizes, **experts)
     path, prompts = (
         tiny.save(tiny.random_model(config), tmp_path / "afmoe"),
-        [tiny.prompt(681, seed) for seed in range(8)],
+        [tiny.prompt(681, seed) for seed in range(3)],
     )
     threads = torch.get_num_threads()
     try:
@@ -192,4 +192,4 @@ def test_functions_in_long_steps(tmp_path: Path) -> None:
     short, long = (
         {file.name: file.read_bytes() for file in (tmp_path / tokens).rglob("?" * 64)} for tokens in ("64", "1024")
     )
-    assert len(short) == 8 * (681 // 16) and short == long
+    assert len(short) == 3 * (681 // 16) and short == long
