@@ -472,7 +472,10 @@ class PrefixCache:
 
     def release(self, table: BlockTable) -> None:
         """Free the table's blocks, last one first, when the sequence ends or is preempted. They stay cached until evicted."""
-        self.pool.release(table.blocks if self._simple else _held_blocks(table))
+        # By position: so all groups' last blocks are evicted first.
+        positions = () if self._simple else zip(*table.groups, strict=True)
+        held = [block for position in positions for block in position if block != HOLE]
+        self.pool.release(table.blocks if self._simple else held)
         table.empty(len(self.groups))
 
     def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
@@ -578,8 +581,3 @@ def _deal(table: BlockTable, blocks: Sequence[int]) -> None:
     each = len(blocks) // len(groups)
     for number, held in enumerate(groups):
         held += blocks[number * each : (number + 1) * each]
-
-
-def _held_blocks(table: BlockTable) -> list[int]:
-    """The blocks of all groups, by position: releasing them leaves all groups' last blocks to be evicted first."""
-    return [block for position in zip(*table.groups, strict=True) for block in position if block != HOLE]

@@ -122,14 +122,13 @@ class DeltaReader:
         found = self._parser.feed(text)
         if last:
             found += self._parser.finish()
-        kept = tuple(piece for piece in found if self._keeps(piece))
+        kept = tuple(
+            one for one in found if self._parallel or not isinstance(one, CallStart | CallArguments) or one.index == 0
+        )
         self._calls += sum(isinstance(piece, CallStart) for piece in kept)
         if found:
             self._reasons = isinstance(found[-1], Reasoning)
         return kept
-
-    def _keeps(self, piece: Piece) -> bool:
-        return self._parallel or not isinstance(piece, CallStart | CallArguments) or piece.index == 0
 
     def _finish_reason(self, delta: Delta) -> FinishReason | None:
         if delta.finish_reason == "stop":

@@ -147,8 +147,11 @@ class Logprobs(Struct):
         tops = self.top_logprobs or [None] * len(self.tokens)
         if not len(self.tokens) == len(self.token_logprobs) == len(tops):
             raise ReplicaFailed("the replica sent log-probabilities that do not match its tokens")
-        rows = zip(self.tokens, self.token_logprobs, tops, strict=True)
-        return tuple(TokenEntry(text, value, bytes_of(text), top=_ranked(top or {})) for text, value, top in rows)
+        ranked = (sorted((top or {}).items(), key=lambda pair: -pair[1]) for top in tops)
+        return tuple(
+            TokenEntry(text, value, bytes_of(text), top=tuple((other, its, bytes_of(other)) for other, its in top))
+            for text, value, top in zip(self.tokens, self.token_logprobs, ranked, strict=True)
+        )
 
 
 class AnswerChoice(Struct, gc=False):
@@ -456,10 +459,6 @@ def _has_more(data: bytes) -> bool:
     choices: list[dict[str, Any]] = msgspec.json.decode(data)["choices"]
     spoken = ((one.get("delta") or one.get("message") or {}) for one in choices)
     return any(value for one in spoken for name, value in one.items() if name not in _PLAIN)
-
-
-def _ranked(top: dict[str, float]) -> tuple[tuple[str, float, bytes], ...]:
-    return tuple((text, value, bytes_of(text)) for text, value in sorted(top.items(), key=lambda pair: -pair[1]))
 
 
 def _raw(one: _Alternative) -> bytes:
