@@ -221,18 +221,19 @@ def bill(
     if as_json:
         print(json.dumps({"currency": listed.currency, "bills": found, "unreadable_lines": bad}, indent=2, default=str))
         return
+    total = {"tenant": "all", "model": ""} | {
+        key: sum(one[key] for one in found) for key in ("requests", *_KINDS, "cost", "without_cache")
+    }
+    names = "{{tenant:<{}}}{{model:<{}}}".format(
+        *(max([least, *(2 + len(one[key]) for one in found)]) for key, least in (("tenant", 20), ("model", 28)))
+    ).format
     print(
-        f"{'tenant':<20}{'model':<28}{'requests':>9}{'cached':>14}{'computed':>14}{'output':>12}{'cost':>14}{'no cache':>14}"
+        f"{names(tenant='tenant', model='model')}"
+        f"{'requests':>9}{'cached':>14}{'computed':>14}{'output':>12}{'cost':>14}{'no cache':>14}"
     )
-    for one in [*found, *([_total(found)] if len(found) > 1 else [])]:
+    for one in [*found, *([total] if len(found) > 1 else [])]:
         numbers = f"{one['requests']:>9,}{one['cached']:>14,}{one['uncached']:>14,}{one['output']:>12,}"
-        print(f"{one['tenant']:<20}{one['model']:<28}{numbers}{one['cost']:>14.4f}{one['without_cache']:>14.4f}")
+        print(f"{names(**one)}{numbers}{one['cost']:>14.4f}{one['without_cache']:>14.4f}")
     print(f"\n{listed.currency}; cached and computed are prompt tokens.")
     if bad:
         print(f"{plural(bad, 'line')} could not be read.")
-
-
-def _total(found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"tenant": "all", "model": ""} | {
-        key: sum(one[key] for one in found) for key in ("requests", *_KINDS, "cost", "without_cache")
-    }
