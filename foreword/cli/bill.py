@@ -81,22 +81,22 @@ class Prices:
 
 def _prices(path: Path, name: str, given: Any) -> dict[str, Decimal]:
     numbers = given if isinstance(given, dict) else {}
-    bad = next((key for key, one in numbers.items() if key not in _KEYS or not _is_price(one)), None)
+    bad = next(
+        (
+            key
+            for key, one in numbers.items()
+            if key not in _KEYS
+            or isinstance(one, bool)
+            or not (isinstance(one, int | Decimal) and one == one and 0 <= one < 1_000_000_000)
+        ),
+        None,
+    )
     if bad is not None or not {"input", "output"} <= numbers.keys():
         raise ConfigError(
             f"{path}: [models.{name}] needs input and output, may have cache_read and cache_write, each a number of 0 or more"
         )
     found = {key: Decimal(one) for key, one in numbers.items()}
     return {"cache_read": found["input"], "cache_write": found["input"], **found}
-
-
-def _is_price(given: Any) -> bool:
-    return (
-        isinstance(given, int | Decimal)
-        and not isinstance(given, bool)
-        and given == given
-        and 0 <= given < 1_000_000_000
-    )
 
 
 # Tokens of each kind, and `requests`, by day, tenant and model.

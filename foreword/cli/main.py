@@ -58,8 +58,10 @@ def main() -> None:
             sys.exit(1 if error.errno == errno.EPIPE else f"foreword: cannot write the output: {error.strerror}")
         with tempfile.NamedTemporaryFile("w", prefix="foreword-", suffix=".log", delete=False) as file:
             traceback.print_exc(file=file)
-        said = f"this is a bug, please report it with the file {file.name}: {type(error).__name__}: {error}"
-        sys.exit(f"foreword: {' '.join(said.split())}")
+        sys.exit(
+            f"foreword: this is a bug, please report it with the file {file.name}: "
+            + " ".join(f"{type(error).__name__}: {error}".split())
+        )
 
 
 if __name__ == "__main__":
