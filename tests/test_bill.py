@@ -220,6 +220,15 @@ def test_a_ledger_that_ends_within_a_line(tmp_path: Path) -> None:
         assert sum(one["requests"] for one in bill(tmp_path)["bills"]) == 1 + before.endswith("\n")
 
 
+def test_long_names_stand_apart(tmp_path: Path) -> None:
+    """Columns are as wide as their names: digests of tenants, and models of the hub, run into no other column."""
+    names = ("67026fb5c7a6f2431dee06d950ea0c46", "meta-llama/Llama-3.1-8B-Instruct-FP8")
+    (tmp_path / "usage.jsonl").write_text(line(tenant=names[0], usage={"prompt": 3, "model": names[1]}))
+    (tmp_path / "prices.toml").write_text(PRICES)
+    given = ["bill", str(tmp_path / "usage.jsonl"), "--prices", str(tmp_path / "prices.toml")]
+    assert [*names, "1", "0", "3"] in [row.split()[:5] for row in CliRunner().invoke(app, given).output.splitlines()]
+
+
 def test_a_ledger_is_billed_once(tmp_path: Path) -> None:
     """The same ledger under two names, as two patterns of a shell give it, is refused."""
     (tmp_path / "usage.jsonl").write_text(line())

@@ -264,6 +264,20 @@ def test_doctor_loads_the_model() -> None:
     assert not found["model"].ok and "/nonexistent/model" in found["model"].text
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no full device")
+def test_output_without_room() -> None:
+    """Where the output has no room, a command says that, with status 1; where its reader has ended, nothing."""
+    command = [sys.executable, "-m", "foreword", "keys", "new-master", "one"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (found.returncode, found.stderr) == (1, "foreword: cannot write the output: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (found.returncode, found.stderr) == (1, "")
+
+
 class Recorder(BaseHTTPRequestHandler):
     """Gives a prepared answer and records the requests."""
 
@@ -329,10 +343,12 @@ def test_prefix_list_show_remove(recorder: str) -> None:
     shown = call(recorder, {**PREFIX, "content": "é"}, "show", "a b")
     assert json.loads(shown.output)["content"] == "é"
     assert "removed a b" in call(recorder, {"id": "a b", "version": 2}, "remove", "a b").output
+    assert call(recorder + "/v1/", {"data": [], "pinned_bytes": 0, "budget_bytes": 0}, "list").exit_code == 0
     assert [(method, path) for method, path, _, _ in Recorder.asked] == [
         ("GET", "/v1/prefixes"),
         ("GET", "/v1/prefixes/a%20b"),
         ("DELETE", "/v1/prefixes/a%20b"),
+        ("GET", "/v1/prefixes"),  # the URL that clients of OpenAI's API have means the same
     ]
 
 

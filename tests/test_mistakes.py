@@ -198,6 +198,7 @@ SERVE = [
     ("--admin-key ", "--admin-key is empty"),
     ("--api-key-file {folder}/nothing", "{folder}/nothing has no key"),
     ("--quota alice", "write TENANT and any of requests=N"),
+    ("--api-keys", "alice=AAAA", "--quota", "alcie requests=1", "no API key is of this tenant. Did you mean 'alice'?"),
     ("--kv-events tcp://127.0.0.1", "--kv-events is written tcp://HOST:PORT"),
     ("a/b/c", "'a/b/c' is not a folder with a model; give a folder, or a hub name"),
     ("", "", "MODEL is empty"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from foreword.blocks.salt import ungenerated
 from foreword.config import read_text
-from foreword.errors import BadRequest, ConfigError, Unauthorized
+from foreword.errors import BadRequest, ConfigError, Unauthorized, did_you_mean
 
 if TYPE_CHECKING:
     from foreword.process_config import ServerConfig
@@ -88,7 +88,7 @@ class Tenants:
 
     @classmethod
     def from_config(cls, config: ServerConfig, current: Callable[[bytes], bytes] = bytes) -> Tenants:
-        """Raises ConfigError for an unreadable key file or a malformed entry."""
+        """Raises ConfigError for an unreadable key file, a malformed entry, or a quota of a tenant that has no key."""
         secret = config.tenant_secret.encode() if config.tenant_secret else secrets.token_bytes(32)
         entries = [_parse(entry) for entry in (*config.api_keys, *_read(config.api_key_file))]
         for _, key in entries:
@@ -96,6 +96,10 @@ class Tenants:
         if len({key for _, key in entries}) < len(entries):
             raise ConfigError("an API key is configured twice; each key belongs to one tenant")
         router_key = config.router_key.encode() if config.router_key else None
+        # Behind a router with a key, tenants have other names. A tenant whose quota has a typing error would have no limit.
+        names = {name for name, _ in entries} if router_key is None else set()
+        if names and (others := {quota.split()[0] for quota in config.quotas} - names - {"*"}):
+            raise ConfigError(f"--quota {min(others)}: no API key is of this tenant{did_you_mean(min(others), names)}")
         return cls(((key, Tenant(name, derive_salt(secret, name))) for name, key in entries), router_key, current)
 
     def authenticate(self, authorization: str | None, salt: str | None = None) -> Tenant:

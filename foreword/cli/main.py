@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import tempfile
@@ -48,17 +49,19 @@ def main() -> None:
     except ForewordError as error:
         print(f"foreword: {error.message}", file=sys.stderr)
         sys.exit(1 if error.fault == "server" else 2)
-    except BrokenPipeError:  # the reader of the output has ended, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
     except ModuleNotFoundError:
         raise  # foreword/__main__.py says which extra installs it
     except Exception as error:  # noqa: BLE001 - a bug: users get a sentence, and those who mend it the traceback
+        if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # The reader of the output has ended, such as `head`, or there is no room for it.
+            sys.exit(1 if error.errno == errno.EPIPE else f"foreword: cannot write the output: {error.strerror}")
         with tempfile.NamedTemporaryFile("w", prefix="foreword-", suffix=".log", delete=False) as file:
             traceback.print_exc(file=file)
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        print(f"foreword: this is a bug, please report it with the file {file.name}: {said}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(
+            f"foreword: this is a bug, please report it with the file {file.name}: "
+            + " ".join(f"{type(error).__name__}: {error}".split())
+        )
 
 
 if __name__ == "__main__":

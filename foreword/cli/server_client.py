@@ -43,7 +43,7 @@ def call_server(server: str, api_key: str | None, method: str, path: str, body: 
     try:
         # No read timeout: computing a long prefix may take minutes.
         timeout = httpx.Timeout(10, read=None)
-        url, verify = server.rstrip("/") + path, is_secure(server)
+        url, verify = server.rstrip("/").removesuffix("/v1") + path, is_secure(server)
         answer = httpx.request(method, url, json=body, headers=headers, timeout=timeout, verify=verify)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ConfigError(f"no answer from {server}: {reason_of(error)}; name the server with --server") from error

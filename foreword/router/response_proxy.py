@@ -313,7 +313,7 @@ class _ResponseProxy:
             await self._write(None, stream.end() or b"")
             return True
         if not proxied.may_retry():
-            raise ReplicaFailed(f"The request failed on {proxied.attempts} replicas; the last: {describe_error(error)}")
+            raise ReplicaFailed(f"The request failed {proxied.attempts} times; the last: {describe_error(error)}")
         if not stream.begun:
             stream.restart()
             proxied.router.metrics.retry()

@@ -349,6 +349,29 @@ def test_a_server_compiles_off_its_threads(folder: Callable[[str], Any]) -> None
         engine.close()
 
 
+def test_a_text_is_continued_by_another_engine() -> None:
+    """Wherever a text breaks near its limit, an engine that gets its tokens so far writes the same rest, and ends in time."""
+    from foreword.engine.request import Request
+
+    params = SamplingParams(max_tokens=20, seed=1, structured=StructuredOutput("regex", "([a-z]{3,9} ){4}END"))
+
+    async def tokens(engine: AsyncEngine, before: tuple[int, ...]) -> tuple[int, ...]:
+        request = Request(f"after {len(before)}", tuple(engine.tokenizer.encode("def dump(")), params, output=before)
+        return before + tuple([token async for delta in engine.generate(request) for token in delta.tokens])
+
+    async def work(engine: AsyncEngine) -> None:
+        whole = await tokens(engine, ())
+        full_match("([a-z]{3,9} ){4}END")(engine.tokenizer.decode(whole))
+        for count in range(1, len(whole) - 1):
+            assert await tokens(engine, whole[:count]) == whole
+
+    engine = AsyncEngine.from_config(EngineConfig(kv_memory="1024 tokens", threads=1))
+    try:
+        asyncio.run(work(engine))
+    finally:
+        engine.close()
+
+
 def _request(structured: StructuredOutput) -> Any:
     from foreword.engine.request import Request
 

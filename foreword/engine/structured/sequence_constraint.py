@@ -54,6 +54,7 @@ class Constraint:
         self._catch_up(closing, left + 1)
         path = self._path_after(closing, token, left)
         if path is not None and self._fits(path, left):
+            self._chosen = token, path
             return token
         if closing.path is None or not self._fits(closing.path, left + 1):
             self._closing = None  # too few tokens are left for any known end
@@ -64,7 +65,7 @@ class Constraint:
         if self.matcher.validate_tokens([first]) != 1:
             self._closing = None  # a marker that the vocabulary of bytes spells in another way
             return token
-        self._path_after(closing, first, left)
+        self._chosen = first, self._path_after(closing, first, left)
         return first
 
     def accept(self, token: int, left: int) -> bool:
@@ -97,9 +98,7 @@ class Constraint:
             self._near = max(self._near, _MARGIN * len(path or ()))
 
     def _path_after(self, closing: ClosingPath, token: int, left: int) -> list[int] | None:
-        path = closing.after(self._vocabulary.symbols(token), lambda found: self._fits(found, left))
-        self._chosen = (token, path)
-        return path
+        return closing.after(self._vocabulary.symbols(token), lambda found: self._fits(found, left))
 
     def _fits(self, path: Sequence[int], left: int) -> bool:
         """Whether the path and an end token take at most `left` tokens. A token has a byte at least."""
