@@ -77,7 +77,8 @@ class DiskIndex:
         """Drop the connections of the parent process without closing them: their locks are the parent's."""
         for connection in (self._reader, self._writer):
             if connection is not None:
-                _leak(connection)
+                # One that is never closed, also not at exit.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
         self._reader = self._writer = None
         self._reset()
 
@@ -329,11 +330,6 @@ def _almost_full(file: str) -> bool:
     except OSError:
         return False
     return room.f_bavail * room.f_frsize < _ALMOST_FULL or (room.f_files > 0 and room.f_favail < 4)
-
-
-def _leak(connection: sqlite3.Connection) -> None:
-    """Prevent a connection from ever being closed, even at exit."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
 @contextlib.contextmanager

@@ -461,8 +461,9 @@ class BlockWriter:
             complete = {row.id for row in written}
             self._updates.note_writes(written, [row for row in admitted.rows if row.id not in complete])
             settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
+            kept = {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
             try:
-                self.with_room(partial(self._settle, settled), settled, _names_of(admitted))
+                self.with_room(partial(self._settle, settled), settled, kept)
             except DiskFull:  # not even for the index: keep nothing that it does not know
                 for row in written:
                     self._files.remove(row.name)
@@ -533,8 +534,3 @@ class BlockWriter:
                 for row in transaction.find(listed).values():
                     if self._files.size(row.name) < 0:
                         self._budget.discard(transaction, row)
-
-
-def _names_of(admitted: AdmittedBlocks) -> set[Name]:
-    """The names of blocks that are written, and of their parents."""
-    return {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}

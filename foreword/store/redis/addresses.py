@@ -318,7 +318,13 @@ class SentinelNodes:
         except StoreError as error:
             return [error] * len(commands)
         replies = node.run(commands, deadline)
-        lost = [index for index, reply in enumerate(replies) if _is_lost(reply)]
+        # Replies that show that the server is not the primary any more.
+        lost = [
+            index
+            for index, reply in enumerate(replies)
+            if isinstance(reply, StoreUnavailable | StoreTimeout)
+            or (isinstance(reply, ErrorReply) and reply.code == "READONLY")
+        ]
         self._doubtful = bool(lost)
         if lost and time.monotonic() < deadline:
             self._run_again(node, commands, lost, replies, deadline)
@@ -387,13 +393,6 @@ class SentinelNodes:
                 case _:
                     last = StoreConfigError(f"Sentinel does not know a primary called {self._name!r}")
         raise last
-
-
-def _is_lost(reply: Reply) -> bool:
-    """Whether a reply shows that the server is not the primary any more."""
-    return isinstance(reply, StoreUnavailable | StoreTimeout) or (
-        isinstance(reply, ErrorReply) and reply.code == "READONLY"
-    )
 
 
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
