@@ -1,5 +1,6 @@
 """ObjectStore with an S3 server and with folders: the contract, and faults of the service."""
 
+import gc
 import itertools
 import random
 import subprocess
@@ -496,6 +497,31 @@ def test_an_erasure_waits_for_writes(
         wait_until(lambda: erase_prefixes(tiered, [root], "a tenant").complete, "the write ends")
     assert not paths_in(server, prefix)
     tiered.close()
+
+
+def test_a_write_that_fails_after_it_was_given_up(caplog: pytest.LogCaptureFixture):
+    """It is an erasure's business only: it is no error in the log."""
+    held, ended = threading.Event(), threading.Event()
+
+    def refuse(request: BaseHTTPRequestHandler) -> int:
+        if request.command != "PUT":
+            return 404
+        held.wait(60)
+        ended.set()
+        return 403
+
+    server = HttpServer(refuse)
+    store = ObjectStore(at(server.port))
+    frames = make_frames(38, 2, 500)
+    with pytest.raises(StoreTimeout):
+        store.put(frames, deadline=soon(1))
+    held.set()
+    assert ended.wait(60)
+    list(store.erase_steps(b"", frames[0].header.root, deadline=soon()))  # waits for its end
+    gc.collect()
+    store.close()
+    server.close()
+    assert not caplog.records
 
 
 def test_copies_of_what_another_instance_has_erased(server: S3Server, proxy: CountingProxy):

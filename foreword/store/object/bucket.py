@@ -53,7 +53,8 @@ def _to_its_end(
     async def begun(self: ObjectBucket, prefix: bytes, /, *args: P.args, **options: P.kwargs) -> T:
         task = asyncio.ensure_future(write(self, prefix, *args, **options))
         self.writing[task] = prefix
-        task.add_done_callback(self.writing.pop)
+        # The failure of one that was given up is looked at here, or Python would report it.
+        task.add_done_callback(lambda done: (self.writing.pop(done), done.cancelled() or done.exception()))
         return await asyncio.shield(task)
 
     return begun
