@@ -472,10 +472,9 @@ class PrefixCache:
 
     def release(self, table: BlockTable) -> None:
         """Free the table's blocks, last one first, when the sequence ends or is preempted. They stay cached until evicted."""
-        # By position: so all groups' last blocks are evicted first.
-        positions = () if self._simple else zip(*table.groups, strict=True)
-        held = [block for position in positions for block in position if block != HOLE]
-        self.pool.release(table.blocks if self._simple else held)
+        # Those of all groups by position: the last blocks of each are evicted first.
+        groups = () if self._simple else zip(*table.groups, strict=True)
+        self.pool.release(table.blocks if self._simple else [one for each in groups for one in each if one != HOLE])
         table.empty(len(self.groups))
 
     def pin(self, table: BlockTable, num_blocks: int) -> list[int]:
@@ -510,11 +509,8 @@ class PrefixCache:
     def unused(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Of the keys of one chain, in order, those behind the last block that is in use."""
         finds = [[self.pool.find(group_key(number, key)) for number in range(len(self.groups))] for key in keys]
-        used = (at for at in range(len(keys), 0, -1) if any(map(self._in_use, finds[at - 1])))
-        return keys[next(used, 0) :]
-
-    def _in_use(self, block: int | None) -> bool:
-        return block is not None and self.pool.references(block) > 0
+        used = [any(one is not None and self.pool.references(one) > 0 for one in found) for found in finds]
+        return keys[next((at for at in range(len(keys), 0, -1) if used[at - 1]), 0) :]
 
     def retire(self, keys: Sequence[bytes], *, drop: bool = False) -> int:
         """Blocks of one chain, in order, of which nothing is expected any more go before all others of their tenant, or at once

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.compiled_code import CannotBuild, is_compiled
@@ -323,7 +323,13 @@ def fingerprint_model(model: nn.Module) -> bytes:
         digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
     tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        for (name, tensor), part in zip(tensors, threads.map(_hash_tensor, (t for _, t in tensors)), strict=True):
+        hashes = threads.map(
+            lambda one: hashlib.sha256(
+                one[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            ).digest(),
+            tensors,
+        )
+        for (name, tensor), part in zip(tensors, hashes, strict=True):
             digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
     return digest.digest()
 
@@ -345,10 +351,6 @@ def code_of(kind: Any) -> list[bytes]:
         return [repr(place).encode(), *sorted(hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more))]
     except (OSError, TypeError):
         return [_in_no_file.setdefault(kind, os.urandom(32))]
-
-
-def _hash_tensor(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
 
 
 def _record(model: Any, settings: Any) -> LayerRecorder:

@@ -77,11 +77,9 @@ class TierSearch:
             return self.deadline
         now = time.monotonic()
         left = min(self._left[tier.local], self.deadline - now) / self.parts
-        return now + left / (2 if any(self._waits_for(one, tier) for one in later) else 1)
-
-    def _waits_for(self, one: StoreTier, other: StoreTier) -> bool:
-        """Whether what `other` takes is missing for `one`."""
-        return math.isinf(self._left[other.local]) or (one.blocking and one.local == other.local)
+        # Whether what this tier takes is missing for a later one.
+        shared = any(math.isinf(self._left[tier.local]) or (one.blocking and one.local == tier.local) for one in later)
+        return now + left / (2 if shared else 1)
 
     def note(self, tier: StoreTier, began: float, until: float, outcome: LookupOutcome, *, complete: bool) -> None:
         """A call that began at `began` and had until `until` has ended. `complete`: it has found all that was asked."""

@@ -89,3 +89,14 @@ def test_images_in_prompts(model: Path, tmp_path: Path) -> None:
     swapped = ask(model, [[[6, None, None]]], **named)[0]
     assert tokens(swapped) == tokens(right[1])
     assert swapped["answers"][0]["cached"] == 0 and swapped["encoded"] == 1
+
+
+def test_an_output_that_was_read_for_another_image(model: Path, tmp_path: Path) -> None:
+    """An output is read for a request that ends before it uses it. A request whose other image has the same identifier does
+    not get it: its own image is encoded."""
+    named = {"uuids": [[["logo"]], [["logo"]]], "encoder_store": [disk(tmp_path)]}
+    asked = [[[5, None, None]], [[6, None, None]]]
+    right = ask(model, asked)
+    ask(model, asked[:1], **named)
+    found = ask(model, asked, **named, abandon=True, llm={"mm_processor_cache_gb": 0})
+    assert tokens(found[1]) == tokens(right[1]) != tokens(right[0]) and found[1]["encoded"] == 1

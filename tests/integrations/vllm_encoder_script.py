@@ -3,13 +3,15 @@
     python vllm_encoder_script.py '{"model": DIR, "store": [URL, ...] or null, "encoder_store": [URL, ...] or null,
         "rounds": [[[seed of an image or null, ...], ...], ...]}'
 
-Each prompt is a list of images, by the seeds of their pixels; null is a few words. Between rounds vLLM forgets its KV.
+Each prompt is a list of images, by the seeds of their pixels; null is a few words. Between rounds vLLM forgets its KV. With
+`"abandon": true` the prompts of the first round are taken back after one step.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 from vllm_case import WITHIN, finish, make_llm, worker_of
@@ -67,6 +69,12 @@ def main() -> None:
         before = encoders[0].images
         uuids = job["uuids"][number] if "uuids" in job else [None] * len(prompts)
         asked = [prompt(*one) for one in zip(prompts, uuids, strict=True)]
+        if job.get("abandon") and not number:
+            names = [llm.llm_engine.add_request(f"abandoned-{at}", one, params) for at, one in enumerate(asked)]
+            llm.llm_engine.step()
+            llm.llm_engine.abort_request([name or f"abandoned-{at}" for at, name in enumerate(names)], internal=True)
+            time.sleep(1.0)  # what is read for them arrives
+            asked = []
         outputs = llm.generate(asked, params, use_tqdm=False)
         answers = [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs]
         rounds.append({"answers": answers, "encoded": encoders[0].images - before})

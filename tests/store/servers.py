@@ -323,10 +323,17 @@ class HttpServer(ThreadedServer):
 
 
 class CountingProxy(ThreadedServer):
-    """A proxy in front of an HTTP server that counts requests."""
+    """A proxy in front of an HTTP server that counts requests.
+
+    Attributes:
+        before: called with the method of each request before it is passed on.
+        change: what becomes of the body of an answer to this method and path.
+    """
 
     def __init__(self, port: int) -> None:
         self.requests = 0
+        self.before: Callable[[str], None] = lambda method: None
+        self.change: Callable[[str, str, bytes], bytes] = lambda method, path, data: data
         proxy = self
 
         class Handler(QuietHandler):
@@ -336,10 +343,11 @@ class CountingProxy(ThreadedServer):
             def forward(self) -> None:
                 proxy.requests += 1
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                proxy.before(self.command)
                 backend = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
                 backend.request(self.command, self.path, body, dict(self.headers))
                 answer = backend.getresponse()
-                data = answer.read()
+                data = proxy.change(self.command, self.path, answer.read())
                 self.send_response(answer.status)
                 for name, value in answer.getheaders():
                     if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):

@@ -167,6 +167,22 @@ def test_an_erasure_of_a_folder_that_is_not_there(tmp_path: Path, kind: str) -> 
     store.close()
 
 
+@pytest.mark.parametrize("kind", ["disk", "objects"])
+def test_an_erasure_of_a_folder_that_was_made_anew(tmp_path: Path, kind: str) -> None:
+    """A folder is moved away, and a write makes it again: what is there is erased, and the receipt says that it is another
+    one."""
+    folder = tmp_path / "kv"
+    store, mine, theirs = filled(folder, None if kind == "disk" else ObjectStore(f"file://{folder}"))
+    folder.rename(tmp_path / "away")
+    for _ in range(2):  # the first one may find out that the folder is gone
+        store.put([*mine, *theirs], deadline=soon())
+    receipt = forget_tenant(store, ANN)
+    assert not receipt.complete and "not the folder" in receipt.unreachable[kind]
+    assert receipt.removed[kind] == len(mine) and not any(present(store.tiers[1].store, mine))
+    assert all(present(store.tiers[1].store, theirs))
+    store.close()
+
+
 def test_an_erasure_needs_no_index(tmp_path: Path) -> None:
     """Blocks whose rows the index of a folder has lost are erased."""
     store, mine, theirs = filled(tmp_path / "one")

@@ -1,13 +1,17 @@
 """ObjectStore with an S3 server and with folders: the contract, and faults of the service."""
 
+import gc
 import itertools
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from servers import CountingProxy, HttpServer, S3Server, ScriptedServer, free_po
 
 from foreword.conformance import StoreContract, StoreMachine, make_frames, names_of, present, read, soon, whole
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreReadOnly, StoreTimeout, StoreUnavailable
+from foreword.prefixes.erasure import erase_prefixes
 from foreword.store.base import BAD, MISSING
 from foreword.store.frame import check, frame
 from foreword.store.memory.memory_store import MemoryStore
@@ -381,7 +386,7 @@ def test_an_object_that_becomes_longer(store: ObjectStore, folder: Path):
     assert read(store, frames) == whole(frames)
     [path] = [path for path in folder.rglob("*") if path.is_file()]
     path.write_bytes(path.read_bytes() + bytes(3 * 225))
-    assert read(store, frames) == whole(frames)
+    assert read(store, frames) == [None] * 3
     assert store.put(frames, deadline=soon()) == 3
     assert read(store, frames) == whole(frames)
 
@@ -410,6 +415,179 @@ def test_an_object_that_becomes_empty(server: S3Server):
     assert store.put(frames, deadline=soon()) == 3
     assert read(store, frames) == whole(frames)
     store.close()
+
+
+@pytest.fixture
+def proxy(server: S3Server) -> Iterator[CountingProxy]:
+    opened = CountingProxy(server.port)
+    yield opened
+    opened.close()
+
+
+def client_of(server: S3Server) -> Any:
+    keys = {"aws_access_key_id": "tests", "aws_secret_access_key": "tests", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}", **keys)
+
+
+def paths_in(server: S3Server, prefix: str) -> list[str]:
+    found = client_of(server).list_objects_v2(Bucket=server.bucket, Prefix=f"{prefix}/")
+    return [one["Key"] for one in found.get("Contents", [])]
+
+
+def damage(server: S3Server, path: str, at: int) -> None:
+    """Change a byte of an object, which may be counted from its end."""
+    data = bytearray(client_of(server).get_object(Bucket=server.bucket, Key=path)["Body"].read())
+    data[at] ^= 1
+    client_of(server).put_object(Bucket=server.bucket, Key=path, Body=bytes(data))
+
+
+def hold_writes(proxy: CountingProxy) -> tuple[threading.Event, threading.Event]:
+    """From now on writes wait. Returns an event that the first one sets, and one that they wait for."""
+    reached, held = threading.Event(), threading.Event()
+
+    def hold(method: str) -> None:
+        if method == "PUT":
+            reached.set()
+            held.wait(60)
+
+    proxy.before = hold
+    return reached, held
+
+
+def test_short_answers_prove_nothing(server: S3Server, proxy: CountingProxy):
+    """A service that gives fewer bytes than it has fails: nothing is deleted, neither what was read nor what lies beside it."""
+    prefix, frames = fresh(), make_frames(31, 12, 700)
+    store = TieredStore([ObjectStore(at(proxy.port), prefix=prefix)])
+    store.put(frames, deadline=soon())
+    before = paths_in(server, prefix)
+    proxy.change = lambda method, path, data: data if method != "GET" or "list-type" in path else data[: len(data) // 2]
+    for _ in range(2):
+        assert read(store, frames[3:5]) == [None, None]
+        assert store.lookup(names_of(frames), deadline=soon()) == 12
+    assert store.tiers[0].counters.errors and not store.tiers[0].counters.bad
+    proxy.change = lambda method, path, data: data
+    assert paths_in(server, prefix) == before
+    assert read(ObjectStore(server.url(), prefix=prefix), frames[:1]) == whole(frames[:1])
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["new", "copies"])
+def test_an_erasure_waits_for_writes(
+    server: S3Server, proxy: CountingProxy, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    """What a service completes only after its caller has given up, blocks that are stored and copies of those beside a damaged
+    one, is not there after a complete erasure. Until then the erasure is open."""
+    prefix, frames = fresh(), make_frames(32, 6, 700)
+    store = ObjectStore(at(proxy.port), prefix=prefix)
+    tiered = TieredStore([store])
+    if kind == "copies":
+        store.put(frames, deadline=soon())
+        damage(server, paths_in(server, prefix)[0], -100)
+        assert store.lookup(names_of(frames), deadline=soon()) == 6
+    reached, held = hold_writes(proxy)
+    with ThreadPoolExecutor(1) as pool:
+        call = partial(read, tiered, frames) if kind == "copies" else partial(tiered.put, frames, deadline=soon(1))
+        begun = pool.submit(call)
+        assert reached.wait(60)
+        begun.result()
+        monkeypatch.setattr("foreword.store.base.STEP_SECONDS", 0.3)
+        root = frames[0].header.root
+        assert not erase_prefixes(tiered, [root], "a tenant").complete
+        held.set()
+        wait_until(lambda: erase_prefixes(tiered, [root], "a tenant").complete, "the write ends")
+    assert not paths_in(server, prefix)
+    tiered.close()
+
+
+def test_a_write_that_fails_after_it_was_given_up(caplog: pytest.LogCaptureFixture):
+    """It is an erasure's business only: it is no error in the log."""
+    held, ended = threading.Event(), threading.Event()
+
+    def refuse(request: BaseHTTPRequestHandler) -> int:
+        if request.command != "PUT":
+            return 404
+        held.wait(60)
+        ended.set()
+        return 403
+
+    server = HttpServer(refuse)
+    store = ObjectStore(at(server.port))
+    frames = make_frames(38, 2, 500)
+    with pytest.raises(StoreTimeout):
+        store.put(frames, deadline=soon(1))
+    held.set()
+    assert ended.wait(60)
+    list(store.erase_steps(b"", frames[0].header.root, deadline=soon()))  # waits for its end
+    gc.collect()
+    store.close()
+    server.close()
+    assert not caplog.records
+
+
+def test_copies_of_what_another_instance_has_erased(server: S3Server, proxy: CountingProxy):
+    """An instance copies the blocks beside a deleted one while another erases their tenant: the copies go, too."""
+    prefix, frames = fresh(), make_frames(33, 6, 700)
+    one, other = ObjectStore(at(proxy.port), prefix=prefix), ObjectStore(server.url(), prefix=prefix)
+    one.put(frames, deadline=soon())
+    reached, held = hold_writes(proxy)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(one.delete, names_of(frames[2:3]), deadline=soon())
+        assert reached.wait(60)
+        assert other.erase(b"", frames[0].header.root, deadline=soon()) == 6
+        held.set()
+        begun.result()
+    assert not paths_in(server, prefix)
+    one.close()
+    other.close()
+
+
+def test_blocks_beside_one_of_another_length(store: ObjectStore, folder: Path):
+    """An instance with another codec stores the first blocks of a chunk again: the others stay."""
+    frames = make_frames(34, 10, 700)
+    store.put(frames, deadline=soon())
+    longer = [frame(replace(one.header, length=900, raw_length=900), bytes(900)) for one in frames[:3]]
+    assert store.put(longer, deadline=soon()) == 3
+    assert read(ObjectStore(f"file://{folder}"), [*longer, *frames[3:]]) == whole([*longer, *frames[3:]])
+
+
+def test_a_chunk_whose_index_is_damaged(server: S3Server):
+    """Its blocks can be found and read, but not listed: an erasure of some blocks of its tenant takes all of it. A tenant's
+    erasure does, too."""
+    prefix = fresh()
+    frames, theirs = make_frames(35, 6, 700), make_frames(36, 6, 700)
+    store = ObjectStore(server.url(), prefix=prefix)
+    store.put(frames, deadline=soon())
+    damage(server, paths_in(server, prefix)[0], 76 * 5)
+    store.put(theirs, deadline=soon())
+    assert read(store, frames) == whole(frames)
+    steps = store.erase_steps(b"", frames[0].header.root, chosen={frames[5].name}, deadline=soon())
+    assert sum(step.removed for step in steps) == 6
+    assert read(store, frames) == [None] * 6 and read(store, theirs) == whole(theirs)
+    store.close()
+
+
+def test_a_bucket_that_keeps_versions(server: S3Server):
+    """An erasure in a bucket with versioning is not complete: what was deleted can be read there."""
+    client, name, frames = client_of(server), f"versions-{fresh()}", make_frames(37, 3, 500)
+    client.create_bucket(Bucket=name)
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    store = TieredStore([ObjectStore(server.url().replace("s3://blocks", f"s3://{name}"))])
+    store.put(frames, deadline=soon())
+    for removed in (3, 0):
+        receipt = erase_prefixes(store, [frames[0].header.root], "a tenant")
+        assert not receipt.complete and "versions" in receipt.unreachable["objects"]
+        assert receipt.removed == {"objects": removed}
+    assert read(store, frames) == [None] * 3
+    store.close()
+
+
+def test_an_erasure_tells_of_its_progress(store: ObjectStore):
+    """It has a step for every few objects, so a slow service is not taken for one that does not answer."""
+    frames = [make_frames(seed, 1, 10)[0] for seed in range(200)]
+    store.put(frames, deadline=soon())
+    for chosen in (set(names_of(frames[:100])), None):
+        steps = list(store.erase_steps(b"", frames[0].header.root, chosen=chosen, deadline=soon()))
+        assert len(steps) > 1 and sum(one.removed for one in steps) == 100 and all(one.removed < 100 for one in steps)
 
 
 def test_scan_reads_positions_and_times(server: S3Server, folder: Path):

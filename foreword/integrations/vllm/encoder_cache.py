@@ -206,9 +206,11 @@ class _Read:
     """An output that is being read, or was read and waits to be used.
 
     Attributes:
+        name: where: the identifier of its media may be that of others in the next request.
         size: bytes of memory that it takes at most.
     """
 
+    name: OutputName
     future: Future[EncoderOutput | None]
     size: int
     started: float = field(default_factory=time.monotonic)
@@ -261,16 +263,17 @@ class EncoderReader:
 
     def _is_read(self, request: Any, index: int) -> bool:
         identifier = request.mm_features[index].identifier
+        name, size = self._name(request, index, self._store.model), self._size(request, index)
         read = self._reads.get(identifier)
-        if read is None:
-            name, size = self._name(request, index, self._store.model), self._size(request, index)
+        if read is None or read.name != name:
+            self._reads.pop(identifier, None)
             if name is None or not size:
                 return True
             if not self._has_memory(size):
                 return False
             rows = request.get_num_encoder_embeds(index)
             self._pool.submit(self._store.follow)
-            read = self._reads[identifier] = _Read(self._pool.submit(self._store.read, name, rows, size), size)
+            read = self._reads[identifier] = _Read(name, self._pool.submit(self._store.read, name, rows, size), size)
         return read.future.done() or read.age > self._patience
 
     def _has_memory(self, size: int) -> bool:
@@ -302,15 +305,14 @@ class EncoderReader:
     def allocated(self, request: Any, index: int, *, saves: bool) -> None:
         """vLLM has allocated memory for an output: it will be loaded if it was read, else computed."""
         identifier = request.mm_features[index].identifier
-        read = self._reads.pop(identifier, None)
+        name, read = self._name(request, index, self._store.model), self._reads.pop(identifier, None)
         self._in_vllm.add(identifier)
-        output = read.output if read is not None else None
+        output = read.output if read is not None and read.name == name else None
         if output is not None:
             self._next.loads[identifier] = output
             return
         self._version.note_computed()
-        name = self._name(request, index, self._store.model) if saves else None
-        if name is not None:
+        if name is not None and saves:
             self._next.saves[identifier] = name
             others = (self._name(request, index, model) for model in self._store.others)
             self._next.others[identifier] = [other for other in others if other is not None]

@@ -75,7 +75,13 @@ class VllmPrefixes(AsyncPrefixes):
 
     def __init__(self, storage: ConnectorStorage, server: InnerServer) -> None:
         # The stores' own limits are the budget.
-        service = PrefixService(self._tokenize, lambda name, tokens: KeptBytes(), storage, storage.mark)
+        service = PrefixService(
+            # Called on a thread.
+            lambda content: asyncio.run_coroutine_threadsafe(self._content_tokens(content), self._loop).result(),
+            lambda name, tokens: KeptBytes(),
+            storage,
+            storage.mark,
+        )
         super().__init__(service, self._pin_computed, storage.budget_bytes)
         self._storage = storage
         self._server = server
@@ -107,10 +113,6 @@ class VllmPrefixes(AsyncPrefixes):
             self.later(self.repin(prefix, salt, compute=self._pin_written))
 
     # What the service asks of vLLM
-
-    def _tokenize(self, content: Content) -> Sequence[int]:
-        """Called on a thread."""
-        return asyncio.run_coroutine_threadsafe(self._content_tokens(content), self._loop).result()
 
     async def _content_tokens(self, content: Content) -> list[int]:
         """The tokens that every prompt with this prefix starts with. Raises BadRequest with vLLM's message."""

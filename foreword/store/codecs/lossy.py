@@ -76,16 +76,13 @@ def _parts(layout: Layout) -> tuple[LayerPart, ...]:
         if keys:
             found.append(LayerPart(layers, slice(keys), (count, tokens, channels), 1))
         if shape.elements > channels:
-            group = _group(shape.value_dim)
+            # Values that share a step: the largest divisor of the head size from 16 to 64, or the head size.
+            sizes = range(_LARGEST_GROUP, _SMALLEST_GROUP - 1, -1)
+            group = next((size for size in sizes if shape.value_dim % size == 0), shape.value_dim)
             groups = (shape.elements - channels) // group
             found.append(LayerPart(layers, slice(keys, None), (count, tokens, groups, group), 3))
         start = end
     return tuple(found)
-
-
-def _group(size: int) -> int:
-    """Number of values that share a step: the largest divisor of the head size from 16 to 64, or the head size."""
-    return next((g for g in range(_LARGEST_GROUP, _SMALLEST_GROUP - 1, -1) if size % g == 0), size)
 
 
 class UniformQuantizer:
@@ -112,7 +109,7 @@ class UniformQuantizer:
         for view in _parts(layout):
             part = view.of(numbers)
             low, high = part.min(view.axis, keepdims=True), part.max(view.axis, keepdims=True)
-            if not _within(low, high, _LIMITS[layout.dtype]):
+            if not (low.min() > -_LIMITS[layout.dtype] and high.max() < _LIMITS[layout.dtype]):  # also false for NaN
                 return _unquantized(payload)
             step = _rounded_up((high - low) / np.float32(self._levels))
             np.subtract(part, low, out=part)
@@ -209,11 +206,6 @@ def _copied_unquantized(data: memoryview, out: memoryview) -> bool:
         raise BadFrame("codec", "an unquantized payload has another length")
     out[:] = data[1:]
     return True
-
-
-def _within(low: Floats, high: Floats, limit: np.float32) -> bool:
-    """Whether all numbers are finite and within the limit. NaN makes the comparisons false."""
-    return bool(low.min() > -limit and high.max() < limit)
 
 
 def _rounded_up(step: Floats) -> Floats:

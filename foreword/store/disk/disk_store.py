@@ -327,7 +327,6 @@ class DiskStore(Store):
         problems: list[StoreError] = []
         try:
             self._check_open(deadline)
-            self._opened.check()
             files = self._files.walk(layout, root, problems.append)
             whole = (one for one in files if self._is_whole(one, problems))
             names = (one.name for one in whole if chosen is None or one.name in chosen)
@@ -336,6 +335,7 @@ class DiskStore(Store):
             if chosen is None:
                 self._files.prune(layout, root)
                 self._records.remove_incomplete(self._is_dead)
+            self._opened.check()  # what was written into another folder in its place is erased all the same
         except StoreError as error:
             yield Erased.failed(error)
         yield from map(Erased.failed, problems)

@@ -32,7 +32,7 @@ from obstore.exceptions import BaseError
 from obstore.store import LocalStore
 
 from foreword.blocks.layout import ROOT_BYTES, key_of
-from foreword.errors import StoreConfigError, StoreError, StoreReadOnly
+from foreword.errors import StoreConfigError, StoreError, StoreReadOnly, StoreUnreadable
 from foreword.store.base import (
     BAD,
     FAILED,
@@ -59,6 +59,7 @@ from foreword.store.object.chunks import (
     Search,
     Section,
     divide,
+    entry_of,
     prefix_of,
     read_index,
     read_slot,
@@ -71,6 +72,7 @@ from foreword.store.opened_folder import OpenedFolder
 _WAITING: Final = 1024  # chunks
 _WITHIN: Final = 120.0  # seconds for one chunk
 _DAY: Final = 86400.0  # seconds
+_STEP_OBJECTS: Final = 64
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _DIGITS = re.compile(r"[0-9a-f]{32}")
@@ -149,7 +151,7 @@ class ObjectStore(Store):
         self._check_open(deadline)
         views = [buffer.cast("B") for buffer in buffers]
         lengths, reads = self._plan(names, deadline)
-        calls = (self._bucket.read(read) for read in reads)
+        calls = (self._bucket.read(read.chunk, *read.chunk.range_of(read.first, len(read.indexes))) for read in reads)
         errors = []
         for read, data in zip(reads, self._loop.results(calls, deadline), strict=True):
             if isinstance(data, StoreError):
@@ -169,22 +171,27 @@ class ObjectStore(Store):
         self._check_open(deadline)
         found = self._present_frames(frames, deadline)
         missing = list({frame.name: frame for frame in frames if frame.name not in found}.values())
-        chunks = list(divide(missing, self._section_of, self._chunk))
-        calls = (self._bucket.write(*chunk) for chunk in chunks)
-        for _ in self._loop.each(calls, deadline, StoreReadOnly):
-            pass
+        calls = (
+            self._bucket.write(prefix, head, [(entry_of(frame), frame.data.cast("B")) for frame in chunk])
+            for prefix, head, chunk in list(divide(missing, self._section_of, self._chunk))
+        )
+        list(self._loop.each(calls, deadline, StoreReadOnly))
         return len(frames)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         """Delete blocks. A chunk that has other blocks too is written again without the deleted ones."""
         self._check_open(deadline)
         search = self._search(names, deadline, StoreReadOnly)
-        tags = {(prefix_of(name), tag_of(name)) for name in names}
-        calls = (self._bucket.remove_from(chunk, tags) for chunk in search.chunks.values())
-        for _ in self._loop.each(calls, deadline, StoreReadOnly):
-            pass
-        self._locations.drop(names)
+        self._remove_from(search.chunks.values(), names, deadline)
         return len(search.found)
+
+    def _remove_from(self, chunks: Iterable[ObjectChunk], names: Sequence[Name], deadline: float) -> None:
+        tags = defaultdict[bytes, set[bytes]](set)
+        for name in names:
+            tags[prefix_of(name)].add(tag_of(name))
+        calls = (self._bucket.remove_from(chunk.prefix, chunk, tags[chunk.prefix]) for chunk in chunks)
+        list(self._loop.each(calls, deadline, StoreReadOnly))
+        self._locations.drop(names)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         """Count the blocks that are present. Pins have no effect: the store never evicts."""
@@ -193,35 +200,39 @@ class ObjectStore(Store):
     def scan(self, *, deadline: float) -> Iterator[StoredBlock]:
         """List all blocks, with one request per chunk for its index."""
         seen: set[Name] = set()
-        for page in self._blocks("", deadline):
-            for block in page:
-                if block.name not in seen:
-                    seen.add(block.name)
-                    yield block
+        for page, _ in self._blocks("", deadline):
+            new = {block.name: block for block in page if block.name not in seen}
+            seen.update(new)
+            yield from new.values()
 
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
         """As in the contract, with one request per chunk for its index. Only the objects of this layout and root are listed."""
         for folder in self._folders(layout, root, deadline):
-            for page in self._blocks(folder, deadline):
+            for page, _ in self._blocks(folder, deadline):
                 if page:
                     yield [block.name for block in page]
 
     def erase_steps(
         self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
     ) -> Iterator[Erased]:
-        """As in the contract. Removes objects of a whole root without reading them, so damaged chunks are removed too."""
+        """As in the contract. Waits for writes that have begun, and removes objects of a whole root without reading them, so
+        damaged chunks are removed too. Of a part of a root it removes all of a chunk whose index does not tell its blocks."""
         try:
+            self._loop.one(self._bucket.settle(layout, root), step_deadline(deadline))
+            for folder in self._folders(layout, root, step_deadline(deadline)):
+                if chosen is None:
+                    yield from (Erased(self._remove(metas, deadline)) for metas in self._pages(folder, deadline))
+                    remove_leftovers(self._store, self._prefix + folder)
+                    continue
+                for page, unknown in self._blocks(folder, deadline):
+                    names = [block.name for block in page if block.name in chosen]
+                    yield Erased(self.delete(names, deadline=step_deadline(deadline)) + self._remove(unknown, deadline))
+            if root and chosen is None:
+                remove_leftovers(self._store, f"{self._prefix}records", f"!{root.hex()}")
             if self._opened is not None:
                 self._opened.check()
-            if chosen is not None:
-                yield from super().erase_steps(layout, root, chosen=chosen, deadline=deadline)
-                return
-            for folder in self._folders(layout, root, step_deadline(deadline)):
-                for metas in self._pages(folder, deadline):
-                    yield Erased(self._remove(metas, deadline))
-                remove_leftovers(self._store, self._prefix + folder)
-            if root:
-                remove_leftovers(self._store, f"{self._prefix}records", f"!{root.hex()}")
+            if self._bucket.versioned:
+                raise StoreUnreadable("the bucket keeps versions of what is deleted, which only its own rules remove")
         except StoreError as error:
             yield Erased.failed(error)
 
@@ -229,10 +240,8 @@ class ObjectStore(Store):
         """Remove a page of objects. Returns how many blocks they had."""
         mine = [meta for meta in metas if _BLOCK_PATH.fullmatch(self._bucket.relative(meta["path"]))]
         calls = (self._bucket.remove(meta["path"]) for meta in mine)
-        for _ in self._loop.each(calls, deadline, StoreReadOnly, light=True):
-            pass
-        chunks = [self._bucket.read_meta(meta) for meta in mine]
-        return sum(1 if chunk is None else len(chunk.tags) for chunk in chunks)
+        list(self._loop.each(calls, deadline, StoreReadOnly, light=True))
+        return sum(1 if chunk is None else len(chunk.tags) for chunk in map(self._bucket.read_meta, mine))
 
     def _folders(self, layout: bytes, root: bytes, deadline: float) -> list[str]:
         """The paths below which blocks with this layout and roots that begin with these bytes are; b"" stands for any."""
@@ -252,20 +261,24 @@ class ObjectStore(Store):
         names = (self._bucket.relative(path).strip("/").rpartition("/")[2] for path in paths)
         return [name for name in names if _DIGITS.fullmatch(name)]
 
-    def _blocks(self, folder: str, deadline: float) -> Iterator[list[StoredBlock]]:
-        """The blocks of the chunks below a path, a page of chunks at a time. A block may be in several chunks."""
+    def _blocks(self, folder: str, deadline: float) -> Iterator[tuple[list[StoredBlock], list[Any]]]:
+        """The blocks of the chunks below a path, a page of chunks at a time, and the objects of chunks with others, which their
+        index does not tell. A block may be in several chunks."""
         for metas in self._pages(folder, deadline):
             chunks = [(chunk, meta) for meta in metas if (chunk := self._bucket.read_meta(meta)) is not None]
-            indexes = self._loop.each((self._bucket.index(chunk) for chunk, _ in chunks), deadline, light=True)
-            blocks = []
+            reads = (self._bucket.read(chunk, 0, min(chunk.index_bytes, chunk.size)) for chunk, _ in chunks)
+            indexes = self._loop.each(reads, deadline, light=True)
+            blocks, unknown = list[StoredBlock](), list[Any]()
             for (chunk, meta), index in zip(chunks, indexes, strict=True):
-                for place, entry in read_index(chunk, index):
+                entries = list(read_index(chunk, bytes(index))) if isinstance(index, memoryview) else []
+                unknown += [meta] if index is not None and len(entries) < len(chunk.tags) else []
+                for place, entry in entries:
                     name = chunk.prefix + entry.key
                     self._heads.note(entry.key, chunk.head)
                     self._locations.set(name, (chunk, place))
                     stored_at = meta["last_modified"].timestamp()
                     blocks.append(StoredBlock(name, entry.parent, entry.depth, entry.length, stored_at))
-            yield blocks
+            yield blocks, unknown
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._loop.one(
@@ -388,14 +401,9 @@ class ObjectStore(Store):
         by_name, by_chunk = {frame.name: frame for frame in frames}, defaultdict[str, list[Frame]](list)
         for name, (chunk, _) in search.found.items():
             by_chunk[chunk.path].append(by_name[name])
-        damaged = {path for path, known in by_chunk.items() if not search.chunks[path].fits(known)}
-        for _ in self._loop.each(
-            (self._bucket.remove(self._prefix + path) for path in damaged), deadline, StoreReadOnly
-        ):
-            pass
-        removed = {name for name, (chunk, _) in search.found.items() if chunk.path in damaged}
-        self._locations.drop(removed)
-        return {name: place for name, place in search.found.items() if name not in removed}
+        damaged = [search.chunks[path] for path, known in by_chunk.items() if not search.chunks[path].fits(known)]
+        self._remove_from(damaged, [name for name, (chunk, _) in search.found.items() if chunk in damaged], deadline)
+        return {name: place for name, place in search.found.items() if place[0] not in damaged}
 
     def _sections(self, frame: Frame) -> list[Section]:
         """The sections in which a frame may be stored already."""
@@ -415,8 +423,8 @@ class ObjectStore(Store):
         time_left(deadline)
 
     def _pages(self, folder: str, deadline: float) -> Iterator[Sequence[Any]]:
-        """Metadata of objects, a thousand at a time."""
-        streams = [obstore.list(self._store, (self._prefix + folder) or None, chunk_size=1000)]
+        """Metadata of objects, as many at a time as an erasure removes in one step."""
+        streams = [obstore.list(self._store, (self._prefix + folder) or None, chunk_size=_STEP_OBJECTS)]
 
         async def more() -> Sequence[Any] | None:
             return await anext(streams[0], None)

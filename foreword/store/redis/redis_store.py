@@ -216,7 +216,7 @@ class RedisStore(Store):
 
     def _matching(self, layout: bytes, root: bytes) -> bytes:
         """The pattern of the keys of blocks with this layout and roots that begin with these bytes."""
-        return self._blocks + _pattern(layout, FINGERPRINT_BYTES) + root.hex().encode() + b"*"
+        return self._blocks + (layout.hex().encode() or b"?" * (2 * FINGERPRINT_BYTES)) + root.hex().encode() + b"*"
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
         self._call(b"HSET", self._records, _record_key(key), check_record(data), deadline=deadline)
@@ -370,11 +370,6 @@ def _size(reply: Reply) -> int:
     if error_of(reply) is not None:
         return FAILED if _failure(reply) is not None else BAD
     return max(expect(reply, int), 0)
-
-
-def _pattern(part: bytes, size: int) -> bytes:
-    """The pattern of Redis for one part of a name; b"" stands for any."""
-    return part.hex().encode() if part else b"?" * (2 * size)
 
 
 def _record_key(key: str) -> bytes:
