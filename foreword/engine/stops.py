@@ -27,7 +27,11 @@ class StopFinder:
             place, stop = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
             self._pending = ""
             return text[: place + (len(stop) if self._include else 0)], stop
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        # The longest proper prefix of a stop string that the text ends with.
+        keep = max(
+            next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+            for stop in self._stops
+        )
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
@@ -35,8 +39,3 @@ class StopFinder:
         """The text that was held back, at the end of the stream."""
         text, self._pending = self._pending, ""
         return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper prefix of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

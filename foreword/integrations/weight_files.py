@@ -36,24 +36,18 @@ def model_folder(model: str, revision: str | None) -> Path:
 
 def weights_digest(folder: Path, *, code: bool = False) -> bytes:
     """32 bytes: SHA-256 over each weight file's name and XXH3-128, and those of Python files where the checkpoint's own `code`
-    is run, also of that in other repositories. Raises ModelUnsupported.
-    """
+    is run, also from other repositories ("NAME--MODULE.CLASS", Transformers' `auto_map`). Raises ModelUnsupported."""
     weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
     if not weights:
         raise ModelUnsupported(f"there are no weights (*.safetensors, *.bin) in {folder}")
+    config = folder / "config.json"
+    classes = json.dumps(json.loads(config.read_bytes()).get("auto_map")) if code and config.is_file() else ""
+    folders = [folder, *(model_folder(name, None) for name in sorted(set(re.findall('"([^"]+)--[^"]*"', classes))))]
+    sources = [path for one in folders for path in sorted(one.rglob("*.py"))] if code else []
     digest = hashlib.sha256(b"foreword/weights\x00")
-    for path in (*weights, *(_code_files(folder) if code else ())):
+    for path in (*weights, *sources):
         digest.update(path.name.encode() + b"\x00" + file_digest(path))
     return digest.digest()
-
-
-def _code_files(folder: Path) -> list[Path]:
-    """The Python files of a checkpoint, and of repositories that its configuration takes classes from ("NAME--MODULE.CLASS",
-    Transformers' `auto_map`)."""
-    config = folder / "config.json"
-    classes = json.dumps(json.loads(config.read_bytes()).get("auto_map")) if config.is_file() else ""
-    others = [model_folder(name, None) for name in sorted(set(re.findall('"([^"]+)--[^"]*"', classes)))]
-    return [path for one in (folder, *others) for path in sorted(one.rglob("*.py"))]
 
 
 def adapter_files(folder: Path) -> list[Path]:

@@ -115,8 +115,7 @@ class WarmUp:
         salt = Salt.of(owner.tenant.salt, owner.cache_salt).text if kind == "vllm" else owner.cache_salt
         fields = {"model": owner.model, "prompt": list(tokens), "cache_salt": salt or None}
         data = msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
-        headers = {
-            **self._auth.headers_of(owner.tenant, kind),
+        headers = self._auth.headers_of(owner.tenant, kind) | {
             "content-type": "application/json",
             "accept-encoding": "identity",
         }

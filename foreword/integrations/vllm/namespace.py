@@ -153,7 +153,9 @@ class Observations:
             one, two = self.resolved.get(name), other.resolved.get(name)
             if not same and (one is None or two is None):
                 continue
-            if one != two and not _unset(one or "None", two or "None"):
+            both = {one or "None", two or "None"}
+            # Both may say that it is not set, each in its way; one of them with None, or no such attribute at all.
+            if one != two and not {"None"} <= both <= {"None", "null", "0", "0.0", "-1", "False", "false", ""}:
                 return f"{name} is {one}, {two} in the store"
         return ""
 
@@ -325,11 +327,6 @@ def _plain(value: object) -> object:
         return {name: _plain(getattr(value, name, None)) for name in fields}
     text = str(value)
     return type(value).__name__ if " at 0x" in text else text
-
-
-def _unset(one: str, two: str) -> bool:
-    """Whether both say that something is not set, each in its way; one of them with None, or no such attribute at all."""
-    return "None" in (one, two) and {one, two} <= {"None", "null", "0", "0.0", "-1", "False", "false", ""}
 
 
 def unmeasured(base: bytes, settings: str) -> bytes:
