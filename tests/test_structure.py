@@ -103,7 +103,7 @@ def closure(product: str) -> int:
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
-        ("statements", statements, 49_959),
+        ("statements", statements, 49_966),
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 31_781),

@@ -1,8 +1,8 @@
-"""`foreword serve` on a device of its own, as far as time is concerned: several of them on one machine do not share its cores.
+"""`foreword serve` at a fixed pace, as on a device of its own: several of them on one machine do not share its cores.
 
     python -m benchmarks.router.paced MICROSECONDS serve ...
 
-Every step of the engine takes at least so many microseconds for each token that it computes, and 5 ms. The rest of that time
+Every step of the engine takes at least this time for each token that it computes, and 5 ms. The rest of that time
 the server waits, as it waits for a GPU. Scheduler, caches, answers, and what the router hears of them, are those of any server.
 """
 

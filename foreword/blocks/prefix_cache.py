@@ -509,8 +509,11 @@ class PrefixCache:
     def unused(self, keys: Sequence[bytes]) -> Sequence[bytes]:
         """Of the keys of one chain, in order, those behind the last block that is in use."""
         finds = [[self.pool.find(group_key(number, key)) for number in range(len(self.groups))] for key in keys]
-        used = [any(one is not None and self.pool.references(one) > 0 for one in found) for found in finds]
-        return keys[next((at for at in range(len(keys), 0, -1) if used[at - 1]), 0) :]
+        used = (at for at in range(len(keys), 0, -1) if any(map(self._in_use, finds[at - 1])))
+        return keys[next(used, 0) :]
+
+    def _in_use(self, block: int | None) -> bool:
+        return block is not None and self.pool.references(block) > 0
 
     def retire(self, keys: Sequence[bytes], *, drop: bool = False) -> int:
         """Blocks of one chain, in order, of which nothing is expected any more go before all others of their tenant, or at once

@@ -81,22 +81,22 @@ class Prices:
 
 def _prices(path: Path, name: str, given: Any) -> dict[str, Decimal]:
     numbers = given if isinstance(given, dict) else {}
-    bad = next(
-        (
-            key
-            for key, one in numbers.items()
-            if key not in _KEYS
-            or isinstance(one, bool)
-            or not (isinstance(one, int | Decimal) and one == one and 0 <= one < 1_000_000_000)
-        ),
-        None,
-    )
+    bad = next((key for key, one in numbers.items() if key not in _KEYS or not _is_price(one)), None)
     if bad is not None or not {"input", "output"} <= numbers.keys():
         raise ConfigError(
             f"{path}: [models.{name}] needs input and output, may have cache_read and cache_write, each a number of 0 or more"
         )
     found = {key: Decimal(one) for key, one in numbers.items()}
     return {"cache_read": found["input"], "cache_write": found["input"], **found}
+
+
+def _is_price(given: Any) -> bool:
+    return (
+        isinstance(given, int | Decimal)
+        and not isinstance(given, bool)
+        and given == given
+        and 0 <= given < 1_000_000_000
+    )
 
 
 # Tokens of each kind, and `requests`, by day, tenant and model.
@@ -224,16 +224,18 @@ def bill(
     total = {"tenant": "all", "model": ""} | {
         key: sum(one[key] for one in found) for key in ("requests", *_KINDS, "cost", "without_cache")
     }
-    names = "{{tenant:<{}}}{{model:<{}}}".format(
-        *(max([least, *(2 + len(one[key]) for one in found)]) for key, least in (("tenant", 20), ("model", 28)))
-    ).format
+    tenants, models = (
+        max([least, *(2 + len(one[key]) for one in found)]) for key, least in (("tenant", 20), ("model", 28))
+    )
     print(
-        f"{names(tenant='tenant', model='model')}"
+        f"{'tenant':<{tenants}}{'model':<{models}}"
         f"{'requests':>9}{'cached':>14}{'computed':>14}{'output':>12}{'cost':>14}{'no cache':>14}"
     )
     for one in [*found, *([total] if len(found) > 1 else [])]:
         numbers = f"{one['requests']:>9,}{one['cached']:>14,}{one['uncached']:>14,}{one['output']:>12,}"
-        print(f"{names(**one)}{numbers}{one['cost']:>14.4f}{one['without_cache']:>14.4f}")
+        print(
+            f"{one['tenant']:<{tenants}}{one['model']:<{models}}{numbers}{one['cost']:>14.4f}{one['without_cache']:>14.4f}"
+        )
     print(f"\n{listed.currency}; cached and computed are prompt tokens.")
     if bad:
         print(f"{plural(bad, 'line')} could not be read.")

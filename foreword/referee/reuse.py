@@ -18,15 +18,11 @@ _FEW_BLOCKS: Final[dict[str, Any]] = {"num_gpu_blocks_override": 270}
 
 def common(prompt: list[int], earlier: Sequence[list[int]]) -> int:
     """Tokens that a prompt shares with the start of one of the others, at most."""
-    return max(
-        (
-            next(
-                (i for i, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b), min(len(prompt), len(other))
-            )
-            for other in earlier
-        ),
-        default=0,
-    )
+    return max((_shared(prompt, other) for other in earlier), default=0)
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def cold(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:

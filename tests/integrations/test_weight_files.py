@@ -30,6 +30,6 @@ def test_code_of_another_repository(tmp_path: Path) -> None:
     (other / "helper.py").write_text("OTHER = 2")
     found.append(weights_digest(model, code=True))
     assert len({plain, *found}) == 4 and weights_digest(model) == plain
-    missing = checkpoint(tmp_path / "missing", "nobody-has/this-code--own_model.M")
+    missing = checkpoint(tmp_path / "missing", "not-here/code--own_model.M")
     with pytest.raises(ModelUnsupported, match="fingerprint"):
         weights_digest(missing, code=True)

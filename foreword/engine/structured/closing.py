@@ -235,6 +235,9 @@ class ClosingPath:
                 uses.update(symbols)
         return path
 
+    def _example(self, matcher: LLMatcher) -> list[int]:
+        return next((one for one in map(list, self._examples) if matcher.validate_tokens(one) == len(one)), [])
+
     def _choose(self, matcher: LLMatcher, order: bytes, uses: Counter[int] | None) -> list[int]:
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         if uses is None and allowed >> _QUOTE & 1 and allowed.bit_count() > _FREE_TEXT:
@@ -242,9 +245,6 @@ class ClosingPath:
         choices = (byte for byte in order if allowed >> byte & 1)
         chosen = next(choices, None) if uses is None else min(choices, key=uses.__getitem__, default=None)
         if chosen is not None:
-            examples = () if chosen in _CLOSERS else self._examples
-            return next((one for one in map(list, examples) if matcher.validate_tokens(one) == len(one)), []) or [
-                chosen
-            ]
+            return [chosen] if chosen in _CLOSERS else self._example(matcher) or [chosen]
         special = allowed >> self._end + 1
         return [self._end + 1 + (special & -special).bit_length() - 1] if special else []

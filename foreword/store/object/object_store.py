@@ -72,7 +72,7 @@ from foreword.store.opened_folder import OpenedFolder
 _WAITING: Final = 1024  # chunks
 _WITHIN: Final = 120.0  # seconds for one chunk
 _DAY: Final = 86400.0  # seconds
-_STEP_OBJECTS: Final = 64
+_STEP_OBJECTS: Final = 64  # of one step of an erasure, which has a time limit
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _DIGITS = re.compile(r"[0-9a-f]{32}")
