@@ -133,6 +133,10 @@ class EngineFailed(ForewordError, code="engine_error"):
     """A step of the engine failed. Its requests were ended and their blocks retracted."""
 
 
+class RequestFailed(EngineFailed, code="request_failed"):
+    """The engine failed at one request, and ended it. Other requests continue. This is a bug in Foreword or in a plug-in."""
+
+
 class ConfigError(ForewordError, code="configuration_error", fault="operator"):
     """A configuration key is unknown, or its value is of the wrong type or out of range."""
 

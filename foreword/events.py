@@ -87,6 +87,14 @@ class RequestFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestBroken:
+    """Something raised while the engine worked on one request, which has ended with an error. `error`: the class of it."""
+
+    request_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepFinished:
     """A step of the engine: what it computed, how long it took, and the state after it.
 
@@ -136,6 +144,7 @@ Event = (
     | FirstToken
     | NextTokens
     | RequestFinished
+    | RequestBroken
     | StepFinished
     | TransferEnded
     | MissExplained

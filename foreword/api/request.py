@@ -170,6 +170,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
         template_options: `chat_template_kwargs`.
         continue_final_message: the answer continues the last message, which is the assistant's.
         add_generation_prompt, add_special_tokens, echo: as in vLLM.
+        stop_in_reasoning: stop strings count inside of the reasoning, too.
         stream, include_usage: server-sent events, with the usage at the end.
         prefix: a named prefix before the prompt.
         cache: cache control of the whole request. Breakpoints are in the messages.
@@ -202,6 +203,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
     echo: bool = False
+    stop_in_reasoning: bool = False
     stream: bool = False
     include_usage: bool = False
     prefix: str | None = None

@@ -26,19 +26,22 @@ class BlockSaver:
     def __init__(self, cache: PrefixCache, offload: OffloadManager) -> None:
         self._cache, self._offload = cache, offload
 
-    def save_step(self, step: Step, seconds: float) -> None:
-        """Save the blocks that a step of `seconds` seconds filled, of prompts and of outputs."""
+    def note_step(self, step: Step, seconds: float) -> None:
+        """Measure the speed of prefill: a step took `seconds` seconds."""
         prefill = sum(chunk.count for chunk in step.chunks if chunk.count > 1)
         if prefill >= _MEASURED_TOKENS:
             self._offload.prefill_rate.note(step.num_tokens, seconds)
-        for chunk in step.chunks:
-            full = min((chunk.start + chunk.count) // self._cache.block_size, chunk.sequence.table.published)
-            if self._cache.windows and chunk.sequence.checkpoints is None:
-                chunk.sequence.checkpoints = self._plan_checkpoints(chunk)
-            if chunk.sequence in step.admitted:
-                chunk.sequence.unsaved.clear()  # a preempted sequence has other blocks now
-                self._save_again(chunk.sequence, chunk.published_before)
-            self._save_blocks(chunk.sequence, chunk.published_before, full)
+
+    def save_chunk(self, step: Step, chunk: Chunk) -> None:
+        """Save the blocks that a step filled in one sequence, of prompt and output."""
+        sequence = chunk.sequence
+        full = min((chunk.start + chunk.count) // self._cache.block_size, sequence.table.published)
+        if self._cache.windows and sequence.checkpoints is None:
+            sequence.checkpoints = self._plan_checkpoints(chunk)
+        if sequence in step.admitted:
+            sequence.unsaved.clear()  # a preempted sequence has other blocks now
+            self._save_again(sequence, chunk.published_before)
+        self._save_blocks(sequence, chunk.published_before, full)
 
     def save_arrived(self, sequence: SequenceState, start: int | None) -> None:
         """Save the blocks of a sequence whose KV has arrived: computed by another instance from token `start` on, or loaded."""

@@ -131,13 +131,14 @@ class KeptPrefixes:
             return RetentionAnswer("refused", 0, None, "prefix caching is switched off")
         if not depth:
             return RetentionAnswer("refused", 0, None, f"shorter than a block of {size} tokens")
-        blocks = cache.pin(table, depth) if depth <= table.published else []
-        if len(blocks) < cache.pinned_blocks(depth * size):
-            cache.unpin(blocks)
-            return RetentionAnswer("refused", 0, None, "not all of its blocks are cached any more")
-        keys = table.chain.keys_to(depth)[:depth]
+        needed, keys = cache.pinned_blocks(depth * size), table.chain.keys_to(depth)[:depth]
         whole = len(cache.groups) > 1 or bool(cache.windows)
         tenant, root = tenant_digest(table.salt.tenant), table.chain.root
+        blocks = cache.pin(table, depth) if depth <= table.published else []
+        if len(blocks) < needed:
+            cache.unpin(blocks)
+            return RetentionAnswer("refused", 0, None, "not all of its blocks are cached any more")
+        # Nothing between the pin and this call: from here on the blocks are the book's.
         answer = self.book.retain(tenant, root, keys, blocks, wish, block_size=size, whole=whole)
         self.settle()
         return answer

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import math
 import secrets
 import time
@@ -16,21 +18,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
-from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY
+from foreword.blocks.retention import MAX_PRIORITY, PREFETCH_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
 from foreword.engine.kept import KeptPrefixes
+from foreword.engine.output_text import OutputText
 from foreword.engine.prompt_logprobs import PromptLogprobs
 from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, MigratedTo, Request, SamplingParams
 from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
-from foreword.engine.stops import StopFinder
 from foreword.engine.token_logprob import TokenLogprob
-from foreword.engine.tokenizer import TextStream, Tokenizer
+from foreword.engine.tokenizer import Tokenizer
 from foreword.errors import BadRequest, PromptTooLong, QueueFull
 from foreword.events import (
     Event,
@@ -38,6 +40,7 @@ from foreword.events import (
     NextTokens,
     Observer,
     PrefixLookup,
+    RequestBroken,
     RequestFinished,
     RequestPreempted,
     StepFinished,
@@ -48,6 +51,8 @@ if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit
     from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
     from foreword.engine.structured.sequence_constraint import Constraint
+
+logger = logging.getLogger(__name__)
 
 # Seconds that a step without work waits for a store, or for another instance.
 _STORE_WAIT = 0.005
@@ -69,8 +74,7 @@ class EngineLimits:
 class _TextState:
     """The text that a sequence has produced."""
 
-    stream: TextStream
-    stops: StopFinder
+    output: OutputText
     on_finish: Callable[[SequenceState], None] | None
 
 
@@ -224,9 +228,7 @@ class EngineCore:
         sequence = SequenceState(request, table, seed, total, arrived=time.monotonic(), kept=self.kept.open(request))
         sequence.bad_words = self._tokenizer.bad_words(params.bad_words) if params.bad_words else ()
         sequence.constraint = None if compiled is None else compiled.open()
-        stops = StopFinder(params.stop, include=params.include_stop)
-        stream = self._tokenizer.stream(request.tokens, skip_special_tokens=params.skip_special_tokens)
-        self._texts[sequence] = _TextState(stream, stops, on_finish)
+        self._texts[sequence] = _TextState(OutputText(self._tokenizer, request), on_finish)
         self._by_id.setdefault(request.id, []).append(sequence)
         return sequence
 
@@ -279,8 +281,8 @@ class EngineCore:
         constraint, left = sequence.constraint, sequence.left + sequence.num_output
         if constraint is not None and not constraint.replay(sequence.output, left):
             return False
-        text = self._texts[sequence]
-        return all(text.stops.push(text.stream.push(token))[1] is None for token in sequence.output)
+        text = self._texts[sequence].output
+        return all(text.push(token)[1] is None for token in sequence.output)
 
     def sequence_of(self, request_id: str) -> SequenceState | None:
         """The only sequence of a request; None if there is no such request, or it has several."""
@@ -329,15 +331,15 @@ class EngineCore:
         drawing = [c.sequence for c in step.chunks if c.samples and len(c.sequence.table) < c.sequence.max_total]
         try:
             sampled = self._runner.run(step, {s: draw_of(s, self._end_tokens(s.request.params)) for s in drawing})
-        except (RuntimeError, MemoryError, LookupError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - around the requests of one step, which end with it
             return self._fail(step, error)
         self.scheduler.settle(step)
         if self._saver is not None:
-            self._saver.save_step(step, time.monotonic() - started)
-        for chunk in step.chunks:
-            self._keep(chunk.sequence)
+            self._saver.note_step(step, time.monotonic() - started)
         now = time.monotonic()
-        deltas = [delta for chunk in step.chunks if chunk.samples for delta in self._settle(chunk, sampled, now)]
+        deltas: list[Delta] = []
+        for chunk in step.chunks:
+            deltas += self._alone(chunk.sequence, self._settle, step, chunk, sampled, now)
         self.steps += 1
         self._note_step(step, now - started)
         return deltas
@@ -358,15 +360,36 @@ class EngineCore:
         """Sequences that waited for KV run now. A prompt that another instance computed comes with its first token."""
         deltas: list[Delta] = []
         for sequence in self.scheduler.collect():
-            arrival = sequence.transferred
-            if arrival is not None and self.transfers is not None:
-                self.transfers.remote_prefill_ended(sequence)
-            self._note_admitted(sequence)
-            if self._saver is not None:
-                self._saver.save_arrived(sequence, None if arrival is None else arrival.start)
-            if arrival is not None and arrival.token is not None:
-                deltas.append(self._extend(sequence, arrival.token, arrival.logprob, time.monotonic()))
+            deltas += self._alone(sequence, self._arrived, sequence)
         return deltas
+
+    def _arrived(self, sequence: SequenceState) -> list[Delta]:
+        arrival = sequence.transferred
+        if arrival is not None and self.transfers is not None:
+            self.transfers.remote_prefill_ended(sequence)
+        self._note_admitted(sequence)
+        if self._saver is not None:
+            self._saver.save_arrived(sequence, None if arrival is None else arrival.start)
+        if arrival is None or arrival.token is None:
+            return []
+        return [self._extend(sequence, arrival.token, arrival.logprob, time.monotonic())]
+
+    def _alone(
+        self, sequence: SequenceState, work: Callable[..., Sequence[Delta]], *arguments: object
+    ) -> Sequence[Delta]:
+        """Do what concerns one sequence: what raises there ends its request with an error, and no other. Everything behind the
+        sampler runs through here."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            logger.exception("request %s: ended by an error of the engine: %s", sequence.request.id, message)
+            with contextlib.suppress(Exception):  # an observer may be what raised
+                self.notify(RequestBroken(sequence.request.id, type(error).__name__))
+            if sequence in self._texts:
+                return [replace(self._end(sequence, "error", error=message), isolated=True)]
+            self.scheduler.finish(sequence)  # it has raised while it ended; this does what is left
+            return [replace(self._last_delta(sequence, "error", error=message), isolated=True)]
 
     def fail_all(self, message: str) -> list[Delta]:
         """End everything with an error: the engine's thread has failed or is closing."""
@@ -386,7 +409,7 @@ class EngineCore:
         if scheduler.running or step.preempted or sequence is None:
             return []
         if sequence.num_output:
-            text, stop = self._last_text(self._texts[sequence])
+            text, stop = self._texts[sequence].output.close()
             return [self._end(sequence, "length" if stop is None else "stop", (), text, stop_match=stop)]
         message = (
             f"no room for a text of {len(sequence.table)} tokens: {pool.num_blocks - pool.num_free} of {pool.num_blocks} "
@@ -394,8 +417,15 @@ class EngineCore:
         )
         return [self._end(sequence, "error", error=message)]
 
-    def _settle(self, chunk: Chunk, sampled: dict[SequenceState, Sampled], now: float) -> list[Delta]:
+    def _settle(self, step: Step, chunk: Chunk, sampled: dict[SequenceState, Sampled], now: float) -> list[Delta]:
         sequence = chunk.sequence
+        if sequence.broken is not None:
+            raise sequence.broken
+        if self._saver is not None:
+            self._saver.save_chunk(step, chunk)
+        self._keep(sequence)
+        if not chunk.samples:
+            return []
         result = sampled.get(sequence)
         if result is None:  # `max_tokens` is 0
             return [self._end(sequence, "length")]
@@ -419,31 +449,26 @@ class EngineCore:
 
     def _delta(self, sequence: SequenceState, token: int, logprobs: tuple[TokenLogprob, ...]) -> Delta:
         """The delta of one new token, which may be the sequence's last."""
-        state, params = self._texts[sequence], sequence.request.params
+        output, params = self._texts[sequence].output, sequence.request.params
         structured = sequence.constraint is not None
         if self._ends(token, params, structured) and (structured or sequence.num_output >= params.min_tokens):
             match = token if token in params.stop_token_ids else None
-            text = state.stops.push(state.stream.flush())[0] + state.stops.flush()
+            text, _ = output.close()
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=match)
-        text, stop = state.stops.push(state.stream.push(token))
+        text, stop = output.push(token)
         if stop is not None:
             return self._end(sequence, "stop", (token,), text, logprobs, stop_match=stop)
         if sequence.constraint is not None and sequence.constraint.ended:
-            rest, stop = self._last_text(state)
+            rest, stop = output.close()
             return self._end(sequence, "stop", (token,), text + rest, logprobs, stop_match=stop)
         if len(sequence.table) >= sequence.max_total:
-            rest, stop = self._last_text(state)
+            rest, stop = output.close()
             reason: FinishReason = "length" if stop is None else "stop"
             return self._end(sequence, reason, (token,), text + rest, logprobs, stop_match=stop)
         return self._make_delta(sequence, (token,), text, logprobs)
 
-    def _last_text(self, state: _TextState) -> tuple[str, str | None]:
-        """The text held back so far, as no more tokens follow, and the stop string that it completes."""
-        text, stop = state.stops.push(state.stream.flush())
-        return text + (state.stops.flush() if stop is None else ""), stop
-
     def _end_tokens(self, params: SamplingParams) -> tuple[int, ...]:
-        return params.stop_token_ids if params.ignore_eos else (*self.limits.end_tokens, *params.stop_token_ids)
+        return (*(() if params.ignore_eos else self.limits.end_tokens), *params.stop_token_ids)
 
     def _ends(self, token: int, params: SamplingParams, structured: bool) -> bool:
         """A grammar allows an end token only where the text is complete, so that it ends the text in any case."""
@@ -482,30 +507,59 @@ class EngineCore:
         stop_match: str | int | None = None,
         error: str | None = None,
     ) -> Delta:
-        """Take a sequence out and make its last delta."""
+        """Take a sequence out and make its last delta, an error if something raises on the way."""
+
+        def end() -> list[Delta]:
+            retained = self._take_out(sequence, reason, error)
+            return [self._last_delta(sequence, reason, tokens, text, logprobs, retained, stop_match, error)]
+
+        [delta] = self._alone(sequence, end)
+        return delta
+
+    def _take_out(
+        self, sequence: SequenceState, reason: FinishReason, error: str | None
+    ) -> tuple[RetentionAnswer, ...]:
+        """End what a sequence has here. Returns the answers to its retentions."""
         on_finish = self._texts.pop(sequence).on_finish
-        if reason in ("stop", "length"):
-            self._keep(sequence)
-        retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
-        if on_finish is not None and reason in ("stop", "length"):
-            on_finish(sequence)
-        if self._saver is not None:
-            if reason in ("stop", "length"):
-                self._saver.save_turn(sequence)
-            self._saver.end(sequence)
-        if self.transfers is not None:
-            self.transfers.sequence_ended(sequence, error)
-        retired = self._note_session(sequence) if reason in ("stop", "length") else ()
-        self.scheduler.finish(sequence)
-        for alone in retired:
-            keys = self.cache.unused(alone.keys) if alone.drop else alone.keys
-            self.cache.retire(keys, drop=alone.drop)
-            self.on_superseded(sequence.request.salt.tenant, replace(alone, keys=keys))
         group = self._by_id[sequence.request.id]
         group.remove(sequence)
         if not group:
             del self._by_id[sequence.request.id]
+        complete = reason in ("stop", "length")
+        retired: Sequence[Alone] = ()
+        with contextlib.ExitStack() as ends:  # whatever raises, all of these are done, the last one first
+            ends.callback(self.scheduler.finish, sequence)
+            if self.transfers is not None:
+                ends.callback(self.transfers.sequence_ended, sequence, error)
+            if self._saver is not None:
+                ends.callback(self._saver.end, sequence)
+            if complete:
+                self._keep(sequence)
+            retained = self.kept.ended(sequence.kept) if sequence.kept is not None else ()
+            if complete:
+                if on_finish is not None:
+                    on_finish(sequence)
+                if self._saver is not None:
+                    self._saver.save_turn(sequence)
+                retired = self._note_session(sequence)
+        for alone in retired:
+            keys = self.cache.unused(alone.keys) if alone.drop else alone.keys
+            self.cache.retire(keys, drop=alone.drop)
+            self.on_superseded(sequence.request.salt.tenant, replace(alone, keys=keys))
         self._note_end(sequence, reason)
+        return retained
+
+    def _last_delta(
+        self,
+        sequence: SequenceState,
+        reason: FinishReason,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        retained: tuple[RetentionAnswer, ...] = (),
+        stop_match: str | int | None = None,
+        error: str | None = None,
+    ) -> Delta:
         delta = self._make_delta(sequence, tokens, text, logprobs)
         report = replace(sequence.report, retained=retained) if sequence.report is not None else None
         return replace(
@@ -534,7 +588,10 @@ class EngineCore:
 
     def _note_admissions(self, step: Step) -> None:
         for sequence in step.admitted:
-            self._note_admitted(sequence)
+            try:
+                self._note_admitted(sequence)
+            except Exception as error:  # noqa: BLE001 - around one request
+                sequence.broken = error  # the step writes into its blocks: it ends behind the step
         for sequence in step.preempted:
             self.notify(RequestPreempted(sequence.request.id))
 

@@ -7,15 +7,17 @@ request. The last `Delta` has a `finish_reason`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, cast
 
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
+from foreword.engine.stops import Reasoning
 from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.engine.token_logprob import MAX_LOGPROBS, TokenLogprob
-from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex
+from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex, RequestFailed
 
 # `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]
@@ -37,8 +39,10 @@ class SamplingParams:
         min_p: drop tokens less likely than this share of the likeliest.
         seed: the same seed, prompt and parameters give the same tokens in any batch. (In bfloat16 the rounding of the logits
             depends on the batch and on what was cached, so two nearly equal tokens may swap.)
-        stop: strings that end the text (they are not part of it unless `include_stop`).
+        stop: a string or several that end the text (they are not part of it unless `include_stop`).
         stop_token_ids: tokens that end it, besides the model's own end tokens.
+        min_tokens: tokens before an end token is sampled, or a stop string ends the text.
+        reasoning: how the text begins with reasoning, inside of which stop strings do not count. Servers set it for chats.
         ignore_eos: continue after the model's end tokens.
         logprobs: number of alternatives to report per token (0: the chosen token only), None for no log-probabilities.
         prompt_logprobs: the same for the tokens of the prompt; it is then computed, also where it is cached.
@@ -57,8 +61,8 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
@@ -69,12 +73,15 @@ class SamplingParams:
     n: int = 1
     min_tokens: int = 0
     prompt_logprobs: int | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
         _within("max_tokens", self.max_tokens, 0, None)
         _within("min_tokens", self.min_tokens, 0, None)
         _within("temperature", self.temperature, 0.0, None)
@@ -91,12 +98,16 @@ class SamplingParams:
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         for bias in self.logit_bias.values():
             _within("logit_bias", bias, -math.inf, None)
-        if any(not text for text in self.stop):
+        if not all(self.stop_strings):
             raise BadRequest("a stop string must not be empty", param="stop")
         if self.allowed_token_ids == ():
             raise BadRequest("allowed_token_ids must name at least one token", param="allowed_token_ids")
         if any(not text for text in self.bad_words) or len(self.bad_words) > MAX_BAD_WORDS:
             raise BadRequest(f"bad_words must be at most {MAX_BAD_WORDS} texts, none of them empty", param="bad_words")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return cast("tuple[str, ...]", self.stop)
 
     @property
     def greedy(self) -> bool:
@@ -106,6 +117,13 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """Whether what was generated changes the logits of the next token."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+def _as_tuple(value: Any) -> Any:
+    """A text stands for itself, not for its letters."""
+    if value is None or isinstance(value, tuple):
+        return value
+    return (value,) if isinstance(value, str | int) else tuple(value)
 
 
 def _within(name: str, value: float | None, low: float, high: float | None) -> None:
@@ -206,7 +224,8 @@ class Delta:
         finish_reason: set on the last delta only. `stop_match` is the stop string or stop token that ended it.
         prompt_tokens, cached_tokens: lengths, known from the first delta on.
         prompt_logprobs: on a sequence's first delta, if they were requested; None for the first token of the prompt.
-        error: the message, if `finish_reason` is "error". `client_fault`: the request caused it.
+        error: the message, if `finish_reason` is "error". `client_fault`: the request caused it. `isolated`: only this request
+            failed; the engine and the other requests continue.
         moved: where it continues, if that is "moved".
         retained: on the last delta, the answers to `Request.retain`, in order of their ends.
     """
@@ -224,6 +243,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
     client_fault: bool = False
+    isolated: bool = False
     moved: MigratedTo | None = None
     retained: tuple[RetentionAnswer, ...] = ()
 
@@ -231,7 +251,11 @@ class Delta:
     def failure(self) -> ForewordError:
         """The error, if `finish_reason` is "error"."""
         message = self.error or "A step of the engine failed"
-        return GrammarTooComplex(message, param="response_format") if self.client_fault else EngineFailed(message)
+        if self.client_fault:
+            return GrammarTooComplex(message, param="response_format")
+        return (
+            RequestFailed(f"the engine failed at this request: {message}") if self.isolated else EngineFailed(message)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ budget and the free blocks last.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -140,11 +141,12 @@ class Scheduler:
         for queue in (self.running, self.paused, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
-        if sequence.table.blocks:
-            self.cache.note_partial(sequence.table, sequence.computed)
-            self.cache.release(sequence.table)
-        if sequence.remote is not None and sequence.request.index == 0:
-            sequence.remote.close()
+        with contextlib.ExitStack() as ends:  # whatever raises, all of these are done
+            if sequence.remote is not None and sequence.request.index == 0:
+                ends.callback(sequence.remote.close)
+            if sequence.table.blocks:
+                ends.callback(self.cache.release, sequence.table)
+                self.cache.note_partial(sequence.table, sequence.computed)
 
     # Running sequences
 

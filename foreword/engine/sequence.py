@@ -45,6 +45,7 @@ class SequenceState:
         counts: of its tokens, from its first step with penalties on.
         bad_words: tokens that are not generated one after the other.
         prompt_logprobs: gathers those of the prompt; None if they were not requested.
+        broken: what raised when it was admitted; it ends behind its step.
     """
 
     request: Request
@@ -72,6 +73,7 @@ class SequenceState:
     bad_words: tuple[tuple[int, ...], ...] = ()
     counts: TokenCounts | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    broken: Exception | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,23 +1,18 @@
-"""Tokenizer, chat template and incremental detokenizer, around a Transformers tokenizer. No torch."""
+"""Tokenizer and chat template, around a Transformers tokenizer. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from jinja2 import TemplateError
-from tokenizers.decoders import DecodeStream
 
+from foreword.engine.detokenizer import TextStream, TokenTexts
 from foreword.errors import BadRequest, ModelNotFound
 
-if TYPE_CHECKING:
-    pass
-
-# Last tokens of the prompt that the text of the first new token may depend on (a leading space, half a character).
-_CONTEXT_TOKENS = 8
 # Arguments of `apply_chat_template` and variables that it sets.
 _OWN_OPTIONS = frozenset(
     name
@@ -43,6 +38,7 @@ class Tokenizer:
             raise ModelNotFound("the model's tokenizer has no tokenizer.json (a 'fast' tokenizer); convert it first")
         self._inner = inner
         self._backend = backend
+        self._texts = TokenTexts(backend)
         self.vocab_size: int = len(inner)
         own = () if inner.eos_token_id is None else (int(inner.eos_token_id),)
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos_token_ids, *own)))
@@ -83,6 +79,10 @@ class Tokenizer:
             return str(self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
         return str(self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
+    def complete_text(self, tokens: Sequence[int]) -> str:
+        """The whole characters of a prompt: one that it leaves incomplete belongs to the output behind it (`stream`)."""
+        return "".join(map(self.stream(()).push, tokens))
+
     def token_text(self, token: int) -> str:
         """One token as text; bytes that are not a whole character become U+FFFD."""
         text = self.decode([token], skip_special_tokens=False)
@@ -97,14 +97,8 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token."""
-        piece = self._backend.id_to_token(token)
-        if piece is None:
-            return b""
-        if piece.startswith("<0x") and piece.endswith(">") and len(piece) == 6:
-            return bytes([int(piece[3:5], 16)])
-        if all(char in _BYTE_OF_CHAR for char in piece) and "\ufffd" in self.token_text(token):
-            return bytes(_BYTE_OF_CHAR[char] for char in piece)
-        return self.token_text(token).encode()
+        found = self._texts.bytes_of(token)
+        return self.token_text(token).encode() if found is None else found
 
     def render_chat(
         self,
@@ -202,34 +196,8 @@ class Tokenizer:
         return [one.content for one in independent if not any(_hides(other, one.content) for other in texts)]
 
     def stream(self, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> TextStream:
-        return TextStream(self, self._backend, prompt, skip_special_tokens)
-
-
-class TextStream:
-    """Incremental detokenizer of one sequence: returns complete characters only."""
-
-    __slots__ = ("_backend", "_pending", "_skip", "_stream", "_tokenizer")
-
-    def __init__(self, tokenizer: Tokenizer, backend: Any, prompt: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._backend = backend
-        self._skip = skip_special_tokens
-        self._stream = DecodeStream(ids=list(prompt[-_CONTEXT_TOKENS:]), skip_special_tokens=skip_special_tokens)
-        self._pending: list[int] = []
-
-    def push(self, token: int) -> str:
-        """The text that the token completes; empty for a part of a character."""
-        text = self._stream.step(self._backend, token)
-        if text is None:
-            self._pending.append(token)
-            return ""
-        self._pending.clear()
-        return text
-
-    def flush(self) -> str:
-        """The text of the pending tokens, with U+FFFD for an incomplete character."""
-        pending, self._pending = self._pending, []
-        return self._tokenizer.decode(pending, skip_special_tokens=self._skip) if pending else ""
+        """The text of an output behind `prompt`, token by token."""
+        return TextStream(self._texts, prompt, skip_special_tokens)
 
 
 def _template_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,14 +216,3 @@ def _hides(other: str, token: str) -> bool:
     if other != token and token in other:
         return True
     return any(token.startswith(other[-length:]) for length in range(1, min(len(other), len(token))))
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable characters for bytes (Radford et al. 2019), used in byte-level BPE vocabularies."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR = _byte_alphabet()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -42,6 +43,7 @@ from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _COMPILERS = 4
@@ -503,7 +505,7 @@ class AsyncEngine:
         try:
             while self._wait():
                 while self._inbox:
-                    self._inbox.popleft()()
+                    self._do(self._inbox.popleft())
                 if self._core.has_work():
                     self.deliver(self._core.step())
                 elif self.audit is not None:
@@ -516,10 +518,17 @@ class AsyncEngine:
         finally:
             # `post` refuses from here on. Calls that are in the inbox already still get an answer.
             while self._inbox:
-                self._inbox.popleft()()
+                self._do(self._inbox.popleft())
             ends = [Delta(name, 0, (), "", finish_reason="error", error=message) for name in list(self._listeners)]
             self.deliver(ends)
             self._core.fail_all(message)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        """Do what was posted, for one request or transfer; what that raises ends nothing else."""
+        try:
+            work()
+        except Exception:
+            logger.exception("a call on the engine's thread failed")
 
     def _wait(self) -> bool:
         """Sleep until there is something to do; False when the engine closes."""

@@ -220,10 +220,10 @@ class LLM:
         for request in requests:
             self._core.validate(request)
         outputs = [_Output(request) for request in requests]
-        for request in requests:
-            self._core.add(request)
         with tqdm(total=len(requests), desc="prompts", unit="prompt", disable=not progress) as bar:
             try:
+                for request in requests:
+                    self._core.add(request)
                 self._drain(outputs, bar)
             except BaseException:
                 for request in requests:

@@ -19,6 +19,7 @@ from foreword.events import (
     FirstToken,
     NextTokens,
     PrefixLookup,
+    RequestBroken,
     RequestFinished,
     RequestPreempted,
     StepFinished,
@@ -322,6 +323,9 @@ class _EventSeries:
         self.preemptions = one("vllm:num_preemptions", "Preemptions: running sequences that lost their blocks.")
         finished = counter("vllm:request_success", "Finished sequences, by reason.", "finished_reason")
         self.finished = {reason: finished.labels(info.name, reason) for reason in _FINISH_REASONS}
+        self.broken = counter(
+            "foreword:request_exceptions", "Requests that ended because something raised in the engine.", "error"
+        )
         self.stored = one("foreword:blocks_stored", "Blocks published to prefix lookups, further copies included.")
         self.removed = one("foreword:blocks_removed", "Keys that no block holds any more: evicted or withdrawn.")
         self.first = times("vllm:time_to_first_token_seconds", "Time to first token (TTFT).", _FIRST_TOKEN)
@@ -368,6 +372,7 @@ class _EventSeries:
             FirstToken: self._on_first_token,
             NextTokens: self._on_next_tokens,
             RequestFinished: self._on_finished,
+            RequestBroken: lambda event: self.broken.labels(self.model, event.error).inc(),
             StepFinished: self._on_step,
             TransferEnded: self._on_transfer,
         }

@@ -85,7 +85,7 @@ class ContinuedResponse:
 
     def flush(self) -> str:
         """All text before the failover that the client does not have; nothing follows."""
-        return self.take_unsent() + self._unseen(self._finder.flush())
+        return self.take_unsent() + self._unseen(self._finder.close()[0])
 
     def take_unsent(self) -> str:
         """Text before the failover that the client does not have yet."""
@@ -96,9 +96,8 @@ class ContinuedResponse:
         """The client's choice for one of the next replica, and its text; None if there is nothing to send. Raises
         ReplicaFailed for malformed log-probabilities."""
         finish = choice.finish_reason
-        shown, stopped = self._finder.push(choice.shown)
-        if finish is not None and stopped is None:
-            shown += self._finder.flush()
+        find = self._finder.push if finish is None else self._finder.close
+        shown, stopped = find(choice.shown)
         shown = self.take_unsent() + self._unseen(shown)
         ids = choice.token_ids or []
         skipped = min(self._skip, len(ids))

@@ -25,10 +25,10 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.api.request import GenerateRequest
-from foreword.api.tools.parser import AnswerFormats, AnswerParser, opens_reasoning
+from foreword.api.tools.parser import AnswerFormats, AnswerParser, leaves_reasoning_open, opens_reasoning
 from foreword.blocks.retention import RetentionAnswer
+from foreword.engine.output_text import OutputText
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
-from foreword.engine.stops import StopFinder
 from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import CannotMigrate
 from foreword.usage import TokenUsage
@@ -107,12 +107,11 @@ class DeltaReader:
 
     def resume(self, output: Sequence[int]) -> list[Piece]:
         """Another server has sent these tokens. Returns what they say."""
-        params, self._prompt = self._request.params, None
-        stream = self._tokenizer.stream(self._request.tokens, skip_special_tokens=params.skip_special_tokens)
-        stops = StopFinder(params.stop, include=params.include_stop)
+        self._prompt = None
+        text = OutputText(self._tokenizer, self._request)
         said: list[Piece] = []
         for token in output:
-            said += self._pieces(stops.push(stream.push(token))[0], last=False)
+            said += self._pieces(text.push(token)[0], last=False)
             self.reasoning_tokens += self._reasons
         return said
 
@@ -136,8 +135,12 @@ class DeltaReader:
         return "length" if delta.finish_reason is not None else None
 
 
-def prompt_opens_reasoning(tokenizer: Tokenizer, formats: AnswerFormats, tokens: Sequence[int]) -> bool:
+def prompt_opens_reasoning(
+    tokenizer: Tokenizer, formats: AnswerFormats, request: GenerateRequest, tokens: Sequence[int]
+) -> bool:
     """Whether the answer begins inside of the reasoning."""
+    if request.continue_final_message and leaves_reasoning_open(request.messages[-1].content, formats.reasoning):
+        return True
     end = tokenizer.decode(tokens[-_PROMPT_END:], skip_special_tokens=False)
     return opens_reasoning(end, formats.reasoning)
 
@@ -154,7 +157,7 @@ def reader_for(
     parser = None
     if request.dialect != "completions":
         tools = () if request.tool_choice.mode == "none" else request.tools
-        is_open = prompt_opens_reasoning(tokenizer, formats, prompt.tokens)
+        is_open = prompt_opens_reasoning(tokenizer, formats, request, prompt.tokens)
         parser = AnswerParser(formats, tools, reasoning_open=is_open)
     return DeltaReader(
         tokenizer,

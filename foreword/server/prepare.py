@@ -64,7 +64,12 @@ async def make_job(
     prompts = await _render_all(context, engine, tenant, request, body_bytes)
     if request.continuation is not None:
         prompts = [_continued_prompt(engine, request.continuation, prompts)]
-    structured = _structured(request, formats, engine.tokenizer, prompts[0])
+    is_open = request.dialect != "completions" and prompt_opens_reasoning(
+        engine.tokenizer, formats, request, prompts[0].tokens
+    )
+    if request.dialect != "completions" and not request.stop_in_reasoning:
+        params = replace(params, reasoning=formats.stops_behind(is_open))
+    structured = _structured(request, formats, engine.tokenizer, is_open)
     if structured is not None:
         params = replace(params, structured=structured)
         await engine.compile(params)
@@ -184,10 +189,9 @@ def _check_tools(request: GenerateRequest, formats: AnswerFormats) -> None:
 
 
 def _structured(
-    request: GenerateRequest, formats: AnswerFormats, tokenizer: Tokenizer, prompt: RenderedPrompt
+    request: GenerateRequest, formats: AnswerFormats, tokenizer: Tokenizer, reasoning_open: bool
 ) -> StructuredOutput | None:
     """What the text must match: a call of a tool, or what the client asks for."""
-    reasoning_open = request.dialect != "completions" and prompt_opens_reasoning(tokenizer, formats, prompt.tokens)
     if request.tools and request.tool_choice.mode in ("required", "named"):
         return forced_calls(
             request.tools,
@@ -239,7 +243,7 @@ def _completion_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateReq
     else:
         prompt_tokens = prompt
     tokens = (*before, *prompt_tokens)
-    echo = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+    echo = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.complete_text(prompt)
     return RenderedPrompt(
         tokens, breakpoints.retentions(tokenizer, request, len(tokens)), _shown(request, tokens, echo)
     )

@@ -14,8 +14,17 @@ from tool_writer import write_answer
 
 from foreword.api.output import CallArguments, CallStart, Piece, Reasoning, Text
 from foreword.api.request import Tool, ToolCall
-from foreword.api.tools.parser import AnswerFormats, AnswerParser, detect, formats_named, opens_reasoning, parse
+from foreword.api.tools.parser import (
+    AnswerFormats,
+    AnswerParser,
+    detect,
+    formats_named,
+    leaves_reasoning_open,
+    opens_reasoning,
+    parse,
+)
 from foreword.api.tools.reader import joined
+from foreword.engine.stops import StopFinder
 from foreword.errors import ConfigError
 
 TOOLS = (
@@ -324,3 +333,34 @@ def test_reasoning_that_the_prompt_opened() -> None:
     assert whole("hermes", "so\n</think>\n\nyes", reasoning_open=True) == [Reasoning("so"), Text("yes")]
     assert whole("hermes", "so and", reasoning_open=True) == [Reasoning("so and")]
     assert parse("<think>a</think>b", AnswerFormats(None, "think")) == [Reasoning("a"), Text("b")]
+
+
+def test_reasoning_that_a_continued_message_leaves_open() -> None:
+    """A message that begins with reasoning and does not end it is continued with reasoning; a tag in its text is text."""
+    assert leaves_reasoning_open("<think>\nLet me", "think") and leaves_reasoning_open(" <think>", "think")
+    assert not leaves_reasoning_open("<think>a</think>b", "think")
+    assert not leaves_reasoning_open("write <think> first", "think")
+    assert not leaves_reasoning_open("<think>", None)
+
+
+@pytest.mark.parametrize(
+    ("formats", "is_open", "text", "stop", "shown"),
+    [
+        (AnswerFormats(None, "think"), False, "<think>a.b</think>c.d", ".", "<think>a.b</think>c"),
+        (AnswerFormats("hermes", "think"), True, "a.b</think>c.d", ".", "a.b</think>c"),
+        (AnswerFormats(None, "mistral_think"), False, "[THINK]a.b[/THINK]c.d", ".", "[THINK]a.b[/THINK]c"),
+        (AnswerFormats(None, "think"), False, "a.b", ".", "a"),
+        (AnswerFormats("hermes", None), False, "<think>a.b", ".", "<think>a"),
+        (
+            AnswerFormats("harmony", None),
+            False,
+            "<|channel|>analysis<|message|>a<b<|end|><|start|>assistant<|channel|>final<|message|>c<d",
+            "<",
+            "<|channel|>analysis<|message|>a<b<|end|><|start|>assistant<|channel|>final<|message|>c",
+        ),
+    ],
+)
+def test_where_stop_strings_count(formats: AnswerFormats, is_open: bool, text: str, stop: str, shown: str) -> None:
+    """Stop strings count in the answer of a model, not in the reasoning before it, in each format."""
+    finder = StopFinder([stop], include=False, reasoning=formats.stops_behind(is_open))
+    assert "".join(finder.push(letter)[0] for letter in text[: len(shown) + 1]) == shown

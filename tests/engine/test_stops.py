@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from example_counts import examples
@@ -12,7 +12,7 @@ from scripted import TOKENIZER, run, say
 from tiny import EOS, prompt
 
 from foreword.engine.request import Delta, SamplingParams
-from foreword.engine.stops import StopFinder
+from foreword.engine.stops import Reasoning, StopFinder
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, PromptTooLong
 
@@ -140,10 +140,11 @@ def test_bad_tokens(tokens: list[int], params: dict[str, object], engine: Callab
         engine("llama").generate([[1, 2], tokens], SamplingParams(**params))  # type: ignore[arg-type]
 
 
-def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Start of the first stop string to be complete; of two that end together, of the longer."""
-    for end in range(1, len(text) + 1):
-        found = [stop for stop in stops if text[:end].endswith(stop)]
+def first_stop(text: str, stops: list[str], behind: int = 0, within: int = 0) -> tuple[int, str] | None:
+    """Start of the first stop string to be complete behind some characters; of two that end together, of the longer. None of it
+    is among the first `within` characters."""
+    for end in range(behind + 1, len(text) + 1):
+        found = [stop for stop in stops if text[within:end].endswith(stop)]
         if found:
             longest = max(found, key=len)
             return end - len(longest), longest
@@ -166,7 +167,8 @@ def test_stops_do_not_depend_on_tokens(pieces: list[str], stops: list[str], incl
         if match is not None:
             break
     else:
-        given_text += finder.flush()
+        text, match = finder.close()
+        given_text += text
     whole = "".join(pieces)
     expected = first_stop(whole, stops)
     if expected is None:
@@ -174,3 +176,63 @@ def test_stops_do_not_depend_on_tokens(pieces: list[str], stops: list[str], incl
     else:
         place, stop = expected
         assert (given_text, match) == (whole[: place + (len(stop) if include else 0)], stop)
+
+
+@settings(max_examples=examples(1000), deadline=None)
+@given(
+    pieces=st.lists(st.text("ab <>", max_size=4), max_size=12),
+    stops=st.lists(st.text("ab<>", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    include=st.booleans(),
+    reasoning=st.sampled_from(
+        [
+            None,
+            Reasoning("<a>", ("<b>",)),
+            Reasoning("<a>", ("<b>",), is_open=True),
+            Reasoning("<", ("<a", ">"), is_open=True),
+        ]
+    ),
+    least=st.integers(0, 6),
+)
+def test_stops_count_in_the_answer(
+    pieces: list[str], stops: list[str], include: bool, reasoning: Reasoning | None, least: int
+) -> None:
+    """Stop strings do not count inside of the reasoning, nor if one of the first `least` tokens completes them."""
+    finder = StopFinder(stops, include=include, reasoning=reasoning)
+    given_text, match = "", None
+    for number, piece in enumerate(pieces, 1):
+        text, match = finder.push(piece, counts=number > least)
+        given_text += text
+        if match is not None:
+            break
+    else:
+        text, match = finder.close(counts=len(pieces) > least)
+        given_text += text
+    whole = "".join(pieces)
+    answer = 0
+    if reasoning is not None and (reasoning.is_open or whole.lstrip().startswith(reasoning.opening)):
+        for ending in reasoning.ending:
+            found = whole.find(ending, answer)
+            answer = len(whole) if found < 0 else found + len(ending)
+    expected = first_stop(whole, stops, max(len("".join(pieces[:least])), answer), answer)
+    if expected is None:
+        assert (given_text, match) == (whole, None)
+    else:
+        place, stop = expected
+        assert (given_text, match) == (whole[: place + (len(stop) if include else 0)], stop)
+
+
+@pytest.mark.parametrize("stop", ["c", ["c"], ("c",)])
+def test_one_stop_string_may_stand_alone(stop: str | Sequence[str]) -> None:
+    """A text is one stop string, not its letters; lists of any kind are taken."""
+    assert SamplingParams(stop=stop) == SamplingParams(stop=("c",))
+    assert SamplingParams(stop="fer").stop_strings == ("fer",)
+    assert SamplingParams(bad_words="of", stop_token_ids=[1], allowed_token_ids=range(2)).bad_words == ("of",)
+    assert answer("abcd", stop=stop)[0] == "ab"
+
+
+@pytest.mark.parametrize("least", [0, 2, 4])
+def test_stop_strings_behind_min_tokens(least: int) -> None:
+    """A stop string ends the text only if a token behind the first `min_tokens` completes it."""
+    text, last, count = answer("abab", stop=("ab",), min_tokens=least)
+    assert (text, last.stop_match) == {0: ("", "ab"), 2: ("ab", "ab"), 4: ("abab", None)}[least]
+    assert count == {0: 2, 2: 4, 4: 5}[least]

@@ -11,8 +11,8 @@ from foreword.api.output import Piece, Text
 from foreword.api.request import GenerateRequest, Message, Tool
 from foreword.api.tools.parser import AnswerFormats
 from foreword.api.tools.reader import joined
+from foreword.engine.output_text import OutputText
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.stops import StopFinder
 from foreword.engine.tokenizer import Tokenizer
 from foreword.server.job import DeltaReader, reader_for
 
@@ -29,10 +29,10 @@ def tokenizer() -> Tokenizer:
 
 def deltas(tokenizer: Tokenizer, request: Request, answer: str) -> list[Delta]:
     """One per token, as the engine makes them."""
-    stream, stops = tokenizer.stream(request.tokens), StopFinder(request.params.stop, include=False)
+    text = OutputText(tokenizer, request)
     tokens = tokenizer.encode(answer, add_special_tokens=False)
-    made = [Delta(request.id, 0, (token,), stops.push(stream.push(token))[0]) for token in tokens]
-    return [*made, Delta(request.id, 0, (), stops.push(stream.flush())[0] + stops.flush(), finish_reason="stop")]
+    made = [Delta(request.id, 0, (token,), text.push(token)[0]) for token in tokens]
+    return [*made, Delta(request.id, 0, (), text.close()[0], finish_reason="stop")]
 
 
 def read(reader: DeltaReader, some: list[Delta]) -> list[Piece]:

@@ -139,3 +139,22 @@ def test_streamed_thinking(shared: SharedServers) -> None:
     [thought], [expected] = final.content, whole.content
     assert thought.type == expected.type == "thinking"
     assert "".join(pieces) == thought.thinking == expected.thinking != ""
+
+
+def test_stop_strings_count_behind_the_reasoning(shared: SharedServers) -> None:
+    """An answer that continues inside of the reasoning, at its tag or behind some words of it, gives reasoning. A stop string
+    in the reasoning does not end it, unless the client asks for that."""
+    asked: Any = {"model": shared.limited.model, "max_tokens": 24}
+    greedy = {"temperature": 0, "ignore_eos": True}
+    with client_of(shared.limited, "dave-key") as claude:
+        for begun in ("<think>", "<think>\nLet me"):
+            messages: Any = [*ask(), {"role": "assistant", "content": begun}]
+            whole = claude.messages.create(**asked, messages=messages, extra_body=greedy)
+            [thought] = whole.content
+            assert thought.type == "thinking" and whole.stop_reason == "max_tokens"
+            stop = thought.thinking[4:6]
+            same = claude.messages.create(**asked, messages=messages, stop_sequences=[stop], extra_body=greedy)
+            assert same.content == whole.content and same.stop_reason == "max_tokens"
+            everywhere = {**greedy, "stop_in_reasoning": True}
+            cut = claude.messages.create(**asked, messages=messages, stop_sequences=[stop], extra_body=everywhere)
+            assert cut.stop_reason == "stop_sequence" and cut.stop_sequence == stop

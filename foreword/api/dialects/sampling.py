@@ -110,6 +110,7 @@ class CommonFields(Struct, kw_only=True):
     top_p: float | None = None
     seed: Whole | None = None
     ignore_eos: bool | None = None
+    stop_in_reasoning: bool | None = None
     stream: bool | None = None
     prefix: str | None = None
     cache_report: bool | None = None
@@ -280,6 +281,7 @@ def own_fields(body: CommonFields) -> dict[str, Any]:
     return {
         "model": body.model,
         "stream": bool(body.stream),
+        "stop_in_reasoning": bool(body.stop_in_reasoning),
         "prefix": body.prefix,
         "cache_salt": body.cache_salt or "",
         "prefill": (transfer.prefill or "") if transfer is not None else "",

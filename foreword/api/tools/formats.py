@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from foreword.api.request import Tool
 from foreword.api.tools.reader import PieceCollector, Reading, TextReader, call_id
+from foreword.engine.stops import Reasoning
 
 # The id of a token in the model's vocabulary, None if the text is no token.
 TokenId = Callable[[str], int | None]
@@ -93,10 +94,12 @@ class ToolFormat:
 
     Attributes:
         whole_answer: it covers reasoning and text too, so it is also read where a request has no tools.
+        reasoning: the part of the answer in which stop strings do not count, where it covers the whole answer.
         special_tokens: its markers are special tokens, which must stay in the text.
     """
 
     whole_answer: ClassVar[bool] = False
+    reasoning: ClassVar[Reasoning | None] = None
     special_tokens: ClassVar[bool] = False
 
     def detects(self, template: str, model_type: str) -> bool:

@@ -26,6 +26,7 @@ from foreword.api.tools.formats import (
 )
 from foreword.api.tools.json_calls import NAME_CHARACTERS
 from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
+from foreword.engine.stops import Reasoning
 
 _CHANNEL = re.compile(re.escape(HARMONY_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -38,6 +39,8 @@ class Harmony(ToolFormat):
     """Analysis is reasoning, a message with a recipient is a call, every other message is text."""
 
     whole_answer = True
+    # What comes before the final message: analysis, and calls.
+    reasoning = Reasoning(HARMONY_CHANNEL, (HARMONY_CHANNEL + "final", HARMONY_MESSAGE), is_open=True)
     special_tokens = True
 
     def detects(self, template: str, model_type: str) -> bool:

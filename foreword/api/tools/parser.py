@@ -13,6 +13,7 @@ from foreword.api.tools.formats import REASONING_TAGS, ReasoningFormat, Reasonin
 from foreword.api.tools.harmony import Harmony
 from foreword.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from foreword.api.tools.reader import SPACE, PieceCollector, Reading, TextReader, call_id
+from foreword.engine.stops import Reasoning
 from foreword.errors import ConfigError
 from foreword.plugins import Plugins
 
@@ -45,6 +46,14 @@ class AnswerFormats:
             self.reasoning is not None and REASONING_TAGS[self.reasoning].special_tokens
         )
 
+    def stops_behind(self, is_open: bool) -> Reasoning | None:
+        """The part of an answer in which stop strings do not count. `is_open`: the prompt ends inside of it."""
+        form = self.tool_format
+        if form is not None and form.whole_answer:
+            return form.reasoning
+        tags = None if self.reasoning is None else REASONING_TAGS[self.reasoning]
+        return None if tags is None else Reasoning(tags.open, (tags.close,), is_open)
+
 
 def formats_named(tools: str | None, reasoning: str | None) -> AnswerFormats:
     """The formats of these names. Raises ConfigError."""
@@ -67,6 +76,12 @@ def opens_reasoning(prompt: str, reasoning: ReasoningFormat | None) -> bool:
     return reasoning is not None and prompt.rstrip().endswith(REASONING_TAGS[reasoning].open)
 
 
+def leaves_reasoning_open(message: str, reasoning: ReasoningFormat | None) -> bool:
+    """Whether a message of the assistant ends inside of its reasoning, so that what continues it starts with that."""
+    tags = None if reasoning is None else REASONING_TAGS[reasoning]
+    return tags is not None and message.lstrip().startswith(tags.open) and tags.close not in message
+
+
 class AnswerParser:
     """Feed it the text of one choice; it gives the pieces as they become certain.
 
@@ -76,7 +91,7 @@ class AnswerParser:
     Args:
         formats: how the model writes calls and reasoning.
         tools: what the client lets the model call. Without tools, calls are not parsed.
-        reasoning_open: the prompt ends inside the reasoning (`opens_reasoning`).
+        reasoning_open: the prompt ends inside the reasoning (`opens_reasoning`, `leaves_reasoning_open`).
         new_id: makes the ids of calls.
     """
 
