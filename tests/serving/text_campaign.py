@@ -91,7 +91,7 @@ def ask(client: httpx.Client, case: Case) -> tuple[str, list[int]]:
     if not case.streamed:
         [choice] = answer.json()["choices"]
         return choice["text"], choice["token_ids"]
-    lines = (line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {"))
+    lines = (line.removeprefix("data: ") for line in answer.text.split("\n") if line.startswith("data: {"))
     events = [json.loads(line) for line in lines]
     assert not any("error" in event for event in events), events
     choices = [choice for event in events for choice in event["choices"]]
