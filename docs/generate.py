@@ -73,8 +73,15 @@ kv_memory = "4GiB"
 urls = ["memory://?size=8GiB", "disk:///var/cache/foreword?size=200GiB"]
 ```
 
-An unknown table, key or variable is an error with a suggestion. A router (`foreword route`) reads
-the sections `server` and `router`, a server all sections but `router`.
+An unknown table or key is an error with a suggestion. So is a variable whose name is close to that
+of a key, and one of a known section with an unknown key. Other variables that begin with
+`FOREWORD_` are another program's: they have no effect, and one line of the log names them. Among
+them are those that Kubernetes sets for each Service whose name begins with `foreword`, such as
+`FOREWORD_ROUTER_SERVICE_HOST`, and `FOREWORD_SERVER_PORT=tcp://10.96.0.7:80`.
+
+A router (`foreword route`) reads the sections `server`, `encryption` and `router`, a server all
+sections but `router`. What a command does not offer as a flag it does not read: a file may be that
+of both. A key of a section that the command reads is then named in the log, as without effect.
 
 Sizes are written `4GiB`, `500MB` or as a number of bytes.
 """
@@ -151,11 +158,21 @@ def http_page() -> str:
     router = router_routes(Router(Config()), MetricsHistory(lambda: ()))
     tables = [{(route.shown_path, route.method): route for route in table.shown} for table in (server, router)]
     rows = [
-        (f"`{method} {path}`", *(cell for table in tables for cell in _route(table.get((path, method)))))
+        (
+            f"`{method} {path}`",
+            _query([table[path, method] for table in tables if (path, method) in table]),
+            *(cell for table in tables for cell in _route(table.get((path, method)))),
+        )
         for path, method in sorted({*tables[0], *tables[1]})
     ]
-    table = _table(("Method and path", "Server: caller", "quota", "Router: caller", "quota"), rows)
+    table = _table(("Method and path", "Query", "Server: caller", "quota", "Router: caller", "quota"), rows)
     return _with_table(HTTP, ROUTES, table)
+
+
+def _query(routes: list[Route[Any]]) -> str:
+    """The parameters of the query, on whichever front."""
+    names = {name: None for route in routes for name in route.query.__struct_encode_fields__}
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _route(route: Route[Any] | None) -> tuple[str, str]:

@@ -29,6 +29,17 @@ T = TypeVar("T")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 ENV_PREFIX = "FOREWORD_"
+# What Kubernetes sets in every pod for a Service whose name begins with "foreword" (kubernetes.io, "Service", "Environment
+# variables"), without the prefix. A Service `foreword-server` gives FOREWORD_SERVER_PORT, which is also a key's name.
+_SERVICE_NAME = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+
+
+def is_service_variable(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable for a Service. `name` is without the prefix."""
+    if _SERVICE_NAME.fullmatch(name):
+        return True
+    return re.fullmatch(r"(.*_)?PORT", name) is not None and _SERVICE_URL.fullmatch(value) is not None
 
 
 def parse_bytes(text: str, where: str = "") -> int:
@@ -163,7 +174,8 @@ class EncryptionConfig:
         """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file. What is given
         here has precedence. Raises ConfigError."""
         prefix = f"{ENV_PREFIX}ENCRYPTION_"
-        values = {name[len(prefix) :].lower(): text for name, text in os.environ.items() if name.startswith(prefix)}
+        found = {name.removeprefix(prefix): text for name, text in os.environ.items() if name.startswith(prefix)}
+        values = {name.lower(): text for name, text in found.items() if not is_service_variable(name, text)}
         return build(cls, "encryption", {**values, **given})
 
 

@@ -45,10 +45,11 @@ def decode_object(data: bytes | bytearray) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def convert(value: Any, kind: type[Value]) -> Value:
-    """Check what was decoded without a type. Raises msgspec.ValidationError."""
+def convert(value: Any, kind: type[Value], *, strict: bool = True) -> Value:
+    """Check what was decoded without a type. Raises msgspec.ValidationError. `strict`: text is text, also where a number is
+    wanted."""
     _json(kind)
-    return msgspec.convert(value, kind)
+    return msgspec.convert(value, kind, strict=strict)
 
 
 def _prepared_json(kind: Any) -> msgspec.json.Decoder[Any]:

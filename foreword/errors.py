@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable
 from typing import ClassVar, Literal
 
+from foreword.texts import readable
+
 Fault = Literal["client", "operator", "server"]
 
 
@@ -44,8 +46,8 @@ class ForewordError(Exception):
                 setattr(cls, name, value)
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = readable(message)
+        super().__init__(self.message)
         self.param = param
         self.retry_after: float | None = None
 

@@ -173,7 +173,7 @@ class ServerConfig:
         max_body: largest body of a request: a size, or `auto` for 64 bytes per token of the longest prompt, at least 1MiB, and
             at a router in front of other servers than Foreword's 64MiB with images.
         unknown_fields: fields of a body that have no effect: `report` names them in the answer's header `x-foreword-ignored`,
-            `refuse` answers 400, `ignore` says nothing.
+            `refuse` answers 400, `ignore` says nothing. A router passes on what another engine than Foreword's may understand.
         max_connections: maximum number of connections; at the limit an idle one is closed for a new one.
         head_timeout: seconds that a client may take to send the head of a request.
         body_timeout: seconds that a client may take to send a body, or longer if it sends at least 16 KiB per second.

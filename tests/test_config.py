@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.cli.flags import load_config
+from foreword.cli.flags import GivenConfig, load_config
 from foreword.config import build, parse_bytes
 from foreword.errors import ConfigError
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
@@ -91,11 +91,44 @@ def test_unknown_table_names_close_ones(tmp_path: Path) -> None:
     assert str(path) in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["FOREWORD_ENGIN_BLOCK_SIZE", "FOREWORD_ENGINE_BLOK_SIZE", "FOREWORD_DEBUG"])
-def test_unknown_variable_is_an_error(name: str) -> None:
-    """A variable that begins with FOREWORD_ and means nothing is an error, so that a typo is not ignored."""
-    with pytest.raises(ConfigError, match=r"(?i)unknown"):
-        load_config(environ={name: "1"})
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ENGIN_BLOCK_SIZE", "FOREWORD_ENGINE_BLOCK_SIZE"),
+        ("ENGINE_BLOK_SIZE", "'block_size'"),
+        ("ENGINE_BLOCKSIZE", "'block_size'"),
+        ("SERVR_PORT", "FOREWORD_SERVER_PORT"),
+        ("SERVER_PROT", "'port'"),
+        ("PREFIX_BUDGET", "FOREWORD_PREFIXES_BUDGET"),
+        ("API_KEYS", "FOREWORD_SERVER_API_KEYS"),
+        ("LOG_LEVEL", "FOREWORD_SERVER_LOG_LEVEL"),
+        ("ROUTERS_REPLICAS", "FOREWORD_ROUTER_REPLICAS"),
+        ("SERVER_SERVICE_PORTS", "known"),
+    ],
+)
+def test_misspelt_variables_are_errors(name: str, meant: str) -> None:
+    """A variable whose name is close to that of a key is an error that suggests the key, so that a typo is not ignored."""
+    with pytest.raises(ConfigError, match=f"(?i)unknown .*{re.escape(meant)}"):
+        load_config(environ={f"FOREWORD_{name}": "1"})
+
+
+@pytest.mark.parametrize("name", ["DEBUG", "VLLM_PYTHON", "SEED", "PORT", "TEST_SECRET", "HOME", "ROUTE_URL", ""])
+def test_variables_of_others_are_ignored(name: str) -> None:
+    """A variable that begins with FOREWORD_ and is close to no key is another program's: it has no effect, and is named."""
+    given = GivenConfig.read(None, {f"FOREWORD_{name}": "1", "FOREWORD_ENGINE_SEED": "7"}, {})
+    assert given.config() == Config(engine=EngineConfig(seed=7))
+    [note] = given.notes([("engine", "seed")], "serve")
+    assert note.endswith(f": FOREWORD_{name}")
+
+
+def test_keys_of_another_command_are_named(tmp_path: Path) -> None:
+    """What a file or the environment sets in a section of the command, and the command does not read, is named; whole sections
+    of other commands are not, since a file may be that of several."""
+    path = write(tmp_path, "[engine]\nblock_size = 8\n[server]\nport = 1\nmax_queue = 5\n")
+    given = GivenConfig.read(path, {"FOREWORD_SERVER_ROLE": "both"}, {})
+    assert given.notes([("server", "port")], "route") == [
+        "without effect in foreword route: server.max_queue, server.role"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ from example_counts import represented
 from typer.testing import CliRunner
 
 import foreword
-from foreword.cli.flags import with_config, with_router_config
+from foreword.cli.flags import config_flags, load_config, with_config, with_router_config
+from foreword.config import EncryptionConfig, is_service_variable
 from foreword.process_config import Config
 from foreword.router.discovery import ServiceSpec, configured_replicas
 from foreword.store.urls import check_stores
@@ -201,6 +203,91 @@ def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     assert transfer["kv_connector_extra_config"] == {"store": STORES}
     ports = {port["containerPort"] for port in container(pods["demo-llama"])["ports"]}
     assert {int(events[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")} <= ports
+
+
+def kubelet_variables(*services: dict[str, Any]) -> dict[str, str]:
+    """The variables that the kubelet sets for Services (kubernetes, pkg/kubelet/envvars/envvars.go)."""
+    found: dict[str, str] = {}
+    for number, service in enumerate(services):
+        name, address = service["metadata"]["name"].upper().replace("-", "_"), f"10.96.0.{number + 1}"
+        first, *_ = ports = service["spec"]["ports"]
+        found |= {f"{name}_SERVICE_HOST": address, f"{name}_SERVICE_PORT": str(first["port"])}
+        found |= {
+            f"{name}_SERVICE_PORT_{one['name'].upper().replace('-', '_')}": str(one["port"])
+            for one in ports
+            if "name" in one
+        }
+        found[f"{name}_PORT"] = f"tcp://{address}:{first['port']}"
+        for one in ports:
+            protocol, port = one.get("protocol", "TCP"), one["port"]
+            place = f"{name}_PORT_{port}_{protocol}"
+            found |= {place: f"{protocol.lower()}://{address}:{port}", f"{place}_PROTO": protocol.lower()}
+            found |= {f"{place}_PORT": str(port), f"{place}_ADDR": address}
+    return found
+
+
+def service(name: str, *ports: dict[str, Any]) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "spec": {"ports": list(ports or ({"port": 80},))}}
+
+
+def test_pods_get_no_variables_of_services() -> None:
+    """No pod of the chart gets the kubelet's variables for the Services of its namespace, unless its values say so."""
+    for values in (PLAIN, EVERYTHING):
+        assert [one["spec"]["enableServiceLinks"] for one in workloads(rendered(values)).values()] == [False] * (
+            1 + len(values.get("servers", {}))
+        )
+    asked = {**PLAIN, "router": {**PLAIN["router"], "pod": {"enableServiceLinks": True}}}
+    assert [one["spec"]["enableServiceLinks"] for one in workloads(rendered(asked)).values()] == [True]
+
+
+SERVICES = (
+    service("foreword"),
+    service("foreword-x", {"name": "http", "port": 80}, {"name": "dns-udp", "port": 53, "protocol": "UDP"}),
+    *(service(f"foreword-{name}", {"name": "port", "port": 8000}) for name in ("serve", "server", "store", "engine")),
+    *(
+        service(f"foreword-{name}")
+        for name in ("encryption", "transfer", "prefixes", "router-metrics", "server-max-queue")
+    ),
+)
+# What this repository's Makefile, tests and guides use.
+OTHERS = dict.fromkeys(("FOREWORD_VLLM_PYTHON", "FOREWORD_SEED", "FOREWORD_DEBUG", "FOREWORD_WHEEL_CXX"), "x")
+
+
+@pytest.mark.parametrize("command", ["route --replica http://127.0.0.1:1", "serve"])
+def test_a_start_among_services(command: str) -> None:
+    """A router and a server start with the kubelet's variables for Services of their names, the chart's own among them: one
+    warning names the variables, and none has an effect."""
+    objects = [one for one in rendered(EVERYTHING) if one["kind"] == "Service"]
+    own = [service(one["metadata"]["name"].replace("demo", "foreword"), *one["spec"]["ports"]) for one in objects]
+    given = {**kubelet_variables(*own, *SERVICES), **OTHERS, "FOREWORD_SERVER_LOG_LEVEL": "info"}
+    environ = {key: text for key, text in os.environ.items() if not key.startswith("FOREWORD_")} | given
+    line = [sys.executable, "-m", "foreword", *command.split(), "--port", "0"]
+    with subprocess.Popen(line, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = []
+        for text in process.stderr:
+            said.append(text)
+            if " on http://127.0.0.1:" in text:
+                break
+        process.kill()
+    warnings = [text for text in said if "environment" in text]
+    assert len(warnings) == 1 and "WARNING" in warnings[0] and "on http" in said[-1], said
+    named = re.findall(r"FOREWORD_\w+", warnings[0])
+    assert set(named) <= {*given} - {"FOREWORD_SERVER_LOG_LEVEL"} and {*OTHERS, "FOREWORD_PORT"} <= {*named}
+
+
+def test_variables_of_services_are_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kubelet's variables for Services of any name below `foreword` the configuration is that without them; it has no
+    key of a name that only Kubernetes uses."""
+    given = kubelet_variables(*SERVICES)
+    assert load_config(environ=given) == Config()
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    assert EncryptionConfig.from_environment() == EncryptionConfig()
+    for flag in config_flags():
+        name = f"{flag.section}_{flag.key}".upper()
+        assert not is_service_variable(name, "1"), name
+        assert is_service_variable(f"{name}_PORT", "tcp://10.0.0.1:80")
 
 
 def test_rights() -> None:

@@ -130,6 +130,19 @@ def test_records_have_kinds() -> None:
             assert not used & calls, module
 
 
+def test_tasks_have_an_owner() -> None:
+    """No other module begins a task than `foreword.tasks`, which looks at its error, and those that wait for it themselves."""
+    waiting = {"prefixes.prefix_service", "server.migration", "server.generate_api", "router.replica_audit"}
+    waiting |= {"router.gateway.exchange", "store.object.bucket", "entrypoints.async_engine", "tasks"}
+    begin = {
+        module.removeprefix("foreword.")
+        for module, (_, tree) in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("create_task", "ensure_future")
+    }
+    assert begin <= waiting, "use foreword.tasks"
+
+
 def test_only_one_module_prepares_types() -> None:
     """No other module of the package gives msgspec a type to decode."""
     found = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from foreword.api.front import Answer, Front
 from foreword.api.outcomes import ClientGone
+from foreword.tasks import background
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -50,7 +51,7 @@ class AsgiExchange:
         self.method: str = scope["method"]
         raw = scope.get("raw_path") or scope["path"].encode()
         self.path = raw.decode("latin-1").removeprefix(scope.get("root_path", ""))
-        self.query = scope.get("query_string", b"").decode("latin-1")
+        self.query = scope.get("query_string", b"").decode("utf-8", "surrogateescape")
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key, text = name.decode("latin-1").lower(), value.decode("latin-1")
@@ -77,7 +78,7 @@ class AsgiExchange:
     def watch(self) -> None:
         task = asyncio.current_task()
         if task is not None:
-            self._watching = asyncio.ensure_future(self._watch(task))
+            self._watching = background(self._watch(task), "watching a client")
 
     def unwatch(self) -> None:
         """The answer is complete: what the client does now ends nothing."""

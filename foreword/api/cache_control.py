@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from msgspec import Raw, Struct
 
@@ -15,7 +15,7 @@ from foreword.api.dialects.conversation_body import MessageBody, ToolBody, messa
 from foreword.api.dialects.decode import UNSET_RAW, Limits, bounded_object, check_length, decode, refuse
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import Message, Tool
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 
 DEFAULT_TTL: Final = 300.0
@@ -60,10 +60,16 @@ def add_routes(
             return await answer(call, name)
 
         handler.__name__, handler.__doc__ = name, text
-        body = JsonBody(parse(name), CacheBody)
+        body = JsonBody(parse(name), CacheBody, closed=name == "release")
         routes.add("POST", f"/v1/cache/{name}", right=right, meter=meter, body=body, tag="cache")(handler)
     tenant, free = Right.TENANT, Meter.FREE
     routes.add("GET", "/v1/cache/retained", right=tenant, meter=free, body=NO_BODY, tag="cache")(retained)
+
+
+class EraseQuery(SaltQuery, frozen=True, kw_only=True):
+    """`DELETE /v1/cache`."""
+
+    scope: Literal["tenant", "device"] = "tenant"
 
 
 class CacheBody(Struct, kw_only=True):

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any, Final, NamedTuple, Protocol
 
 from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.texts import utf8
 
 MAX_BODY_BYTES: Final = 64 << 20
 _MAIN_PATHS: Final = (
@@ -105,7 +106,7 @@ def internal_error_response(request_id: str) -> ErrorResponse:
 
 def _response(status: int, body: dict[str, Any], headers: dict[str, str]) -> ErrorResponse:
     text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return ErrorResponse(status, text.encode("utf-8", "replace"), {"content-type": "application/json", **headers})
+    return ErrorResponse(status, utf8(text), {"content-type": "application/json", **headers})
 
 
 def _body(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from foreword.api.errors import error_body
 from foreword.api.front import ByteStream, Call
 from foreword.api.outcomes import ClientGone
 from foreword.errors import ForewordError
+from foreword.tasks import background
 
 _COMMENT: Final = b": keep-alive\n\n"
 HEADERS: Final[Mapping[str, str]] = {
@@ -87,7 +88,7 @@ class EventStream:
 
     def _check(self) -> None:
         if self._writes == self._seen and (self._comment is None or self._comment.done()):
-            self._comment = asyncio.ensure_future(self._send_comment())
+            self._comment = background(self._send_comment(), f"a comment in the answer to request {self._call.id}")
         self._seen = self._writes
         self.send_comments()
 

@@ -12,13 +12,23 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
-from foreword.api.dialects.decode import Limits, as_utf8
-from foreword.api.errors import CLIENT_GONE, ErrorResponse, internal_error_response, no_route_response, openai_error
+from msgspec import Raw, Struct
+
+from foreword.api.dialects.decode import Limits, as_utf8, unknown_fields
+from foreword.api.errors import (
+    CLIENT_GONE,
+    BodyTooLarge,
+    ErrorResponse,
+    internal_error_response,
+    no_route_response,
+    openai_error,
+)
 from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
@@ -27,6 +37,8 @@ from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
 from foreword.api.tenants import Tenant
 from foreword.api.work_queue import WorkQueue
 from foreword.errors import BadRequest, ForewordError, IntegrityError, did_you_mean
+from foreword.tasks import to_its_end
+from foreword.texts import utf8
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
@@ -42,6 +54,8 @@ _MOST_NAMES: Final = 16
 # Escapes of characters that need none: RFC 3986 calls both spellings equal.
 _NEEDLESS: Final = re.compile("%(?:2[DE]|3[0-9]|[46][1-9A-F]|[57][0-9A]|5F|7E)", re.IGNORECASE)
 _SHOWN_CHARACTERS: Final = 64
+_EMPTY: Final = (b"", b"{}", b"null")
+_EMPTY_BYTES: Final = 64
 # `*` does not stand for Authorization.
 _PREFLIGHT: Final = {
     "access-control-allow-headers": "Authorization, *",
@@ -61,7 +75,7 @@ class Answer:
     @classmethod
     def json(cls, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return cls(status, text.encode(), {"content-type": "application/json", **(headers or {})})
+        return cls(status, utf8(text), {"content-type": "application/json", **(headers or {})})
 
     @classmethod
     def of(cls, error: ErrorResponse) -> Answer:
@@ -117,6 +131,7 @@ class Call:
         names: the parts of the path that the route names.
         tenant: the caller's; `NO_TENANT` on routes that are not for tenants.
         body: what the route's `parse` made of `raw`; None without a body.
+        query: its parameters, as the route declares them.
         admitted: as the tenant's quotas count it; None where they do not.
         usage: its tokens so far.
         failure: the error that ended a stream after its head.
@@ -138,6 +153,7 @@ class Call:
         "ignored",
         "names",
         "path",
+        "query",
         "raw",
         "route",
         "span",
@@ -158,6 +174,7 @@ class Call:
         self.admitted: Admitted | None = None
         self.usage = TokenUsage()
         self.body: Any = None
+        self.query: Any = None
         self.raw = b""
         self.ignored: list[str] = []
         self.held = front.bodies.hold()
@@ -173,10 +190,6 @@ class Call:
     def headers(self) -> Mapping[str, str]:
         return self.exchange.headers
 
-    def query(self, name: str) -> list[str]:
-        """The values of a parameter of the query."""
-        return parse_qs(self.exchange.query, keep_blank_values=True).get(name, [])
-
     @property
     def limits(self) -> Limits:
         """What a body may contain."""
@@ -185,6 +198,12 @@ class Call:
     @property
     def is_operator(self) -> bool:
         return self._front.rights.is_operator(self.headers, self.exchange.address)
+
+    def check_fields(self, kind: type[Struct], given: Mapping[str, Raw]) -> None:
+        """Refuse a body with fields that a body of this kind does not have, and without effect therefore, where the operator
+        wants that. Raises BadRequest."""
+        if self._front.unknown == "refuse":
+            _check(getattr(self.body, "left_out", ()), unknown_fields(kind, given), kind)
 
     def require(self, right: Right, what: str) -> Tenant:
         """For what the route does not ask of all of its callers. Raises Unauthorized or Forbidden."""
@@ -231,6 +250,17 @@ class Call:
         names = [name for name in self.ignored if _FIELD.fullmatch(name)][:_MOST_NAMES]
         more = len(self.ignored) - len(names)
         return {**own, IGNORED: ", ".join([*names, f"and {more} more"] if more else names)}
+
+
+def _check(tools: Sequence[str], unknown: Sequence[str], kind: type[Struct]) -> None:
+    """Refuse tools that are not run here, and fields without effect that say something of the answer. Raises BadRequest."""
+    if tools:
+        raise BadRequest(f"{tools[0]}.type: this server has only tools of the client", param=tools[0])
+    wrong = next((one for one in unknown if one not in HARMLESS), None)
+    if wrong is not None:
+        shown = wrong[:_SHOWN_CHARACTERS]
+        hint = did_you_mean(shown, kind.__struct_encode_fields__)
+        raise BadRequest(f"{shown}: there is no such field{hint}", param=shown)
 
 
 class FrontMetrics(Protocol):
@@ -359,14 +389,28 @@ class Front:
             return answer
 
     async def _handle(self, call: Call, route: Route[Handler]) -> Answer | None:
+        call.query = route.read_query(call.exchange.query)
         if isinstance(route.body, JsonBody):
             await self._read(call, route.body)
+        elif route.method == "DELETE":
+            await self._check_empty(call)
         if route.ends_with_client:
             call.exchange.watch()
             reply = await route.handler(call)
         else:
-            reply = await asyncio.shield(asyncio.ensure_future(route.handler(call)))
+            what = f"request {call.id}, whose client has left: {call.method} {call.path}"
+            reply = await to_its_end(route.handler(call), what)
         return reply if isinstance(reply, Answer) or reply is None else Answer.json(reply)
+
+    async def _check_empty(self, call: Call) -> None:
+        """A body that a DELETE does not read would have said what not to delete. Raises BadRequest, BodyTimeout."""
+        if not declared_length(call.headers) and "transfer-encoding" not in call.headers:
+            return
+        with suppress(BodyTooLarge):
+            await self.bodies.fill(call.held, call.exchange.pieces(), declared_length(call.headers), _EMPTY_BYTES)
+            if bytes(call.held.data).strip() in _EMPTY:
+                return
+        raise BadRequest(f"{call.method} {call.path} reads no body; its parameters are in its query")
 
     async def _read(self, call: Call, body: JsonBody) -> None:
         exchange, limits = call.exchange, self.limits()
@@ -384,15 +428,10 @@ class Front:
 
         call.body, unknown = read() if len(raw) <= self.work.inline else await self.work.run(len(raw), read)
         tools = getattr(call.body, "left_out", ())
-        if tools and self.unknown == "refuse":
-            raise BadRequest(f"{tools[0]}.type: this server has only tools of the client", param=tools[0])
-        unknown = [*tools, *unknown]
-        if unknown and self.unknown != "ignore":
-            call.ignored = unknown
-            if self.unknown == "refuse" and (wrong := next((one for one in unknown if one not in HARMLESS), None)):
-                shown = wrong[:_SHOWN_CHARACTERS]
-                known = body.shown.__struct_encode_fields__ if body.shown is not None else ()
-                raise BadRequest(f"{shown}: there is no such field{did_you_mean(shown, known)}", param=shown)
+        if self.unknown != "ignore":
+            call.ignored = [*tools, *unknown]
+        if body.shown is not None and (body.closed or (self.unknown == "refuse" and not body.passed_on)):
+            _check(tools, unknown, body.shown)
 
     def _no_route(self, call: Call, methods: Mapping[str, Route[Handler]]) -> Answer:
         if call.path.endswith("/") and self.routes.methods(call.path[:-1])[0]:

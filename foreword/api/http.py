@@ -3,6 +3,11 @@ that leave.
 
 aiohttp has no limits of time for the head of a request and for a response that is not read, and none of the number of
 connections. They are kept below it: a client that sends half a head never reaches a front.
+
+A client that closes its side of a connection (FIN) has gone, or has sent all and waits for its answer, as `nc -N` does. Nothing
+tells these apart but data: the system of a client that has gone answers it with a reset. So such a client gets bytes that
+change nothing for one that waits: of an answer that has not begun its first ones, which are those of every answer, one at a
+time; in a stream of events a comment. An interim response (100, 102) would do in HTTP/1.1 only, and not all clients read it.
 """
 
 from __future__ import annotations
@@ -15,19 +20,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final
 
 import aiohttp
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.http_writer import HttpVersion11
 
 from foreword.api.errors import CLIENT_GONE
 from foreword.api.front import Front
 from foreword.api.outcomes import ClientGone
 from foreword.errors import BadRequest, ConfigError
 from foreword.process_config import ServerConfig
+from foreword.tasks import background
+from foreword.texts import readable
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +50,16 @@ _FULL: Final = (
     b"content-length: 21\r\n\r\nToo many connections\n"
 )
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Each answer begins so.
+_START: Final = b"HTTP/1."
+_COMMENT: Final = b":\n\n"
+_COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
+# Turns of the event loop after which aiohttp has begun with a request that has come. It takes about three.
+_TURNS: Final = 10
+# Seconds until a reset has come from a near client; then the sweeps look.
+_NEAR_SECONDS: Final = 0.05
+# Seconds until a client that has closed its side gets more bytes, then twice as long each time.
+_MORE_SECONDS: Final = 1.0
 _SERVER: Final = {"server": "foreword"}
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -78,9 +96,30 @@ def configure_logging(level: str) -> None:
     """Log to standard error from `level` on."""
     # Nothing in the format needs where a line was logged, which is a third of its cost (docs.python.org, "Logging HOWTO").
     logging._srcfile = None
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_ReadableLines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _ReadableLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return readable(super().format(record))
+
+
+class _BegunTransport:
+    """What aiohttp writes the next answer to, of which the first bytes were sent."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        self._connection.write_rest(data)
+
+    def writelines(self, data: Iterable[bytes]) -> None:
+        self._connection.write_rest(b"".join(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection.transport, name)
 
 
 def _bind_advice(error: OSError) -> str:
@@ -107,7 +146,7 @@ async def serving(front: Front, listener: socket.socket, config: ServerConfig) -
     await runner.setup()
     factory = connections.factory(http)
     server = await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=_BACKLOG)
-    sweep = asyncio.create_task(connections.sweep())
+    sweep = background(connections.sweep(), "closing connections that exceed a limit")
     try:
         yield
     finally:
@@ -155,7 +194,7 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         exchange = _Exchange(request)
-        with connections.serving(request):
+        with connections.serving(exchange):
             answer = await front.serve(exchange)
         if answer is not None:
             return web.Response(body=answer.body, status=answer.status, headers={**answer.headers, **_SERVER})
@@ -182,12 +221,15 @@ class _EventStream(web.StreamResponse):
 
 class _Exchange:
     def __init__(self, request: web.BaseRequest) -> None:
-        self._request = request
+        self.request = self._request = request
         self.method = request.method
         self.headers: Mapping[str, str] = request.headers
         self.address = request.remote
         self.path, self.query = request.rel_url.raw_path, request.rel_url.raw_query_string
+        if request.rel_url.raw_fragment:  # no client sends one; what it would narrow is not done to all
+            self.query += f"#{request.rel_url.raw_fragment}"
         self.out: _EventStream | None = None
+        self._ended = False
 
     def arrived(self, limit: int) -> bytes | None:
         request = self._request
@@ -214,6 +256,8 @@ class _Exchange:
 
     async def open(self, status: int, headers: Mapping[str, str], at_once: bool) -> _Exchange:
         self.out = _EventStream(status=status, headers={**headers, **_SERVER})
+        if self._request.version < HttpVersion11:
+            self.out.force_close()  # nothing else tells where it ends
         try:
             writer = await self.out.prepare(self._request)
             if at_once and writer is not None:
@@ -231,10 +275,24 @@ class _Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         assert self.out is not None
+        self._ended = True
         try:
             await self.out.write_eof(data)
         except (ConnectionError, aiohttp.ClientConnectionError) as error:
             raise ClientGone from error
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of the answer was sent."""
+        return self._request.writer.output_size > 0
+
+    @property
+    def comment(self) -> bytes:
+        """What may be sent between two writes of a stream of events; empty where nothing may."""
+        if self.out is None or self._ended or self.out.content_type != "text/event-stream":
+            return b""
+        writer: Any = self._request.writer  # the response itself does not say
+        return _COMMENT_CHUNK if writer.chunked else _COMMENT
 
 
 class ClientConnections:
@@ -259,10 +317,14 @@ class ClientConnections:
         """A protocol factory that adds the limits to another one."""
         return lambda: ClientConnection(self, make())
 
-    def serving(self, request: web.BaseRequest) -> AbstractContextManager[None]:
+    def serving(self, exchange: _Exchange) -> AbstractContextManager[None]:
         """The application serves this request in the block."""
-        transport = request.transport
-        return (self._open.get(transport) if transport is not None else None) or nullcontext()
+        transport = exchange.request.transport
+        connection = self._open.get(transport) if transport is not None else None
+        if connection is None:
+            return nullcontext()
+        connection.exchange = exchange
+        return connection
 
     def add(self, connection: ClientConnection, transport: asyncio.Transport) -> bool:
         """False if there are too many connections and all of them have a request."""
@@ -283,6 +345,7 @@ class ClientConnections:
             await asyncio.sleep(_SWEEP_SECONDS)
             now = time.monotonic()
             for connection in list(self._open.values()):
+                connection.look()
                 reason = self._overdue(connection, now)
                 if reason:
                     logger.debug("a client's connection was closed: %s", reason)
@@ -299,19 +362,36 @@ class ClientConnection(asyncio.Protocol):
     """One connection: hands everything on to aiohttp's protocol.
 
     Attributes:
-        requests: number of requests that the application serves.
+        requests: number of requests that the application serves. exchange: the last one that it began to serve.
         head_since: when the client began to send a head; None while it has not.
     """
 
-    __slots__ = ("_all", "_inner", "_unread", "_unread_since", "head_since", "requests", "transport")
+    __slots__ = (
+        "_all",
+        "_half_closed",
+        "_inner",
+        "_next_probe",
+        "_pause",
+        "_sent",
+        "_unread",
+        "_unread_since",
+        "exchange",
+        "head_since",
+        "requests",
+        "transport",
+    )
 
     transport: asyncio.Transport
 
-    def __init__(self, connections: ClientConnections, inner: asyncio.Protocol) -> None:
+    def __init__(self, connections: ClientConnections, inner: Any) -> None:
         self._all = connections
         self._inner = inner
         self._unread, self._unread_since = 0, 0.0
+        self._half_closed = False
+        self._sent = 0  # bytes of an answer that has not begun
+        self._next_probe, self._pause = 0.0, _MORE_SECONDS
         self.requests = 0
+        self.exchange: _Exchange | None = None
         self.head_since: float | None = time.monotonic()
 
     def __enter__(self) -> None:
@@ -320,6 +400,8 @@ class ClientConnection(asyncio.Protocol):
 
     def __exit__(self, *error: object) -> None:
         self.requests -= 1
+        if self._half_closed:
+            self._settle(_TURNS)
 
     def unread_seconds(self, now: float) -> float:
         """Seconds in which the client read nothing although data waited for it."""
@@ -340,8 +422,56 @@ class ClientConnection(asyncio.Protocol):
             self.head_since = time.monotonic()
         self._inner.data_received(data)
 
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
+    def eof_received(self) -> bool:
+        """The client sends nothing more. The transport stays open for the answers to the requests that have come."""
+        self._half_closed = True
+        self._settle(_TURNS)
+        return True
+
+    def _settle(self, turns: int) -> None:
+        """After some turns of the loop, in which aiohttp begins with the next request that has come: close the connection if
+        there is none, or if its body will never be complete; else find out whether the client is there."""
+        if self.transport.is_closing():
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._settle, turns - 1)
+        elif self.requests and self.exchange is not None and self.exchange.request.content.is_eof():
+            self._probe()
+            asyncio.get_running_loop().call_later(_NEAR_SECONDS, self.look)
+        elif (
+            self.requests or not self.transport.get_write_buffer_size()
+        ):  # while an answer waits, aiohttp begins with no request
+            self.transport.close()
+
+    def look(self) -> None:
+        """Look after a client that has closed its side: has it gone, are its answers complete?"""
+        if not self._half_closed or self.transport.is_closing():
+            return
+        if not self.requests:
+            self._settle(_TURNS)
+        elif self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        elif time.monotonic() >= self._next_probe:
+            self._probe()
+
+    def _probe(self) -> None:
+        assert self.exchange is not None
+        self._next_probe, self._pause = time.monotonic() + self._pause, 2 * self._pause
+        if self.exchange.begun:
+            self.transport.write(self.exchange.comment)
+        elif self._sent < len(_START):
+            self.transport.write(_START[self._sent : self._sent + 1])
+            self._sent += 1
+            self._inner.transport = _BegunTransport(self)
+
+    def write_rest(self, data: bytes) -> None:
+        """Send the start of an answer, of which some bytes were sent."""
+        sent, self._sent = self._sent, 0
+        self._inner.transport = self.transport
+        if not data.startswith(_START[:sent]):
+            self.transport.abort()
+        else:
+            self.transport.write(data[sent:])
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()

@@ -2,7 +2,8 @@
 
 Every front has one table: the server, the router, the endpoint picker, and the middleware for vLLM. `foreword.api.front` does
 with a request what its route says, so a handler cannot forget a key, a quota, a limit or a charge. A route without them cannot
-be made: these fields have no defaults, and `Route` raises for combinations that would leave something open.
+be made: these fields have no defaults, and `Route` raises for combinations that would leave something open. A route that says
+nothing of its query takes none.
 """
 
 from __future__ import annotations
@@ -12,19 +13,23 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar
-from urllib.parse import unquote
+from functools import cache, partial
+from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar, get_args, get_origin
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
+from msgspec import Meta
 
 from foreword import __version__
-from foreword.api.dialects.decode import Body, Limits, parse_body, unknown_fields
+from foreword.api.dialects.decode import Body, Limits, from_texts, one_of, parse_body, refuse, unknown_fields
 from foreword.api.errors import ErrorResponder, openai_error
+from foreword.decoders import decode_json
+from foreword.errors import BadRequest, did_you_mean
 
 H = TypeVar("H", bound=Callable[..., Any])
 
 _NAME: Final = re.compile(r"\{(\w+)(:path)?\}")
+_SHOWN_CHARACTERS: Final = 64
 
 
 class Right(Enum):
@@ -68,21 +73,27 @@ class JsonBody:
         parse: what becomes of its bytes. Raises BadRequest and BodyTooLarge. It runs on a thread for large bodies.
         shown: its fields, for the reference. Others have no effect; None if others decide which have.
         optional: a request without a body is parsed as None.
+        closed: a field without effect is refused, whatever the front does with those of others: it might have limited a change.
+        passed_on: what has an effect depends on who gets it; the handler calls `Call.check_fields` if that is this program.
     """
 
     parse: Callable[[bytes, Limits], Any]
     shown: type[Any] | None = None
     optional: bool = False
+    closed: bool = False
+    passed_on: bool = False
 
     @classmethod
-    def of(cls, kind: type[Body]) -> JsonBody:
+    def of(cls, kind: type[Body], *, optional: bool = False, closed: bool = False) -> JsonBody:
         """A body of these fields."""
-        return cls(partial(parse_body, kind), kind)
+        return cls(partial(parse_body, kind), kind, optional, closed)
 
     def read(self, raw: bytes, limits: Limits) -> tuple[Any, list[str]]:
         """What `parse` makes of a body, and the fields that had no effect."""
         parsed = self.parse(raw, limits)
-        return parsed, [] if self.shown is None else unknown_fields(self.shown, raw)
+        if self.shown is None:
+            return parsed, []
+        return parsed, unknown_fields(self.shown, decode_json(raw, dict[str, msgspec.Raw]))
 
 
 class Unread:
@@ -90,6 +101,24 @@ class Unread:
 
 
 NO_BODY: Final = Unread()
+
+
+class Query(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of a query; none. A subclass has a field with a default for each: text, numbers and switches are read as
+    the type says, a list takes a parameter that is repeated."""
+
+
+class SaltQuery(Query, frozen=True, kw_only=True):
+    """`cache_salt`: the client's own, of the requests that are meant. It may be repeated. An empty one would mean all."""
+
+    cache_salt: list[Annotated[str, Meta(min_length=1)]] = msgspec.field(default_factory=list)
+
+
+class ClientQuery(Query, frozen=True, kw_only=True):
+    """What clients add to every request, without effect here: OpenAI's for Azure its version, Anthropic's `beta`."""
+
+    api_version: str = msgspec.field(default="", name="api-version")
+    beta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +130,7 @@ class Route(Generic[H]):
         right: who may call it.
         meter: what counts against the quota of the caller.
         body: what it reads.
+        query: the parameters of its query.
         handler: answers a call. Its docstring describes the route.
         tag: its group in the reference; None leaves it out.
         status: of a successful answer, for the reference.
@@ -117,6 +147,7 @@ class Route(Generic[H]):
     body: JsonBody | Unread
     handler: H
     tag: str | None
+    query: type[Query] = Query
     status: int = 200
     errors: ErrorResponder = openai_error
     outcome: str = ""
@@ -132,6 +163,27 @@ class Route(Generic[H]):
             raise ValueError(f"{self.name}: only a tenant has a quota")
         if self.outcome and self.meter is not Meter.TOKENS:
             raise ValueError(f"{self.name}: what generates is charged for its tokens")
+        if any(field.required for field in msgspec.structs.fields(self.query)):
+            raise ValueError(f"{self.name}: a parameter of a query has a default")
+
+    def read_query(self, text: str) -> Query:
+        """The parameters of a query, as the client wrote it without the question mark. Raises BadRequest for what the route
+        does not declare: to leave out a word might change more than was asked for. A GET changes nothing and ignores it."""
+        known = _parameters(self.query)
+        given: dict[str, list[str]] = {}
+        for name, value in parse_qsl(text, keep_blank_values=True, errors="surrogateescape"):
+            if name in known:
+                given.setdefault(name, []).append(value)
+            elif self.method != "GET":
+                raise self._unknown(name[:_SHOWN_CHARACTERS], known)
+        return from_texts(self.query, {name: _value(name, known[name], values) for name, values in given.items()})
+
+    def _unknown(self, name: str, known: Mapping[str, Any]) -> BadRequest:
+        if not known:
+            instead = ". Its parameters are fields of the body" if isinstance(self.body, JsonBody) else ""
+            return BadRequest(f"{name!r}: {self.name} has no parameters in its query{instead}", param=name)
+        hint = did_you_mean(name.lower().replace("-", "_"), known)
+        return BadRequest(f"{name!r}: {self.name} has no such parameter in its query{hint}", param=name)
 
     @property
     def name(self) -> str:
@@ -149,6 +201,23 @@ class Route(Generic[H]):
     @property
     def description(self) -> str:
         return inspect.getdoc(self.handler) or ""
+
+
+@cache
+def _parameters(query: type[Query]) -> Mapping[str, Any]:
+    """The type of each parameter."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(query)}
+
+
+def _value(name: str, kind: Any, values: list[str]) -> str | list[str]:
+    """The text of a parameter, or of all with this name. Raises BadRequest."""
+    if any("\udc80" <= character <= "\udcff" for value in values for character in value):
+        raise refuse(name, "is not UTF-8")
+    if get_origin(kind) is list:
+        return values
+    if len(values) > 1:
+        raise refuse(name, "may be given once")
+    return one_of(values[0], get_args(kind), name) if get_origin(kind) is Literal else values[0]
 
 
 class Match(NamedTuple, Generic[H]):
@@ -251,11 +320,16 @@ def _operation(route: Route[Any]) -> dict[str, Any]:
         "x-foreword-caller": route.right.value,
         "x-foreword-quota": route.meter.value,
     }
-    if parameters := re.findall(r"{(\w+)", route.path):
-        operation["parameters"] = [
-            {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
-            for parameter in parameters
-        ]
+    parameters = [
+        {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
+        for parameter in re.findall(r"{(\w+)", route.path)
+    ]
+    parameters += [
+        {"name": field.encode_name, "in": "query", "required": False, "schema": _field_schema(field.type)}
+        for field in msgspec.structs.fields(route.query)
+    ]
+    if parameters:
+        operation["parameters"] = parameters
     if isinstance(route.body, JsonBody) and route.body.shown is not None:
         schema = {"application/json": {"schema": _schema(route.body.shown)}}
         operation["requestBody"] = {"required": not route.body.optional, "content": schema}

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from foreword.api.dialects.decode import Body, Limits, refuse
 from foreword.api.front import Handler
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
 
 PATH = "/v1/sessions"
 LONGEST_NAME: Final = 256
@@ -33,14 +33,20 @@ class SessionBody(Body, kw_only=True):
             )
 
 
-def add_routes(routes: Routes[Handler], act: Handler, listed: Handler, body: type[SessionBody] = SessionBody) -> None:
+def add_routes(
+    routes: Routes[Handler],
+    act: Handler,
+    listed: Handler,
+    body: type[SessionBody] = SessionBody,
+    query: type[Query] = Query,
+) -> None:
     """Add the routes of sessions. A tenant sees and changes its own.
 
     Args:
         act: carries out a `body`.
-        listed: the open sessions of the caller.
+        listed: the open sessions of the caller. query: what it takes.
     """
 
     add = partial(routes.add, right=Right.TENANT, meter=Meter.FREE, tag="sessions")
-    add("POST", PATH, body=JsonBody.of(body))(act)
-    add("GET", PATH, body=NO_BODY)(listed)
+    add("POST", PATH, body=JsonBody.of(body, closed=True))(act)
+    add("GET", PATH, body=NO_BODY, query=query)(listed)

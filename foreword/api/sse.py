@@ -6,6 +6,7 @@ import json
 from typing import Any, Final, NamedTuple
 
 from foreword.errors import ReplicaFailed
+from foreword.texts import utf8
 
 # The data of the last event of an OpenAI stream.
 DONE: Final = b"[DONE]"
@@ -25,7 +26,7 @@ def encode(data: Any, name: str = "") -> bytes:
     """One event with JSON as its data. JSON contains no line breaks, so one `data:` line is enough."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\ndata: " if name else "data: "
-    return f"{head}{text}\n\n".encode("utf-8", "replace")
+    return utf8(f"{head}{text}\n\n")
 
 
 class EventParser:

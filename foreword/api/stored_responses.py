@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
-from foreword.api.routes import NO_BODY, Meter, Right, Routes
+from foreword.api.routes import NO_BODY, ClientQuery, Meter, Right, Routes
 from foreword.errors import BadRequest, NotFound
 from foreword.newest import Newest
 
@@ -121,18 +121,27 @@ def _message_size(message: Message) -> int:
     return 4 * (len(message.content) + len(message.reasoning)) + calls + _MESSAGE_BYTES
 
 
+class ResponseQuery(ClientQuery, frozen=True, kw_only=True):
+    """`GET /v1/responses/{id}`."""
+
+    stream: bool = False
+
+
 def add_routes(routes: Routes[Handler], responses: StoredResponses) -> None:
     """Add `/v1/responses/{name}`."""
 
-    @routes.add("GET", "/v1/responses/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="generate")
+    path, free = "/v1/responses/{name}", Meter.FREE
+
+    @routes.add("GET", path, right=Right.TENANT, meter=free, body=NO_BODY, query=ResponseQuery, tag="generate")
     async def stored_response(call: Call) -> Answer:
         """A stored response."""
-        if call.query("stream") not in ([], ["false"]):
+        query: ResponseQuery = call.query
+        if query.stream:
             raise BadRequest("stream: only a response that is computed in the background has a stream", param="stream")
         body = responses.get(call.tenant.salt, call.names["name"]).body
         return Answer(200, body, {"content-type": "application/json"})
 
-    @routes.add("DELETE", "/v1/responses/{name}", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="generate")
+    @routes.add("DELETE", path, right=Right.OWNER, meter=free, body=NO_BODY, query=ClientQuery, tag="generate")
     async def forget_response(call: Call) -> dict[str, Any]:
         """Remove a stored response. Responses that continue it stay."""
         responses.remove(call.tenant.salt, call.names["name"])

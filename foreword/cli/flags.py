@@ -4,27 +4,37 @@ flags.
 Flags override the environment, the environment overrides the file. The file has a table per section (`[engine]`,
 `[server]`, ...). An environment variable is named after section and key: `FOREWORD_ENGINE_BLOCK_SIZE=16`. There is one flag per
 key, grouped by section in the help; its help is the description of the key in the dataclass's docstring.
+
+Others set variables of that form, too: Kubernetes does for each Service whose name begins with `foreword`. Those of no section
+have no effect, and a line of the log names them. What is close to the name of a key is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
+import logging
 import os
 import re
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Final, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
-from foreword.config import ENV_PREFIX, build, read_text
+from foreword.config import ENV_PREFIX, build, is_service_variable, read_text
 from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import Config
 
+logger = logging.getLogger(__name__)
+
+# How much the names of two variables have in common if one was probably meant by the other, as difflib counts.
+_CLOSE: Final = 0.85
+_MOST_NAMES: Final = 100
 SECTIONS = {
     "engine": "Engine",
     "server": "Server",
@@ -36,8 +46,8 @@ SECTIONS = {
 }
 _ENGINE_SECTIONS = ("engine", "server", "prefixes", "store", "encryption", "transfer")
 _ROUTER_SECTIONS = ("server", "encryption", "router")
-# Keys of the server that a router does not have.
-_NOT_FOR_ROUTERS = {
+# Keys of these sections that a router does not have.
+_NOT_FOR_ROUTERS = {("encryption", "read_plain")} | {
     ("server", key)
     for key in (
         "max_queue",
@@ -50,8 +60,6 @@ _NOT_FOR_ROUTERS = {
         "peers",
         "tool_parser",
         "reasoning_parser",
-        "response_memory",
-        "response_ttl",
     )
 }
 _POSITIONAL = ("engine", "model")
@@ -147,17 +155,28 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
     The command is called with the resulting `Config`, and with its other keyword arguments. Raises ConfigError.
     """
-    return _with_flags(command, [flag for flag in config_flags() if flag.section in _ENGINE_SECTIONS])
+    return _with_flags(command, server_flags())
 
 
 def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
     """The same without MODEL, and with the keys of a router."""
+    return _with_flags(command, router_flags())
+
+
+def server_flags() -> list[ConfigFlag]:
+    """The keys that a server reads."""
+    return [flag for flag in config_flags() if flag.section in _ENGINE_SECTIONS]
+
+
+def router_flags() -> list[ConfigFlag]:
+    """The keys that a router reads."""
     flags = [flag for flag in config_flags() if flag.section in _ROUTER_SECTIONS]
-    return _with_flags(command, [flag for flag in flags if (flag.section, flag.key) not in _NOT_FOR_ROUTERS])
+    return [flag for flag in flags if (flag.section, flag.key) not in _NOT_FOR_ROUTERS]
 
 
 def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callable[..., None]:
     flags = [flag for flag in known if flag.offered and (flag.section, flag.key) != _POSITIONAL]
+    keys = {(flag.section, flag.key) for flag in known}
     own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
 
     def run(config: Path | None, model: str | None = None, **given: Any) -> None:
@@ -172,7 +191,15 @@ def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callab
             raise ConfigError("MODEL is empty: name one, or leave it out for the embedded model")
         if model is not None:
             chosen.setdefault("engine", {})["model"] = model
-        command(load_config(config, flags=chosen), **given)
+        found = GivenConfig.read(config, os.environ, chosen)
+        merged = found.config(keys)
+        if notes := found.notes(keys, command.__name__):
+            from foreword.api.http import configure_logging
+
+            configure_logging(merged.server.log_level)
+            for note in notes:
+                logger.warning("%s", note)
+        command(merged, **given)
 
     positional = [_model_parameter()] if any((flag.section, flag.key) == _POSITIONAL for flag in known) else []
     parameters = [*positional, _file_parameter(), *own, *(flag.parameter() for flag in flags)]
@@ -206,17 +233,61 @@ def load_config(
 
     Raises ConfigError for an unreadable file, an unknown table or key, or a wrong value.
     """
-    layers = [_read_file(path), _read_environment(os.environ if environ is None else environ), flags or {}]
-    sections: dict[str, Any] = {}
-    for name, kind in _SECTIONS.items():
-        merged: dict[str, Any] = {}
-        for layer in layers:
-            merged |= layer.get(name, {})
-        sections[name] = build(kind, name, merged)
-    return Config(**sections)
+    return GivenConfig.read(path, os.environ if environ is None else environ, flags or {}).config()
 
 
-def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
+_Layer = Mapping[str, Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GivenConfig:
+    """A configuration as it is given.
+
+    Attributes:
+        layers: file, environment and flags, the last one strongest.
+        foreign: variables of the environment that mean no key.
+    """
+
+    layers: tuple[_Layer, _Layer, _Layer]
+    foreign: Sequence[str]
+
+    @classmethod
+    def read(cls, path: Path | None, environ: Mapping[str, str], flags: _Layer) -> GivenConfig:
+        """Raises ConfigError."""
+        variables, foreign = _read_environment(environ)
+        return cls((_read_file(path), variables, flags), foreign)
+
+    def config(self, keys: Collection[tuple[str, str]] | None = None) -> Config:
+        """The configuration; of a command that reads only these keys, the others have their defaults. Raises ConfigError for an
+        unknown key or a wrong value, also where it is not read."""
+        sections: dict[str, Any] = {}
+        for name, kind in _SECTIONS.items():
+            merged: dict[str, Any] = {}
+            for layer in self.layers:
+                merged |= layer.get(name, {})
+            sections[name] = build(kind, name, merged)
+            if keys is not None:
+                sections[name] = build(kind, name, {key: merged[key] for key in merged if (name, key) in keys})
+        return Config(**sections)
+
+    def notes(self, keys: Collection[tuple[str, str]], command: str) -> list[str]:
+        """Lines for the log about what was given and has no effect, where the command reads these keys. One file may be that
+        of a server and a router, so that whole sections of the other one are no mistake."""
+        found = []
+        if self.foreign:
+            more = f" and {len(self.foreign) - _MOST_NAMES} more" if len(self.foreign) > _MOST_NAMES else ""
+            found.append(
+                f"ignored environment variables, which are not Foreword's: {', '.join(self.foreign[:_MOST_NAMES])}{more}"
+            )
+        sections = {section for section, _ in keys}
+        given = {(section, key) for layer in self.layers for section, table in layer.items() for key in table}
+        unread = sorted(f"{section}.{key}" for section, key in given - {*keys} if section in sections)
+        if unread:
+            found.append(f"without effect in foreword {command}: {', '.join(unread)}")
+        return found
+
+
+def _read_file(path: Path | None) -> _Layer:
     if path is None:
         return {}
     try:
@@ -231,18 +302,38 @@ def _read_file(path: Path | None) -> Mapping[str, Mapping[str, Any]]:
     return data
 
 
-def _read_environment(environ: Mapping[str, str]) -> Mapping[str, Mapping[str, Any]]:
-    """Variables `FOREWORD_<SECTION>_<KEY>`. Any other variable that starts with FOREWORD_ is an error, so typos are found."""
+def _read_environment(environ: Mapping[str, str]) -> tuple[_Layer, list[str]]:
+    """Variables `FOREWORD_<SECTION>_<KEY>`, and the names of those that begin with FOREWORD_ and mean no key.
+
+    Raises ConfigError for what was probably meant for one.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for name, value in environ.items():
+    foreign, services = list[str](), list[str]()
+    for name, value in sorted(environ.items()):
         if not name.startswith(ENV_PREFIX):
             continue
-        section, _, key = name[len(ENV_PREFIX) :].lower().partition("_")
-        if section not in _SECTIONS:
-            known = did_you_mean(section, _SECTIONS)
-            raise ConfigError(f"environment variable {name}: unknown section {section!r}{known}")
-        found.setdefault(section, {})[key] = value
-    return found
+        given = name.removeprefix(ENV_PREFIX)
+        section, _, key = given.lower().partition("_")
+        if is_service_variable(given, value):
+            services.append(name)
+        elif section in _SECTIONS:
+            found.setdefault(section, {})[key] = value
+        elif meant := _meant(given.lower()):
+            raise ConfigError(f"environment variable {name}: unknown section {section!r}. Did you mean {meant}?")
+        else:
+            foreign.append(name)
+    return found, foreign + services
+
+
+def _meant(given: str) -> str:
+    """The variable that was probably meant by one without a known section: one whose name is close, or that of a key of several
+    words. A single word such as `seed` or `port` is more likely another program's."""
+    keys = {
+        f"{section}_{item.name}": item.name for section, kind in _SECTIONS.items() for item in dataclasses.fields(kind)
+    }
+    close = difflib.get_close_matches(given, keys, n=1, cutoff=_CLOSE)
+    close += [name for name, key in keys.items() if key == given and "_" in key]
+    return f"{ENV_PREFIX}{close[0].upper()}" if close else ""
 
 
 def check_file(option: str, path: Path | None) -> None:

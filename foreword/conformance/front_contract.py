@@ -7,17 +7,32 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_origin
+from urllib.parse import urlencode
 
+import msgspec
 import pytest
 
 from foreword.api.routes import JsonBody, Meter, Right, Route, Routes
 
 _JSON = {"content-type": "application/json"}
 _REQUEST_ID = "asked-by-the-contract"
+# Bodies of routes that compute nothing: first what shows a change, then one.
+_KEPT: Mapping[str, Any] = {"/v1/sessions": {"action": "open", "session_id": "kept"}}
+_CHANGES: Mapping[str, Any] = {
+    "/v1/sessions": {"action": "end", "session_id": "kept"},
+    "/v1/cache/release": {"all": True},
+    "/v1/router/replicas": {"replica": "http://127.0.0.1:9"},
+    "/v1/drain": {"to": []},
+    "/v1/foreword/weights_version": {"version": "other"},
+}
+_PROMPT = {"prompt": "A prompt of several blocks, which no request of these removes. " * 20, "max_tokens": 1}
+_LISTED = ("prefixes", "cache", "sessions", "weights")
+_SHOWN = ("id", "version", "replica", "drained", "action")
+_NO_PARAMETERS = ("", "dry_run", "cache-salt", "Cache_Salt", "é", "a" * 300)
 
 
 class Asked(NamedTuple):
@@ -56,14 +71,36 @@ class RunningFront:
     ledger: Path | None = None
 
     def ask(
-        self, route: Route[Any], key: str = "", body: Any = None, headers: Mapping[str, str] | None = None
+        self,
+        route: Route[Any],
+        key: str = "",
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        query: Sequence[tuple[str, str]] = (),
     ) -> Asked:
         """Call a route, whose names stand for `x`."""
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         given = {**({"authorization": f"Bearer {key}"} if key else {}), "x-request-id": _REQUEST_ID}
         kind = _JSON if isinstance(route.body, JsonBody) else {}
-        path = re.sub(r"\{\w+(:path)?\}", "x", route.path)
+        path = re.sub(r"\{\w+(:path)?\}", "x", route.path) + (f"?{urlencode(query)}" if query else "")
         return self.send(route.method, path, {**given, **kind, **(headers or {})}, data)
+
+    def key_for(self, route: Route[Any]) -> str:
+        """The key of a caller who may call a route."""
+        return self.operator if self.operator and route.right in (Right.STATE, Right.OPERATOR) else self.tenant
+
+    def state(self) -> dict[str, Any]:
+        """What a request could change: all that is listed, and the cached tokens of a prompt that was sent before."""
+        found: dict[str, Any] = {}
+        for route in self.routes:
+            if route.method == "GET" and (route.tag in _LISTED or route.path == "/v1/router/replicas"):
+                asked = self.ask(route, self.key_for(route))
+                listed = json.loads(asked.body).get("data", [])
+                found[route.name] = asked.status, sorted(str([one.get(name) for name in _SHOWN]) for one in listed)
+            elif route.path == "/v1/completions" and route.path in self.bodies:
+                asked = self.ask(route, self.tenant, _PROMPT)
+                found[route.name] = json.loads(asked.body)["usage"]["prompt_tokens_details"]
+        return found
 
     def counts(self, name: str) -> Counter[str]:
         """The series of a counter, by their labels."""
@@ -91,6 +128,22 @@ def _lines(ledger: Path, name: str, count: int) -> list[Any]:
         assert time.monotonic() < deadline, "a request is not in the usage ledger"
         time.sleep(0.01)
     return [json.loads(line) for line in found]
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\W|_", "", name).lower()
+
+
+def _wrong_parameters(known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Names and values that are no parameters of a route with these."""
+    for name, kind in known.items():
+        near = (name.upper(), name.replace("_", "-"), name.replace("-", "_"), name[:-1], name + name[-1], f"{name} ")
+        yield from ((one, "") for one in near if one not in known)
+        if kind in (bool, int) or get_origin(kind) in (Literal, list):
+            yield name, ""
+        if kind in (bool, int) or get_origin(kind) is Literal:
+            yield name, "maybe"
+    yield from ((one, "1") for one in _NO_PARAMETERS if one not in known)
 
 
 class FrontContract:
@@ -207,6 +260,38 @@ class FrontContract:
             if asked.status < 400:
                 assert asked.headers.get("x-foreword-ignored") == "temprature, and 1 more", route.name
             assert (front.counts("ignored_fields") - before).total() <= 1, route.name
+
+    def test_parameters_that_a_route_does_not_have(self, front: RunningFront) -> None:
+        """A misspelt, unknown, repeated or malformed parameter of a query is refused by each route that is no GET; the error
+        suggests the name that is close, and nothing is changed."""
+        for route in front.routes:
+            if route.method in ("POST", "PUT") and "{" not in route.path and route.path not in front.unserved:
+                front.ask(route, front.key_for(route), _KEPT.get(route.path) or front.bodies.get(route.path))
+        front.state()  # the prompt is cached now
+        before = front.state()
+        for route in (one for one in front.routes if one.method != "GET"):
+            known = {field.encode_name: field.type for field in msgspec.structs.fields(route.query)}
+            for name, value in _wrong_parameters(known):
+                body = _CHANGES.get(route.path) or front.bodies.get(route.path, {})
+                given = body if isinstance(route.body, JsonBody) else None
+                refused = front.ask(route, front.key_for(route), given, query=((name, value),))
+                assert refused.status == 400, (route.name, name, value, refused)
+                message = _error(refused)["message"]
+                close = [] if name in known else [one for one in known if _plain(one) == _plain(name)]
+                assert not close or f"Did you mean {close[0]!r}" in message, (route.name, name, message)
+            for name, kind in known.items():
+                if get_origin(kind) is not list:
+                    refused = front.ask(route, front.key_for(route), query=((name, "true"), (name, "true")))
+                    assert refused.status == 400, (route.name, name, refused)
+        assert front.state() == before
+
+    def test_a_body_that_a_route_does_not_read(self, front: RunningFront) -> None:
+        """A DELETE refuses a body that it does not read: what it says might have limited the deletion."""
+        deletes = [one for one in front.routes if one.method == "DELETE" and not isinstance(one.body, JsonBody)]
+        for route in deletes:
+            for body in ({"cache_salt": "x"}, b"[]", b"x" * 100_000):
+                refused = front.ask(route, front.key_for(route), body, _JSON)
+                assert refused.status == 400 and "reads no body" in _error(refused)["message"], (route.name, refused)
 
     def test_unknown_paths_and_methods(self, front: RunningFront) -> None:
         """A path that is not in the table is a 404, a method that a path does not take a 405 that says which it takes."""

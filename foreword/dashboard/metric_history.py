@@ -13,6 +13,8 @@ from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
+from foreword.tasks import log_failure
+
 SAMPLE_SECONDS = 5.0
 KEEP_SECONDS = 1800.0
 # Labels may be unbounded. A server with four tiers has about 120 series.
@@ -92,6 +94,7 @@ class MetricsHistory:
             taken = loop.run_in_executor(None, self.take)
         except RuntimeError:  # the loop is about to end, and its threads have ended
             return
+        log_failure(taken, "sampling the metrics")
         taken.add_done_callback(lambda _: loop.call_later(SAMPLE_SECONDS, self._sample, loop))
 
     def plain(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
 from foreword.process_config import EngineConfig
+from foreword.texts import readable
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ def prepare_model(
     windows = {layer: params.window for layer, params in recorder.params.items()}
     return LoadedModel(
         model=model,
-        name=config.served_model_name or Path(source).name or source,
+        name=readable(config.served_model_name or Path(source).name or source),
         source=source,
         fingerprint=fingerprint,
         layers=group_layers(recorder.layouts, windows, max_model_len),

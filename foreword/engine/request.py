@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.engine.stops import Reasoning
+from foreword.engine.stops import ReasoningSpan
 from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.engine.token_logprob import MAX_LOGPROBS, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex, RequestFailed
@@ -77,7 +77,7 @@ class SamplingParams:
     bad_words: str | Sequence[str] = ()
     skip_special_tokens: bool = True
     structured: StructuredOutput | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningSpan | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):

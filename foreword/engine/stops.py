@@ -10,7 +10,7 @@ _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningSpan:
     """How the text of a model begins with reasoning. Stop strings count behind it.
 
     Attributes:
@@ -35,7 +35,7 @@ class StopFinder:
 
     __slots__ = ("_ending", "_include", "_pending", "_reasoning", "_stops", "_tail")
 
-    def __init__(self, stops: Sequence[str], *, include: bool, reasoning: Reasoning | None = None) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool, reasoning: ReasoningSpan | None = None) -> None:
         self._stops = stops
         self._include = include
         # Text that was given to `push` and not returned yet.
@@ -88,7 +88,7 @@ class StopFinder:
         self._tail = ""
         return len(text) - min(len(seen), len(text))
 
-    def _begins(self, text: str, reasoning: Reasoning) -> bool:
+    def _begins(self, text: str, reasoning: ReasoningSpan) -> bool:
         """Decide whether the text begins with reasoning; False if that is not certain yet."""
         start = _SPACE.match(text).end()  # type: ignore[union-attr]  # it matches the empty text
         if text.startswith(reasoning.opening, start):

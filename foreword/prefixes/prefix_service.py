@@ -22,6 +22,7 @@ from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
 from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage
+from foreword.tasks import shared
 
 logger = logging.getLogger(__name__)
 
@@ -380,10 +381,9 @@ class AsyncPrefixes:
 
 async def _to_the_end(work: Callable[[], Result]) -> Result:
     """Run on a thread. A caller that is cancelled waits for the end."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
+    working = shared(asyncio.to_thread(work))
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
         await asyncio.wait({working})
-        working.exception()  # the caller has gone
         raise

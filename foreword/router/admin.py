@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from msgspec import Meta
 
 from foreword.api.dialects.decode import Body, refuse
 from foreword.api.front import Answer, Call, Handler
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
 from foreword.errors import BadRequest, ConfigError
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.replicas import Upstream, clock, parse_spec
@@ -25,9 +26,21 @@ class ReplicaBody(Body, kw_only=True):
     role: str = "both"
 
 
+class RemoveQuery(Query, frozen=True, kw_only=True):
+    """`DELETE /v1/router/replicas`."""
+
+    replica: str = ""
+
+
+class DecisionsQuery(Query, frozen=True, kw_only=True):
+    """`GET /v1/router/decisions`: how many."""
+
+    last: Annotated[int, Meta(ge=0)] = 100
+
+
 def add_routes(routes: Routes[Handler], router: Router) -> None:
     state, operator, free = Right.STATE, Right.OPERATOR, Meter.FREE
-    body = JsonBody.of(ReplicaBody)
+    body = JsonBody.of(ReplicaBody, closed=True)
 
     @routes.add("GET", _PATH + "state", right=state, meter=free, body=NO_BODY, tag="router")
     async def show_state(call: Call) -> dict[str, Any]:
@@ -55,15 +68,17 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             raise BadRequest(error.message, param="replica") from None
         return Answer.json(describe(router, upstream), 201)
 
-    optional = dataclasses.replace(body, optional=True)
+    optional = JsonBody.of(ReplicaBody, optional=True, closed=True)
 
-    @routes.add("DELETE", _PATH + "replicas", right=operator, meter=free, body=optional, tag="router")
+    @routes.add(
+        "DELETE", _PATH + "replicas", right=operator, meter=free, body=optional, query=RemoveQuery, tag="router"
+    )
     async def remove(call: Call) -> dict[str, Any]:
         """Remove a replica; its streams continue to their end."""
-        given = call.query("replica")
-        if not given and call.body is None:
-            raise refuse("replica", "is required")
-        upstream = router.remove(given[-1] if given else call.body.replica)
+        query: RemoveQuery = call.query
+        if bool(query.replica) == (call.body is not None):
+            raise refuse("replica", "is required once, in the query or in the body")
+        upstream = router.remove(query.replica or call.body.replica)
         return {"replica": upstream.url, "removed": True, "in_flight": upstream.in_flight}
 
     @routes.add("POST", _PATH + "drain", right=operator, meter=free, body=body, tag="router")
@@ -76,13 +91,13 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Send requests to a drained replica again."""
         return describe(router, router.drain(call.body.replica, False))
 
-    @routes.add("GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, tag="router")
+    @routes.add(
+        "GET", _PATH + "decisions", right=operator, meter=free, body=NO_BODY, query=DecisionsQuery, tag="router"
+    )
     async def decisions(call: Call) -> dict[str, Any]:
         """The last placement decisions, newest first (`?last=100`)."""
-        last = (call.query("last") or ["100"])[-1]
-        if not last.isdigit():
-            raise BadRequest("last: must be a number", param="last")
-        return {"object": "list", "data": router.decisions.last(min(int(last), _MAX_DECISIONS))}
+        query: DecisionsQuery = call.query
+        return {"object": "list", "data": router.decisions.last(min(query.last, _MAX_DECISIONS))}
 
 
 def _pool_state(pool: ReplicaPool) -> dict[str, Any]:

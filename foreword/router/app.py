@@ -28,6 +28,7 @@ def create_front(router: Router) -> Front:
         router.metrics,
         router.limits,
         router.origins,
+        router.unknown_fields,
         ready=partial(_check_ready, router),
         retry_after=router.retry_after,
         tracer=router.tracer,

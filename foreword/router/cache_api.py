@@ -121,7 +121,7 @@ async def _ask(
         given = salt if upstream.kind == "foreword" else Salt.of(call.tenant.salt, salt).text or None
         path, data = call.path, b""
         if body is not None:
-            data = edited(body, (), {"cache_salt": given})
+            data = edited(body, ("cache_salt",), {"cache_salt": given} if given else {})
         elif given:
             path += "?" + urlencode({"cache_salt": given})
         try:

@@ -18,7 +18,7 @@ from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.outcomes import ClientGone
 from foreword.api.request import GenerateRequest
-from foreword.api.routes import JsonBody, Meter, Right, Routes
+from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt
@@ -48,18 +48,25 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Place a request, queue it per tenant, and retry and continue it on other replicas."""
         if call.path == "/v2/embed" and call.tenant.salt:
             raise BadRequest("vLLM's /v2/embed has no cache_salt: tenants would share its cache; use /v1/embeddings")
-        return await _proxy(router, call, call.body)
+        given: GenerateRequest = call.body
+        if given.dialect in DIALECTS and router.pool(given.model).kind == "foreword":
+            call.check_fields(DIALECTS[given.dialect].body, given.body.fields)
+        return await _proxy(router, call, given)
 
     for path, name in {PATHS["chat"]: "chat", PATHS["completions"]: "completions", **PASSED}.items():
         body = JsonBody(partial(parse_request, name, path=path))
-        routes.add("POST", path, right=right, meter=tokens, body=body, tag="generate", outcome=name)(generate)
+        add = routes.add(
+            "POST", path, right=right, meter=tokens, body=body, query=ClientQuery, tag="generate", outcome=name
+        )
+        add(generate)
     for dialect in map(DIALECTS.__getitem__, TRANSLATED):
         routes.add(
             "POST",
             dialect.path,
             right=right,
             meter=tokens,
-            body=JsonBody(partial(parse_request, dialect.name), dialect.body),
+            body=JsonBody(partial(parse_request, dialect.name), dialect.body, passed_on=True),
+            query=ClientQuery,
             tag="generate",
             errors=dialect.error_response,
             outcome=dialect.name,
@@ -70,7 +77,8 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         "/v1/messages/count_tokens",
         right=right,
         meter=Meter.REQUEST,
-        body=JsonBody(_COUNTED.read, messages.MessagesBody),
+        body=JsonBody(_COUNTED.read, messages.MessagesBody, passed_on=True),
+        query=ClientQuery,
         tag="generate",
         errors=DIALECTS["messages"].error_response,
     )
@@ -82,6 +90,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             call.ignored = []
             body = edited(given.body, ROUTER_FIELDS, {})
             return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)
+        call.check_fields(messages.MessagesBody, given.body.fields)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
         prompt = await router.prompts.tokenize(request, pool)
         if not prompt.exact:
@@ -111,6 +120,7 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
             rendered = chat_request(given, pool.kind) if given.refusal is None else given
             keep = partial(_keep, router, call, given) if given.store and given.refusal is None else None
             return await _proxy(router, call, given, rendered=rendered, keep=keep)
+        call.check_fields(dialect.body, given.body.fields)
         if given.previous is not None:
             given = continued(given, router.responses.get(salt, given.previous).messages)
         model = given.model or pool.model

@@ -94,11 +94,11 @@ class Discovery:
         for spec in specs:
             self._router.add(spec, "flag")
         if self._config.replica_file is not None:
-            self._tasks.append(asyncio.create_task(self._watch_file(Path(self._config.replica_file))))
+            self._tasks.append(self._router.background(self._watch_file(Path(self._config.replica_file))))
         for url in self._config.replica_dns:
-            self._tasks.append(asyncio.create_task(self._watch_dns(url)))
+            self._tasks.append(self._router.background(self._watch_dns(url)))
         for text in self._config.replica_services:
-            self._tasks.append(asyncio.create_task(self._watch_service(ServiceSpec.parse(text))))
+            self._tasks.append(self._router.background(self._watch_service(ServiceSpec.parse(text))))
 
     def stop(self) -> None:
         for task in self._tasks:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from yarl import URL
 
+from foreword.api.cache_control import EraseQuery
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
@@ -84,9 +85,10 @@ class FleetErasures:
 
     async def erase(self, call: Call) -> Answer:
         """Erase on every replica, also on those that take no requests now."""
-        if any(scope != "tenant" for scope in call.query("scope")):  # replicas would take the router for an operator
+        query: EraseQuery = call.query
+        if query.scope == "device":  # replicas would take the router for an operator
             raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
-        given = [one for one in call.query("cache_salt") if one]
+        given = query.cache_salt
         salts = [one for salt in given for one in self._router.audit.salts.all_of(call.tenant.salt, salt)]
         one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
         older = self._of(call)[: 1 - _MAX]
@@ -191,7 +193,7 @@ class FleetErasures:
 def add_routes(routes: Routes[Handler], router: Router) -> None:
     erasures = FleetErasures(router)
 
-    @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, query=EraseQuery, tag="cache")
     async def clear_cache(call: Call) -> Answer:
         """Remove the tenant's blocks from all replicas, and return the receipt of each. The status is 207 while a replica has
         not answered, or a place of one is open: such a replica is asked again as soon as it takes requests."""

@@ -19,6 +19,7 @@ from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, 
 from foreword.router.replicas import CONNECTION_ERRORS
 from foreword.router.router_prefixes import PUBLIC_TENANT, NewPrefix
 from foreword.router.service import Router
+from foreword.tasks import to_its_end
 from foreword.usage import TokenUsage
 
 _PATH = "/v1/prefixes"
@@ -32,14 +33,14 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
     @routes.add("POST", _PATH, right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="prefixes", status=201)
     async def add(call: Call) -> Answer:
         """Register a prefix on all replicas."""
-        return await asyncio.shield(asyncio.ensure_future(_register(router, call, call.body)))
+        return await to_its_end(_register(router, call, call.body), f"request {call.id}: registering a prefix")
 
     @routes.add("PUT", _PATH + "/{name}", right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="prefixes")
     async def replace(call: Call) -> Answer:
         """Register a prefix, or a new version of it, on all replicas."""
         new: NewPrefix = call.body
         new.name, new.replace = call.names["name"], True
-        return await asyncio.shield(asyncio.ensure_future(_register(router, call, new)))
+        return await to_its_end(_register(router, call, new), f"request {call.id}: registering a prefix")
 
     @routes.add("GET", _PATH, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def list_all(call: Call) -> Reply:
@@ -82,7 +83,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         new.replace |= call.method == "PUT"
         new.name = call.names.get("name", new.name)
         prefix = router.prefixes.registry.make(PUBLIC_TENANT.name, new)
-        answer = await asyncio.shield(_change_public(router, "PUT", prefix))
+        answer = await to_its_end(_change_public(router, "PUT", prefix), f"request {call.id}: registering a prefix")
         if answer.status < 300:
             await router.prefixes.add(PUBLIC_TENANT, prefix, lambda tokens: None)
         return answer

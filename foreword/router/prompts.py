@@ -32,6 +32,7 @@ from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream
+from foreword.tasks import shared
 
 if TYPE_CHECKING:
     from foreword.engine.tokenizer import Tokenizer
@@ -261,7 +262,7 @@ class PromptTokenizer:
         """Concurrent requests with the same prompt share one call."""
         pending = self._pending.get(name)
         if pending is None:
-            pending = self._pending[name] = asyncio.ensure_future(tokenize())
+            pending = self._pending[name] = shared(tokenize())
             pending.add_done_callback(partial(self._tokenized, name))
         # The first request may be cancelled while others still wait.
         return await asyncio.shield(pending)

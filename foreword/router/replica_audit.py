@@ -36,6 +36,7 @@ from foreword.errors import BadRequest, ConfigError, ReplicaFailed, reason_of
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_body import PATHS
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
+from foreword.tasks import log_failure
 
 logger = logging.getLogger(__name__)
 
@@ -237,7 +238,8 @@ class RouterAudit:
                 while not work.done() and self._is_idle():
                     await asyncio.wait((work,), timeout=_IDLE_SECONDS / 5)
             finally:
-                work.cancel()  # a client's request comes first; this one is repeated later
+                if work.cancel():  # a client's request comes first; this one is repeated later
+                    log_failure(work, f"the audit of a hit at {self._pending[0].upstream.url}")
             if work.done() and not work.cancelled():
                 hit, error = self._pending.popleft(), work.exception()
                 if error is not None:

@@ -52,6 +52,7 @@ from foreword.router.router_prefixes import RouterPrefixes
 from foreword.router.suspicious import SuspiciousRequests, is_alive
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
+from foreword.tasks import background, shared
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ class Router:
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
+        self.unknown_fields = config.server.unknown_fields
         self.stream_keep_alive = config.server.stream_keep_alive
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
@@ -500,7 +502,7 @@ class Router:
         """
         if upstream.kind != "foreword":
             if upstream.next_reading is None:
-                upstream.next_reading = asyncio.create_task(self._read_weights(upstream))
+                upstream.next_reading = shared(self._read_weights(upstream))
             try:
                 await asyncio.shield(upstream.next_reading)
             except CONNECTION_ERRORS as error:
@@ -595,15 +597,10 @@ class Router:
 
     def background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A background task, kept until it ends."""
-        task = asyncio.create_task(work)
+        task = background(work, "a background task of the router")
         self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
+        task.add_done_callback(self._tasks.discard)
         return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("a background task of the router failed", exc_info=error)
 
 
 def _publishes_late(upstream: Upstream) -> bool:

@@ -19,7 +19,7 @@ from foreword.api.dialects.writer import to_json
 from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler, Reply
 from foreword.api.request import GenerateRequest
-from foreword.api.routes import JsonBody, Meter, Right, Routes
+from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
 from foreword.engine.request import Delta, Request
 from foreword.errors import ShuttingDown
 from foreword.server import migration
@@ -49,6 +49,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
             right=Right.TENANT,
             meter=Meter.TOKENS,
             body=JsonBody(dialect.parse, dialect.body),
+            query=ClientQuery,
             tag="generate",
             errors=dialect.error_response,
             outcome=dialect.name,
@@ -62,6 +63,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         right=Right.TENANT,
         meter=Meter.REQUEST,
         body=JsonBody(messages.parse_count, messages.MessagesBody),
+        query=ClientQuery,
         tag="generate",
         errors=DIALECTS["messages"].error_response,
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from foreword.api.cache_control import EraseQuery
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.blocks.salt import Salt, tenant_digest
-from foreword.errors import BadRequest
 from foreword.server.endpoint import ServerContext
 
 if TYPE_CHECKING:
@@ -24,23 +24,29 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
         engine = admission.engine() if admission.loaded is None else admission.loaded
         return {**describe(engine, salt), "draining": admission.draining}
 
-    @routes.add("DELETE", "/v1/cache", right=Right.OWNER_OR_OPERATOR, meter=Meter.FREE, body=NO_BODY, tag="cache")
+    @routes.add(
+        "DELETE",
+        "/v1/cache",
+        right=Right.OWNER_OR_OPERATOR,
+        meter=Meter.FREE,
+        body=NO_BODY,
+        query=EraseQuery,
+        tag="cache",
+    )
     async def forget(call: Call) -> Answer | dict[str, Any]:
         """Remove the caller's blocks, named prefixes and stored responses from the device and from every store, and return a
         receipt. Running requests go on and leave nothing behind. `cache_salt`, which may be repeated,
         removes the blocks of requests with it instead. The status is 207 if a place is open: it is erased as soon as it can be
         reached, which `GET /v1/cache/erasures/{id}` tells. With `scope=device` an operator drops the unused blocks of all
         tenants from the device, and with `cache_salt` a caller those of its requests with it."""
-        given = [one for one in call.query("cache_salt") if one]
-        scope = (call.query("scope") or ["tenant"])[-1]
-        if scope == "device" and not given:
+        query: EraseQuery = call.query
+        given = query.cache_salt
+        if query.scope == "device" and not given:
             call.require(Right.OPERATOR, "clearing the cache of all tenants")
             return {"what": "device", "device_blocks": await context.admission.engine().clear_cache()}
-        if scope not in ("tenant", "device"):
-            raise BadRequest("scope must be tenant or device", param="scope")
         tenant = call.require(Right.OWNER, "clearing the cache")
         engine, salts = context.admission.engine(), [Salt.of(tenant.salt, one) for one in given or (None,)]
-        if scope == "device":
+        if query.scope == "device":
             return {"what": "device", "device_blocks": sum([await engine.clear_cache(salt) for salt in salts])}
         if not given:
             context.responses.forget(tenant.salt)

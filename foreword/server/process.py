@@ -31,6 +31,7 @@ from foreword.observability.tracing import tracer_for
 from foreword.process_config import Config, ServerConfig
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
+from foreword.tasks import background
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine
@@ -129,7 +130,13 @@ class DrainingServer:
         self._stop.set()
 
     def _begin_drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+        self._draining = background(self._drain_then_stop(), "shutting down")
+
+    async def _drain_then_stop(self) -> None:
+        try:
+            await self._drain()
+        finally:
+            self._stop.set()
 
     async def _drain(self) -> None:
         seconds = self._config.drain_seconds
@@ -146,7 +153,6 @@ class DrainingServer:
                 await asyncio.sleep(_POLL_SECONDS)  # prompts of other instances are still being sent
         else:
             logger.info("shutting down: the model is not loaded yet")
-        self._stop.set()
 
 
 class ModelLoader:

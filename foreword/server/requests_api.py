@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
 from foreword.api.dialects.decode import Body
 from foreword.api.event_stream import send_events
 from foreword.api.front import Call, Handler
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
-from foreword.errors import BadRequest, CannotMigrate, NotFound
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Routes
+from foreword.errors import CannotMigrate, NotFound
 from foreword.process_config import ServerConfig
 from foreword.server import generate_api, migration, request_notes
 from foreword.server.endpoint import ServerContext
@@ -32,6 +32,13 @@ class DrainBody(Body, kw_only=True):
     to: Annotated[list[str], Meta(description="URLs of servers to migrate to; --drain-to by default.")] = field(
         default_factory=list
     )
+
+
+class StreamQuery(Query, frozen=True, kw_only=True):
+    """`GET /v1/requests/{id}/stream`: the tokens that the client has, and what it reads."""
+
+    start: Annotated[int, Meta(ge=0)] = field(default=0, name="from")
+    format: Literal["events", "deltas"] = "events"
 
 
 def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerConfig) -> None:
@@ -55,7 +62,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         "/v1/requests/{name}/migrate",
         right=Right.OWNER_OR_OPERATOR,
         meter=Meter.FREE,
-        body=JsonBody.of(MigrateBody),
+        body=JsonBody.of(MigrateBody, closed=True),
         tag="requests",
     )
     async def migrate(call: Call) -> dict[str, Any]:
@@ -68,20 +75,26 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
 
     # A server that asks for deltas charges them itself.
     @routes.add(
-        "GET", "/v1/requests/{name}/stream", right=Right.TENANT, meter=Meter.CONTINUED, body=NO_BODY, tag="requests"
+        "GET",
+        "/v1/requests/{name}/stream",
+        right=Right.TENANT,
+        meter=Meter.CONTINUED,
+        body=NO_BODY,
+        query=StreamQuery,
+        tag="requests",
     )
     async def stream(call: Call) -> None:
         """Continue the stream of a request that migrated here, after `from` tokens. `format=deltas` is for other servers."""
-        name = call.names["name"]
+        name: str = call.names["name"]
+        query: StreamQuery = call.query
         tenant, engine = call.tenant, context.admission.check_loaded()
         unclaimed = engine.unclaimed.find(name)
         if unclaimed is None or migration.owner_of(unclaimed.envelope) != tenant.salt:
             raise NotFound(f"no request {name!r} has migrated here and waits for its client")
-        start = _number((call.query("from") or ["0"])[-1])
-        if start != len(unclaimed.output):
-            raise CannotMigrate(f"the request migrated here after {len(unclaimed.output)} tokens, not {start}")
+        if query.start != len(unclaimed.output):
+            raise CannotMigrate(f"the request migrated here after {len(unclaimed.output)} tokens, not {query.start}")
         caller = Caller.of(call.headers)
-        deltas = "deltas" in call.query("format")
+        deltas = query.format == "deltas"
         if deltas:
             # A server that asks for deltas writes the answer itself, and follows further migrations.
             caller = Caller(caller.headers, follows=True)
@@ -95,7 +108,12 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
         await send_events(call, _deltas(context, job))
 
     @routes.add(
-        "POST", "/v1/drain", right=Right.OPERATOR, meter=Meter.FREE, body=JsonBody.of(DrainBody), tag="requests"
+        "POST",
+        "/v1/drain",
+        right=Right.OPERATOR,
+        meter=Meter.FREE,
+        body=JsonBody.of(DrainBody, closed=True),
+        tag="requests",
     )
     async def drain(call: Call) -> dict[str, Any]:
         """Refuse new requests and migrate the running ones to the servers in `to`. The server then waits to be stopped."""
@@ -104,12 +122,6 @@ def add_routes(routes: Routes[Handler], context: ServerContext, config: ServerCo
             check_target(call, url)
         context.admission.check_loaded()
         return await migration.drain(context, body.to or list(config.drain_to))
-
-
-def _number(text: str) -> int:
-    if not text.isascii() or not text.isdigit():
-        raise BadRequest(f"from: must be a number of tokens, not {text!r}", param="from")
-    return int(text)
 
 
 async def _deltas(context: ServerContext, job: Job) -> AsyncGenerator[bytes, None]:

@@ -28,6 +28,7 @@ from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import HOLD_NEEDS, TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
 from foreword.store.wrappers import StoreKeys
+from foreword.texts import readable
 
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
@@ -52,7 +53,7 @@ def parse(url: str) -> StoreUrl:
     options = dict(given)
     if len(options) < len(given):
         raise StoreConfigError(f"{redacted(url)!r} has an option twice")
-    codec, label = options.pop("codec", "raw"), options.pop("label", kind.label)
+    codec, label = options.pop("codec", "raw"), readable(options.pop("label", kind.label))
     if not label:
         raise StoreConfigError(f"{redacted(url)!r}: label= takes a name")
     bare = urlunsplit((parts.scheme, parts.netloc, parts.path, "", ""))

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from foreword.api.dialects.chat import ChatBody
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.front import Call, Handler
 from foreword.api.rights import Rights
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Route, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Query, Right, Route, Routes
 from foreword.api.tenants import Tenant, Tenants
 from foreword.errors import Forbidden, Unauthorized
 from foreword.server.model_api import DetokenizeBody
@@ -70,6 +71,64 @@ def test_holes_cannot_be_declared(hole: dict[str, Any]) -> None:
     """A path of the API or a body for anyone, a quota without a tenant, and generated text without a charge are refused."""
     with pytest.raises(ValueError, match="/x: "):
         Route(**{**WHOLE, **hole})
+
+
+class Named(Query, frozen=True, kw_only=True):
+    """Parameters."""
+
+    names: list[str] = msgspec.field(default_factory=list)
+    most: int = 5
+
+
+class Needed(Query, frozen=True, kw_only=True):
+    """A parameter without a default."""
+
+    name: str
+
+
+@pytest.mark.parametrize(
+    ("method", "query", "status", "read"),
+    [
+        ("POST", "names=a&names=b%2Bc+d&most=7", 200, [["a", "b+c d"], 7]),
+        ("POST", "", 200, [[], 5]),
+        ("POST", "&&", 200, [[], 5]),
+        ("POST", "n%61mes=x", 200, [["x"], 5]),
+        ("POST", "most=7&most=7", 400, []),
+        ("POST", "most=seven", 400, []),
+        ("POST", "names=%FF", 400, []),
+        ("POST", "%FF=1", 400, []),
+        ("POST", "Names=x", 400, []),
+        ("POST", "=x", 400, []),
+        ("POST", "names", 200, [[""], 5]),
+        ("GET", "nmaes=x&%FF&most=7", 200, [[], 7]),
+        ("GET", "most=seven", 400, []),
+    ],
+)
+def test_queries(method: str, query: str, status: int, read: list[Any]) -> None:
+    """A handler gets what its route declares, each parameter as its type says. What is not declared is refused, except for a
+    GET, which ignores it."""
+
+    async def handler(call: Call) -> dict[str, Any]:
+        given: Named = call.query
+        return {"read": [given.names, given.most]}
+
+    client = Client()
+    asyncio.run(client.ask(front(route(handler, method, query=Named))[0], method, query=query))
+    assert client.messages[0]["status"] == status
+    assert status == 400 or json.loads(client.messages[1]["body"]) == {"read": read}
+
+
+def test_what_a_handler_may_read_of_a_query() -> None:
+    """A parameter that the route does not declare cannot be read, and one without a default cannot be declared."""
+
+    async def handler(call: Call) -> dict[str, Any]:
+        return {"read": call.query.cache_salt}
+
+    client = Client()
+    asyncio.run(client.ask(front(route(handler))[0], query="cache_salt=x"))
+    assert client.messages[0]["status"] == 500
+    with pytest.raises(ValueError, match="default"):
+        Route(**WHOLE, query=Needed)
 
 
 def test_a_path_is_declared_once() -> None:

@@ -21,7 +21,7 @@ from foreword.engine import loop
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.stops import Reasoning
+from foreword.engine.stops import ReasoningSpan
 from foreword.entrypoints.cache_requests import release
 from foreword.entrypoints.llm import LLM
 from foreword.errors import RequestFailed
@@ -30,7 +30,7 @@ from foreword.events import Event, RequestBroken
 ROOT = str(Path(foreword.__file__).parent)
 BLOCKS = str(Path(foreword.__file__).parent / "blocks")
 PARAMS = SamplingParams(
-    max_tokens=3, temperature=0.0, ignore_eos=True, stop="never", reasoning=Reasoning("<", (">",)), logprobs=1
+    max_tokens=3, temperature=0.0, ignore_eos=True, stop="never", reasoning=ReasoningSpan("<", (">",)), logprobs=1
 )
 
 

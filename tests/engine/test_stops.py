@@ -12,7 +12,7 @@ from scripted import TOKENIZER, run, say
 from tiny import EOS, prompt
 
 from foreword.engine.request import Delta, SamplingParams
-from foreword.engine.stops import Reasoning, StopFinder
+from foreword.engine.stops import ReasoningSpan, StopFinder
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, PromptTooLong
 
@@ -186,15 +186,15 @@ def test_stops_do_not_depend_on_tokens(pieces: list[str], stops: list[str], incl
     reasoning=st.sampled_from(
         [
             None,
-            Reasoning("<a>", ("<b>",)),
-            Reasoning("<a>", ("<b>",), is_open=True),
-            Reasoning("<", ("<a", ">"), is_open=True),
+            ReasoningSpan("<a>", ("<b>",)),
+            ReasoningSpan("<a>", ("<b>",), is_open=True),
+            ReasoningSpan("<", ("<a", ">"), is_open=True),
         ]
     ),
     least=st.integers(0, 6),
 )
 def test_stops_count_in_the_answer(
-    pieces: list[str], stops: list[str], include: bool, reasoning: Reasoning | None, least: int
+    pieces: list[str], stops: list[str], include: bool, reasoning: ReasoningSpan | None, least: int
 ) -> None:
     """Stop strings do not count inside of the reasoning, nor if one of the first `least` tokens completes them."""
     finder = StopFinder(stops, include=include, reasoning=reasoning)

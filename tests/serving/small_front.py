@@ -73,8 +73,10 @@ class Client:
     async def send(self, message: Any) -> None:
         self.messages.append(message)
 
-    async def ask(self, served: Front, method: str = "GET", path: str = "/v1/x", body: bytes = b"") -> None:
+    async def ask(
+        self, served: Front, method: str = "GET", path: str = "/v1/x", body: bytes = b"", query: str = ""
+    ) -> None:
         self.body = body
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))] if body else []
-        scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": b""}
+        scope = {"type": "http", "method": method, "path": path, "headers": headers, "query_string": query.encode()}
         await AsgiFront(served)(scope, self.receive, self.send)

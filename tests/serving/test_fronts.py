@@ -142,13 +142,16 @@ class TestRouter(EncodedBodies):
 class Gateway:
     """Does with requests what the picker says, as a gateway that sends bodies at once and shows the picker all answers."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, certificate: bytes | None = None) -> None:
         import grpc
 
         from foreword.router.gateway import envoy_messages
 
         self.envoy = envoy_messages
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        if certificate is None:
+            self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        else:
+            self._channel = grpc.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(certificate))
         self._process = self._channel.stream_stream(
             "/envoy.service.ext_proc.v3.ExternalProcessor/Process",
             request_serializer=envoy_messages.ProcessingRequest.SerializeToString,

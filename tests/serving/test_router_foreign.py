@@ -15,6 +15,7 @@ from aiohttp import web
 from chat_replica import ChatReplica
 from router_parts import Loop, RouterThread
 from scripted_replica import ScriptedReplica
+from shared_server import SharedServers
 
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS
@@ -224,6 +225,25 @@ def test_replicas_that_speak_a_dialect_get_it(loop: Loop) -> None:
         assert said == [("user", "Look."), ("assistant", "A cat."), ("user", "Again.")]
     finally:
         router.kill()
+
+
+def test_fields_that_a_router_refuses(loop: Loop, shared: SharedServers) -> None:
+    """With `--unknown-fields refuse` a router refuses a field that has no effect in front of Foreword's servers, whatever these
+    are told. What another engine may understand is passed on to it."""
+    chat = {"messages": [{"role": "user", "content": "Look."}], "max_tokens": 2}
+    bodies = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/responses": {"input": "Look."}}
+    known = {"/v1/messages/count_tokens": chat, "/v1/completions": {"prompt": "x", "max_tokens": 2}}
+    known |= {"/v1/cache/retain": {"prompt": "x"}, "/v1/prefixes": {"name": "x", "content": "x"}}
+    for url, status, asked in ((shared.open.url, 400, bodies | known), (Native(loop).url, 200, bodies)):
+        router = RouterThread("--replica", url, "--unknown-fields", "refuse").wait_for(1)
+        try:
+            for path, body in asked.items():
+                refused = post(router, path, {**body, "temprature": 1})
+                assert refused.status_code == status, (path, refused.content)
+                assert status == 200 or "temprature" in refused.json()["error"]["message"], path
+                assert post(router, path, {**body, "user": "me"}).status_code in (200, 201), path
+        finally:
+            router.kill()
 
 
 def test_a_passed_stream_that_breaks_before_its_output(loop: Loop) -> None:

@@ -21,6 +21,14 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
+{{- /* The kubelet's variables for Services of the namespace look like this program's and vLLM's own: FOREWORD_ROUTER_PORT,
+VLLM_PORT. Argument: further fields of the pod. */}}
+{{- define "foreword.serviceLinks" -}}
+{{- if not (hasKey (. | default dict) "enableServiceLinks") -}}
+enableServiceLinks: false
+{{- end }}
+{{- end }}
+
 {{- define "foreword.podSecurity" -}}
 runAsNonRoot: true
 seccompProfile: {type: RuntimeDefault}

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
-from foreword.decoders import decode_json
+from foreword.decoders import convert, decode_json
 from foreword.engine.structured.structured_output import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
 
@@ -254,10 +254,18 @@ def decode(kind: type[AnyStruct], raw: bytes, limits: Limits) -> AnyStruct:
     return found
 
 
-def unknown_fields(kind: type[msgspec.Struct], raw: bytes) -> list[str]:
+def from_texts(kind: type[AnyStruct], values: Mapping[str, str | list[str]]) -> AnyStruct:
+    """A struct from texts, as queries have them. Raises BadRequest, which names the parameter."""
+    try:
+        return convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), msgspec.json.encode(values)) from None
+
+
+def unknown_fields(kind: type[msgspec.Struct], given: Mapping[str, msgspec.Raw]) -> list[str]:
     """The fields of an object that have no effect, because a body of this kind does not have them. Of nested objects only
     `stream_options` is looked at, whose usage in each chunk clients of vLLM ask for."""
-    known, given = frozenset(kind.__struct_encode_fields__), decode_json(raw, dict[str, msgspec.Raw])
+    known = frozenset(kind.__struct_encode_fields__)
     options = bytes(given.get("stream_options", b"null")) if "stream_options" in known else b"null"
     said = {} if options == b"null" else decode_json(options, dict[str, msgspec.Raw])
     nested = [

@@ -15,6 +15,7 @@ from foreword.api.errors import error_response as openai_error_response
 from foreword.api.output import CallArguments, ChoiceDelta, Piece, Text, TokenEntry, Usage
 from foreword.api.request import GenerateRequest
 from foreword.errors import ForewordError, ReplicaFailed
+from foreword.texts import utf8
 
 _STOP_REASONS: Final[Mapping[str | None, str | None]] = {
     None: None,
@@ -61,7 +62,7 @@ def error_response(error: ForewordError, retry_after: float | None = None, reque
     """The response to an error that is known before anything was sent."""
     status, _, headers = openai_error_response(error, retry_after)
     text = json.dumps(error_body(error, request_id), ensure_ascii=False, separators=(",", ":"))
-    return ErrorResponse(status, text.encode("utf-8", "replace"), headers)
+    return ErrorResponse(status, utf8(text), headers)
 
 
 class MessagesWriter(BaseWriter):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from foreword.api.request import Tool
 from foreword.api.tools.reader import PieceCollector, Reading, TextReader, call_id
-from foreword.engine.stops import Reasoning
+from foreword.engine.stops import ReasoningSpan
 
 # The id of a token in the model's vocabulary, None if the text is no token.
 TokenId = Callable[[str], int | None]
@@ -99,7 +99,7 @@ class ToolFormat:
     """
 
     whole_answer: ClassVar[bool] = False
-    reasoning: ClassVar[Reasoning | None] = None
+    reasoning: ClassVar[ReasoningSpan | None] = None
     special_tokens: ClassVar[bool] = False
 
     def detects(self, template: str, model_type: str) -> bool:

@@ -26,7 +26,7 @@ from foreword.api.tools.formats import (
 )
 from foreword.api.tools.json_calls import NAME_CHARACTERS
 from foreword.api.tools.reader import Malformed, PieceCollector, Reading, TextReader
-from foreword.engine.stops import Reasoning
+from foreword.engine.stops import ReasoningSpan
 
 _CHANNEL = re.compile(re.escape(HARMONY_CHANNEL) + r"\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -40,7 +40,7 @@ class Harmony(ToolFormat):
 
     whole_answer = True
     # What comes before the final message: analysis, and calls.
-    reasoning = Reasoning(HARMONY_CHANNEL, (HARMONY_CHANNEL + "final", HARMONY_MESSAGE), is_open=True)
+    reasoning = ReasoningSpan(HARMONY_CHANNEL, (HARMONY_CHANNEL + "final", HARMONY_MESSAGE), is_open=True)
     special_tokens = True
 
     def detects(self, template: str, model_type: str) -> bool:

@@ -13,7 +13,7 @@ from foreword.api.tools.formats import REASONING_TAGS, ReasoningFormat, Reasonin
 from foreword.api.tools.harmony import Harmony
 from foreword.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from foreword.api.tools.reader import SPACE, PieceCollector, Reading, TextReader, call_id
-from foreword.engine.stops import Reasoning
+from foreword.engine.stops import ReasoningSpan
 from foreword.errors import ConfigError
 from foreword.plugins import Plugins
 
@@ -46,13 +46,13 @@ class AnswerFormats:
             self.reasoning is not None and REASONING_TAGS[self.reasoning].special_tokens
         )
 
-    def stops_behind(self, is_open: bool) -> Reasoning | None:
+    def stops_behind(self, is_open: bool) -> ReasoningSpan | None:
         """The part of an answer in which stop strings do not count. `is_open`: the prompt ends inside of it."""
         form = self.tool_format
         if form is not None and form.whole_answer:
             return form.reasoning
         tags = None if self.reasoning is None else REASONING_TAGS[self.reasoning]
-        return None if tags is None else Reasoning(tags.open, (tags.close,), is_open)
+        return None if tags is None else ReasoningSpan(tags.open, (tags.close,), is_open)
 
 
 def formats_named(tools: str | None, reasoning: str | None) -> AnswerFormats:

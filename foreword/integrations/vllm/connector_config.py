@@ -166,6 +166,8 @@ def _transfer(given: object) -> TransferConfig:
     values = dict(given)
     if "secret" in values:
         raise ConfigError("a secret in kv_connector_extra_config would appear in logs; name a variable with secret_env")
+    if "min_tokens" in values:
+        raise ConfigError("transfer.min_tokens is for Foreword's own server; under vLLM the router decides")
     variable = values.pop("secret_env", None)
     if variable is not None:
         if not isinstance(variable, str) or variable not in os.environ:

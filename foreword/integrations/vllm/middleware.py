@@ -40,7 +40,7 @@ from foreword.api.outcomes import ClientGone, Outcome
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.rights import Rights
-from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes
+from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
@@ -354,9 +354,10 @@ def make_front(
 
     async def open_sessions(call: Call) -> dict[str, Any]:
         """The open sessions of the caller, or of the tenant that `cache_salt` in the query names."""
-        return await sessions.listed(next(iter(call.query("cache_salt")), None))
+        query: SaltQuery = call.query
+        return await sessions.listed(next(iter(query.cache_salt), None))
 
-    session_control.add_routes(routes, session, open_sessions, VllmSessionBody)
+    session_control.add_routes(routes, session, open_sessions, VllmSessionBody, SaltQuery)
     work = WorkQueue("foreword", inline=_INLINE_BYTES)
     return Front(routes, Rights(Tenants(), None), Quotas(), RequestBodies(_BODY_SECONDS), work, _Counts(), Limits)
 

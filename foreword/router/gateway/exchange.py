@@ -34,6 +34,7 @@ from foreword.router.passthrough import listed_models
 from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replicas import clock
 from foreword.router.service import Router
+from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
 
 _MAX_WHOLE_BYTES: Final = 16 << 20
@@ -345,8 +346,10 @@ class _Exchange:
                     more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
                     await self._write(more)
             answer = await work
-        except asyncio.CancelledError:
-            if not work.cancel() and not work.cancelled() and work.exception() is None:
+        except BaseException:
+            if work.cancel():
+                log_failure(work, f"placing request {self._head.id}, whose client has left,")
+            elif not work.cancelled() and work.exception() is None:
                 accounting.answered(work.result())  # it was placed just now
             raise
         self._told(accounting, answer)

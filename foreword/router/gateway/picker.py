@@ -86,6 +86,7 @@ class RequestHead:
 
     method: str
     path: str
+    query: str
     headers: Mapping[str, str]
     id: str
     route: Route[Handler] | None = None
@@ -93,12 +94,12 @@ class RequestHead:
 
     @classmethod
     def of(cls, headers: Mapping[str, str], routes: Routes[Handler], tracer: Tracer | None = None) -> RequestHead:
-        path, method = headers.get(":path", "/").partition("?")[0], headers.get(":method", "GET")
+        (path, _, query), method = headers.get(":path", "/").partition("?"), headers.get(":method", "GET")
         found = routes.find(method, path.removesuffix("/"))
         name, span = request_id_from(headers.get("x-request-id")), None
         if tracer is not None:
             span = tracer.request("picker request", headers, {"url.path": path, "gen_ai.request.id": name})
-        return cls(method, path, headers, name, found.route if found is not None else None, span)
+        return cls(method, path, query, headers, name, found.route if found is not None else None, span)
 
     @property
     def generates(self) -> bool:
@@ -161,12 +162,13 @@ class Picker:
     def admit(self, head: RequestHead) -> tuple[Route[Handler], Tenant]:
         """The route and the tenant. Checks what can be checked before the body comes.
 
-        Raises Unauthorized, NotFound, UnsupportedMediaType or BodyTooLarge.
+        Raises Unauthorized, NotFound, BadRequest, UnsupportedMediaType or BodyTooLarge.
         """
         router = self.router
         if head.route is None:
             raise NotFound(f"There is no {head.method} {head.path}")
         tenant = router.auth.rights.check(head.route.right, head.headers, None, head.route.name)
+        head.route.read_query(head.query)
         if head.generates:
             check_media_type(head.headers)
             if head.headers.get("content-encoding", "identity") != "identity":

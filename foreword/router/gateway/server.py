@@ -94,7 +94,7 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(limits.drain_seconds)
 
     router.background(leave())
-    giving = asyncio.create_task(_give_back())
+    giving = router.background(_give_back())
     logger.info("picks endpoints on %s:%d", config.picker.rpartition(":")[0], port)
     try:
         yield
