@@ -322,7 +322,8 @@ class EngineCore:
         if self.offload is not None and self.scheduler.expects_store():
             self.offload.wait(seen, _STORE_WAIT)
             return []
-        if self.transfers is not None and (self.transfers.holds_blocks or self.scheduler.num_admitted):
+        held = self.scheduler.num_admitted or self.scheduler.settles
+        if self.transfers is not None and (self.transfers.holds_blocks or held):
             self.transfers.wait(_PEER_WAIT)
             return []
         return self._end_stuck(step)

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -268,8 +268,7 @@ class ForewordConnectorWorker:
         """vLLM is about to take the memory from under its KV cache. Once this returns, no thread reads or writes there, until
         `restore_kv_caches`. Loads count as failed, also those that vLLM has not yet heard of: their blocks are lost."""
         self._mapped = False
-        for load in self._loading.values():
-            load.discard()
+        self._discard(self._loading.values())
         if self._leases is not None:
             self._leases.drop_held()
 
@@ -294,8 +293,8 @@ class ForewordConnectorWorker:
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
             numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
-            store_load.blocks = numbers  # one that never starts has loaded none of them
-            start = partial(self.offload.load, store_load, 0, numbers)
+            self.offload.hand_over(store_load, 0, numbers)
+            start = partial(self.offload.start, store_load)
             if load.producer is None or self._instances is None:
                 start()
             else:
@@ -309,8 +308,14 @@ class ForewordConnectorWorker:
     def drop_loads(self) -> None:
         """End all loads: nothing is written into their blocks any more, and none counts as loaded."""
         loads, self._loading, self._refused = self._loading, {}, []
-        for load in loads.values():
+        self._discard(loads.values())
+
+    def _discard(self, loads: Collection[StoreLoad]) -> None:
+        """End loads whose blocks are not the connector's any more when this returns. It waits for copies that have begun."""
+        for load in loads:
             load.discard()
+        if loads and self.offload is not None:
+            self.offload.drain(loads)
 
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
@@ -325,7 +330,8 @@ class ForewordConnectorWorker:
         return found
 
     def stop_loads(self, request_ids: Iterable[str]) -> None:
-        """Finished requests: nothing is written into their blocks any more. vLLM keeps the blocks until it hears of that."""
+        """Finished requests: no copy into their blocks begins any more. vLLM keeps the blocks until `take_received` has the
+        request, when those that have begun are done: this thread does not wait for them."""
         for request_id in request_ids:
             load = self._loading.get(request_id)
             if load is not None:
