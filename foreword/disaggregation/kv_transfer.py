@@ -295,7 +295,7 @@ class KVReceive:
         self._started = time.monotonic()
         self._bytes = self._parts = 0
         self._held = 0
-        self.blocks: list[int] = []
+        self.blocks: Sequence[int] = []
         self._layers: list[int] = []  # per block, a bit for each layer that has come
         self._mark: Any = None
 

@@ -80,7 +80,7 @@ class ExternalKV(Protocol):
 
 class UnsettledBlocks:
     """Blocks of external KV that was closed while copies into them were queued on the device. Each has a reference until the
-    copies are done: whoever gets a block from the pool finds nothing that still writes into it."""
+    copies are done: nothing writes into a block that the pool gives to a sequence."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

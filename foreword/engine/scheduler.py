@@ -100,7 +100,12 @@ class Scheduler:
         """Whether a store is searching or loading: a step without work is then no dead end."""
         searching = any(s.store is not None and not s.store.answered for s in self.waiting)
         prefetching = bool(self.prefetches) and not self.waiting
-        return searching or prefetching or bool(self._unsettled) or any(kv.from_store for kv in self.waiting_for_kv.values())
+        return (
+            searching
+            or prefetching
+            or bool(self._unsettled)
+            or any(kv.from_store for kv in self.waiting_for_kv.values())
+        )
 
     @property
     def settles(self) -> bool:

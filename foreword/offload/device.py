@@ -7,7 +7,7 @@ who reads a slot waits for its copy.
 To load blocks, the frames go to the mirror, and a kernel scatters them. The engine's thread *marks* the work that it has queued
 when it hands the blocks over: what they held before belongs to that work. The first copy of a load waits for its mark, on the
 device; the others follow in the same stream. Nothing else orders a load and the model: however long the device is busy with
-later steps, the load goes on beside them.
+later steps, the load runs beside them.
 """
 
 from __future__ import annotations
@@ -198,9 +198,7 @@ class DeviceCopies:
         """The work that the engine has queued so far. On its thread, when it hands blocks over to a load."""
         return self._queues.record(Stream.COMPUTE)
 
-    def load(
-        self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]], mark: Event | None
-    ) -> None:
+    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]], mark: Event | None) -> None:
         """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
         The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:

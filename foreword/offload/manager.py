@@ -433,7 +433,7 @@ class OffloadManager:
         except BaseException:
             if (begun := self._staging.scattered()) is not None:
                 begun.synchronize()
-            store_load.end_copy(None)
+            store_load.end_copy([])
             raise
         return self._staging.scattered()
 
