@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without a GPU: all steps run with tiny shapes, and what fails, hangs or is killed costs its own rows."""
+"""`make gpu` on a machine without a GPU: all steps run with tiny shapes; what fails, hangs or is killed costs its own rows."""
 
 from __future__ import annotations
 
