@@ -283,6 +283,8 @@ class WeightsEndpoints:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._changing = asyncio.Lock()
+        self._changes: set[asyncio.Task[None]] = set()  # asyncio itself does not keep tasks from being collected
 
     async def show(self) -> dict[str, Any]:
         """JSON. Raises NotFound."""
@@ -293,18 +295,25 @@ class WeightsEndpoints:
     async def change(self, version: str) -> dict[str, Any]:
         """JSON. Raises NotFound."""
         await self.show()
-        await self._set(version)
+        # A client that goes away cancels this call, which must not leave vLLM between a pause and its end.
+        task = asyncio.create_task(self._set(version))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
         return await self.show()
 
     async def _set(self, version: str) -> None:
-        """Paused, vLLM drops all KV of other weights; no step comes before the new version."""
-        paused = await self._client.is_paused()
-        await self._client.pause_generation(mode="keep", clear_cache=True)
-        try:
-            await self._client.update_weight_version(version)
-        finally:
-            if not paused:
-                await self._client.resume_generation()
+        """Paused, vLLM drops all KV of other weights; no step comes before the new version. One at a time, so that none takes
+        the pause of another for an operator's."""
+        async with self._changing:
+            paused = await self._client.is_paused()
+            try:
+                await self._client.pause_generation(mode="keep", clear_cache=True)
+                await self._client.update_weight_version(version)
+            finally:
+                # A pause that fails has begun nevertheless.
+                if not paused:
+                    await self._client.resume_generation()
 
 
 class _Counts:
