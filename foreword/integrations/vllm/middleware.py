@@ -50,6 +50,7 @@ from foreword.integrations.vllm.agent_sessions import SESSION_KEY
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
+from foreword.tasks import to_its_end
 
 
 class OpenPrefixBody(Body, kw_only=True):
@@ -284,7 +285,6 @@ class WeightsEndpoints:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._changing = asyncio.Lock()
-        self._changes: set[asyncio.Task[None]] = set()  # asyncio itself does not keep tasks from being collected
 
     async def show(self) -> dict[str, Any]:
         """JSON. Raises NotFound."""
@@ -296,10 +296,7 @@ class WeightsEndpoints:
         """JSON. Raises NotFound."""
         await self.show()
         # A client that goes away cancels this call, which must not leave vLLM between a pause and its end.
-        task = asyncio.create_task(self._set(version))
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        await asyncio.shield(task)
+        await to_its_end(self._set(version), "setting the version of the weights")
         return await self.show()
 
     async def _set(self, version: str) -> None:

@@ -34,7 +34,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
-from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
+from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine, may_change_weights
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -70,13 +70,17 @@ class ForewordConnectorScheduler:
         self._requests: dict[str, RequestState] = {}
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
+        # Of requests that have ended, where the worker is in another process: their last windows, and their ids. vLLM keeps
+        # their blocks until a worker has copied them.
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []
+        self._pool: Any = None
         # Positions from which requests continued, whose windows and states were saved for that.
         self._proven: Newest[bytes, None] = Newest(_MAX_PROVEN)
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
+        follow_engine(info.config, "collective_rpc", self.called_workers, before=True)
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
@@ -132,6 +136,10 @@ class ForewordConnectorScheduler:
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
+        if self._version.stale and not self._settled():
+            state.saves = False
+            self._refuse(request, LookupOutcome.NOT_ALLOWED)
+            return 0, False
         if self._spoilt and num_computed_tokens and request.lora_request is None:
             self._keep_unsaved(state)
         if num_computed_tokens >= limit or state.no_more_loads or not allowed:
@@ -308,8 +316,7 @@ class ForewordConnectorScheduler:
     def build_connector_meta(self, output: Any) -> ForewordConnectorMetadata:
         """The workers' instructions for the step that vLLM has scheduled."""
         loads, self._to_load = self._to_load, []
-        saves, self._last_saves = self._last_saves, []
-        finished, self._finished = self._finished, []
+        saves, finished = self.take_last()
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         metadata.deletes, self._to_delete = self._to_delete, []
         metadata.retired = self.sessions.take_retired()
@@ -487,11 +494,26 @@ class ForewordConnectorScheduler:
         if state is not None and state.ends:
             self._replace_checkpoints(state)
         params = self._handoff.finished(request, state, ids)
-        self._last_saves += last
-        if last and params is None:
-            self._finished.append(request.request_id)
+        waits = params is not None
+        if last and self._worker is not None:
+            self._worker.save_blocks(last)  # a step that may not come is not needed
+        elif last:
+            self._last_saves += last
+            if params is None:
+                self._finished.append(request.request_id)
+                waits = True
         answers = self._answers(state, ids) if state is not None and request.status in _ENDED else {}
-        return bool(last) or params is not None, {**(params or {}), **answers} or None
+        return waits, {**(params or {}), **answers} or None
+
+    def take_last(self) -> tuple[list[BlockSave], list[str]]:
+        """The last windows that no step has been told to save, and the requests whose blocks vLLM keeps for that."""
+        saves, self._last_saves = self._last_saves, []
+        finished, self._finished = self._finished, []
+        return saves, finished
+
+    def loading(self) -> list[str]:
+        """Requests whose loads have begun, and whose end vLLM has not reported."""
+        return list(self._loading)
 
     def _note_usage(self, request: Any, state: RequestState | None) -> None:
         """Write a line for a request that has ended. Of a prompt without an answer, what was computed counts."""
@@ -588,20 +610,69 @@ class ForewordConnectorScheduler:
             return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
         return counts
 
+    # Versions of the weights
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool; None if it shows none."""
+        self._pool = self.sessions.pool = pool
+        if self.events is not None:
+            self.events.hash_size = pool.hash_block_size if pool is not None else 0
+
+    @property
+    def _empty(self) -> bool | None:
+        """Whether vLLM's own cache holds nothing: no block is in use or cached. None where this vLLM does not show its pool."""
+        if self._pool is None:
+            return None
+        in_use = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # vLLM itself uses a block of zeros
+        return not in_use and not len(self._pool.cached_block_hash_to_block)
+
     def reset(self) -> None:
         """From now on nothing is found that was saved before, unless the weights get the name of a version."""
-        self._version.reset()
+        empty = self._empty
+        self._version.reset(empty is not False)
         self._start_version()
+        if self._version.stale:
+            self._say_stale("vLLM did not reset its own cache")
 
     def set_weights_version(self, name: str) -> None:
         """The weights are those of version `name`: what was saved under it is found again."""
-        if not self._version.set(name):
-            logger.warning(
-                "Foreword: KV was computed since vLLM's caches were last reset, so weights version %r is not trusted, and "
-                "nothing saved under it is used; pause vLLM, or reset its caches with the connector, before you set it",
-                name,
-            )
+        if not self._version.set(name, self._empty):
+            self._say_stale(f"weights version {name!r} is not trusted")
         self._start_version()
+
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
+        """vLLM is about to call a method of its workers, which may change weights."""
+        if may_change_weights(method) and self._version.changed(self._empty):
+            self._start_version()
+            logger.info(
+                "Foreword: the weights may have changed: KV of before is not used until their version has a name"
+            )
+            if self._version.stale:
+                self._say_stale("they may have changed while vLLM's own cache had KV")
+
+    def _say_stale(self, why: str) -> None:
+        if not self._version.stale:
+            logger.warning(
+                "Foreword: %s: KV was computed since vLLM's caches were last reset, so what is saved has no name; pause "
+                "vLLM, or reset its caches with the connector, before you set a version",
+                why,
+            )
+            return
+        logger.warning(
+            "Foreword: %s: blocks in it may be of other weights. Nothing is saved or loaded until vLLM's cache is empty: "
+            "reset it with reset_running_requests, pause vLLM with clear_cache, or set the version with POST "
+            "/v1/foreword/weights_version",
+            why,
+        )
+
+    def _settled(self) -> bool:
+        """Whether vLLM's cache is empty by now, so that all KV will be of the present weights."""
+        if not self._empty:
+            return False
+        name = self._version.settle()
+        self._start_version()
+        logger.info("Foreword: vLLM's cache is empty; KV is saved and loaded under weights %s", repr(name or "unnamed"))
+        return True
 
     def _start_version(self) -> None:
         """Running requests were computed with other weights, so what they fill is not saved; a request that starts again is."""
