@@ -557,8 +557,17 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     assert total.data["lookups"] == {"disk": {"absent": 3}}
     assert total.data["requests"] == {"request_lookups": {"too_small": 1}, "request_lookup_tokens": {"too_small": 7}}
     assert total.data["states"] == {"scheduler": {"disk": "ok"}, "worker 0": {"disk": "suspended"}}
+    found = metrics.FoundCounts()
+    for end, tokens in ((metrics.FoundEnd.LOADED, 96), (metrics.FoundEnd.CUT, 32), (metrics.FoundEnd.LOADED, 32)):
+        found.note(end, tokens)
+    more = metrics.ForewordStats()
+    more.data["found"] = found.take()
+    found.note(metrics.FoundEnd.CUT, 0)
+    assert found.take() == {}, "each is reported once"
+    total.aggregate(more)
     line = total.reduce()
     assert (line["lookups too_small"], line["disk in worker 0"], line["mean load ms"]) == (1, "suspended", 500.0)
+    assert (line["found tokens loaded"], line["found tokens cut"]) == (128, 32)
     assert json.loads(json.dumps(total.data)) == total.data, "vLLM sends it between processes"
     for one, store in zip(lookups, stores, strict=True):
         one.close()

@@ -19,7 +19,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
@@ -99,6 +99,7 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
+        self._found = FoundCounts()
         self._published = ""  # the fingerprint of the weights that was reported
         own = self._lookup
         self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
@@ -147,6 +148,7 @@ class ForewordConnectorScheduler:
         if state.search is None or num_computed_tokens < state.searched_from:
             keys = state.chain.keys_to(limit // self._info.key_size)
             root = state.chain.root
+            self._not_loaded(state, FoundEnd.REPEATED)
             state.search = self._stores.find_position(self._groups, root, keys, num_computed_tokens, limit)
             state.searched_from, state.found = num_computed_tokens, None
         if state.found is None:
@@ -154,6 +156,7 @@ class ForewordConnectorScheduler:
                 return None, False
             self._note_miss(state, limit)
             state.found = self._with_producer(state, limit)
+            state.awaited = max(state.found.position - num_computed_tokens, 0)
         state.reach = state.found.reach
         if state.reach > state.found.position and hasattr(request, "shared_prefix_boundary"):
             # vLLM ends a chunk there, so that a recurrent state exists which the next request can continue from.
@@ -264,6 +267,7 @@ class ForewordConnectorScheduler:
         if state is None:
             return
         found, state.search, state.found = state.found, None, None
+        self._not_loaded(state, FoundEnd.SLOWER, state.awaited - num_external_tokens)
         if not num_external_tokens or found is None:
             self._handoff.release(request)
             return
@@ -464,9 +468,15 @@ class ForewordConnectorScheduler:
             ]
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
-                state.cut_to(self._info, 0 if request_id in failed else lost[0])
+                kept = 0 if request_id in failed else lost[0]
+                state.cut_to(self._info, kept)
+                state.note_cached(kept)
+                self._correct(state, load, kept)
         for request_id in output.finished_recving or ():
-            self._loading.pop(request_id, None)
+            if self._loading.pop(request_id, None) is not None and request_id in self._requests:
+                state = self._requests[request_id]
+                self._found.note(FoundEnd.LOADED, state.awaited)
+                state.awaited = 0
         self._handoff.sent(output.finished_sending or ())
         reported = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(reported, ForewordWorkerMetadata):
@@ -474,6 +484,22 @@ class ForewordConnectorScheduler:
                 self.events.changed(reported.changes)
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
+
+    def _correct(self, state: RequestState, load: BlockLoad, kept: int) -> None:
+        """A load has brought the request only to position `kept`."""
+        loaded = max(kept - load.held, 0)
+        self._not_loaded(state, FoundEnd.CUT, state.awaited - loaded)
+        # With several groups all or nothing is loaded, with one group whole blocks in order.
+        count = loaded // self._info.step
+        parts = [dataclasses.replace(part, places=part.places[:count]) for part in load.parts if count]
+        state.tiers = self._tokens_by_tier(state, parts, loaded)
+
+    def _not_loaded(self, state: RequestState, why: FoundEnd, tokens: int | None = None) -> None:
+        """Of what was found for a request, `tokens` tokens, or all of them, are not loaded."""
+        tokens = state.awaited if tokens is None else tokens
+        if tokens > 0:
+            self._found.note(why, tokens)
+            state.awaited -= tokens
 
     @property
     def expects_events(self) -> bool:
@@ -489,7 +515,11 @@ class ForewordConnectorScheduler:
         self._adapted.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
         self._refused.discard(request.request_id)
+        if state is not None and request.request_id in self._loading:
+            state.tiers = {}  # vLLM cancels the load
         self._note_usage(request, state)
+        if state is not None:
+            self._not_loaded(state, FoundEnd.ENDED)
         last = self._end_of_turn(state, ids) if state is not None else []
         if state is not None and state.ends:
             self._replace_checkpoints(state)
@@ -591,6 +621,10 @@ class ForewordConnectorScheduler:
         if self._unsafe:
             found = found or ForewordStats({})
             found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
+        ends = self._found.take()
+        if ends:
+            found = found or ForewordStats()
+            found.data["found"] = ends
         return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
@@ -679,6 +713,8 @@ class ForewordConnectorScheduler:
         self._handoff.reset()
         self._proven.clear()
         for state in self._requests.values():
+            if state.search is not None:
+                self._not_loaded(state, FoundEnd.RESET)
             state.search, state.found, state.saves = None, None, False
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
