@@ -42,7 +42,7 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, worker_of
+from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -69,6 +69,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reported = False  # that it is degraded
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
+        self._idle = False  # the workers have nothing to do for the step that runs
         self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
         self._pool: Any = None
         self._scheduler_side: ForewordConnectorScheduler | None = None
@@ -105,9 +106,11 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def _worker(self) -> ForewordConnectorWorker:
         """The worker side. Its stores open with the handshake, or when they are first needed."""
-        assert self._worker_side is not None
-        self._worker_side.open(None)
-        return self._worker_side
+        side = self._worker_side
+        assert side is not None
+        if side.offload is None:
+            side.open(None)
+        return side
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -226,12 +229,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker_side.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        self._connector_metadata = connector_metadata
         if isinstance(connector_metadata, ForewordConnectorMetadata):
             self._begin_step(connector_metadata)
 
     @hook(lambda self, metadata: self._loads.begin_step(metadata))
     def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
+        self._idle = metadata.empty
         self._loads.begin_step(metadata)
         if self._worker_side is not None:
             self._worker_side.begin_step(metadata)
@@ -239,9 +243,12 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing reads a preempted request's blocks: what is saved was copied in the step that filled it."""
 
-    @hook(lambda *_, **__: None)
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        metadata = self._metadata()
+        if not self._idle:
+            self._start_loads(self._metadata())
+
+    @hook(lambda *_: None)
+    def _start_loads(self, metadata: ForewordConnectorMetadata) -> None:
         self._worker.refuse(metadata.refused)
         self._worker.start_loads(metadata.loads)
 
@@ -251,14 +258,18 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """Blocks are saved whole, after the step (`wait_for_save`)."""
 
-    @hook(lambda *_: None)
     def wait_for_save(self) -> None:
-        self._worker.save(self._metadata())
+        metadata = self._metadata()
+        if not self._idle or metadata.tokens >= MEASURED_TOKENS:
+            self._save(metadata)
+
+    @hook(lambda *_: None)
+    def _save(self, metadata: ForewordConnectorMetadata) -> None:
+        self._worker.save(metadata)
 
     def _metadata(self) -> ForewordConnectorMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, ForewordConnectorMetadata)
-        return metadata
+        assert isinstance(self._connector_metadata, ForewordConnectorMetadata)
+        return self._connector_metadata
 
     def _give_up(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, sent = self._loads.give_up()
@@ -272,9 +283,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @hook(_give_up)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self._worker
-        worker.stop_loads(finished_req_ids)
-        if self.has_connector_metadata() and not self._metadata().tokens:
+        if finished_req_ids:
+            worker.stop_loads(finished_req_ids)
+        metadata = self._connector_metadata
+        if isinstance(metadata, ForewordConnectorMetadata) and not metadata.tokens:
             worker.wait()
+        if not finished_req_ids and not worker.has_results:
+            return KVConnectorTransferResults()
         received, sent = worker.take_received(), worker.take_sent(finished_req_ids)
         failed = worker.take_failed_requests()
         results = KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
@@ -303,7 +318,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(_report_degraded)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both sides."""
+        """vLLM asks both sides, after each step. Each answers ten times a second at most."""
         side = self._worker_side if self._worker_side is not None else self._scheduler
         return side.take_stats()
 

@@ -1,12 +1,14 @@
 """Statistics of the vLLM connector, for vLLM's log line and its /metrics.
 
-After a step in which something changed a worker reports what was added since its last report, and so does the scheduler's side
-if it has stores of its own. vLLM adds the reports up; each rank counts its own part of a block.
+A worker reports what was added since its last report, and so does the scheduler's side if it has stores of its own: ten times
+a second at most while steps compute, because vLLM asks after each of them, and only if something has changed. vLLM adds the
+reports up; each rank counts its own part of a block.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ from foreword.store.tier_counters import PER_TIER, LookupOutcome, TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import labels_of
 
+REPORT_SECONDS: Final = 0.1
 # What `ForewordStats` counts by two names.
 _NESTED: Final = ("tiers", "lookups", "requests")
 _TOTALS: Final = {
@@ -141,14 +144,26 @@ class StatsReader:
         self._counts: dict[str, float] = {}
         self._queued = 0
         self._states: dict[str, str] = {}
+        self._due = 0.0
+        self._stamp: tuple[object, ...] = ()
 
     @property
     def behind(self) -> bool:
         """Whether blocks are in the write queue, or were at the last read."""
-        return bool(self._queued or (self._offload is not None and self._offload.status().queued))
+        return bool(self._queued or (self._offload is not None and self._offload.queued))
+
+    @property
+    def due(self) -> bool:
+        """Whether the last read was a tenth of a second ago."""
+        return time.monotonic() >= self._due
 
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
+        self._due = time.monotonic() + REPORT_SECONDS
+        stamp = self._changes()
+        if stamp == self._stamp and not load_seconds:
+            return None
+        self._stamp = stamp
         tiers, requests = self._store.tiers, self._lookups.counts()
         now: dict[str, dict[str, dict[str, float]]] = {
             "tiers": {one.label: {name: value(one.counters) for name, _, value in PER_TIER} for one in tiers},
@@ -189,6 +204,17 @@ class StatsReader:
         }
         queued = {self._process.rpartition(" ")[2]: status.queued} if self._offload is not None else {}
         return ForewordStats({**data, "queued": queued})
+
+    def _changes(self) -> tuple[object, ...]:
+        """Differs from before if a count has changed. It is quick to make."""
+        offload, tiers = self._offload, self._store.tiers
+        return (
+            [(one.counters.stamp, one.state) for one in tiers],
+            self._lookups.total,
+            self._costs.declined,
+            None if offload is None else offload.stamp,
+            _of_leases(self._leases),
+        )
 
 
 def _plain(counts: Mapping[LookupOutcome, int]) -> dict[str, float]:

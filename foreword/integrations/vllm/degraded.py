@@ -103,12 +103,14 @@ class Loads:
         self._sent: set[str] = set()
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
-        for request_id in self._ended:
-            self._open.pop(request_id, None)
-        self._kept -= self._sent
-        self._ended, self._sent = set(), set()
-        self._open.update({load.request_id: load for load in (*metadata.loads, *metadata.refused)})
-        self._kept.update(metadata.finished)
+        if self._ended or self._sent:
+            for request_id in self._ended:
+                self._open.pop(request_id, None)
+            self._kept -= self._sent
+            self._ended, self._sent = set(), set()
+        if metadata.loads or metadata.refused or metadata.finished:
+            self._open.update({load.request_id: load for load in (*metadata.loads, *metadata.refused)})
+            self._kept.update(metadata.finished)
 
     def note(self, received: Iterable[str], sent: Iterable[str]) -> None:
         """It is reported to vLLM that these have ended."""
@@ -149,7 +151,8 @@ class Expectations:
 
     def sent(self) -> None:
         """The workers know what to do with all of it."""
-        self._loads, self._kept = {}, []
+        if self._loads or self._kept:
+            self._loads, self._kept = {}, []
 
     def give_up(self, tokens: int) -> ForewordConnectorMetadata:
         """For the workers: fail the loads and give back the blocks. `tokens`: of the step. Never 0 there, as workers wait for

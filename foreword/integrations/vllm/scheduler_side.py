@@ -20,6 +20,7 @@ from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.due_requests import DueRequests
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
@@ -68,6 +69,8 @@ class ForewordConnectorScheduler:
         self._info = info
         self._groups = info.stored_groups()
         self._requests: dict[str, RequestState] = {}
+        self._due = DueRequests(info.decoded_tokens)
+        self._all_ended = False  # the last request has ended since the last statistics
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
         self._last_saves: list[BlockSave] = []
@@ -95,7 +98,7 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
-        self._published = ""  # the fingerprint of the weights that was reported
+        self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
         self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
         self._refused: set[str] = set()  # requests for which nothing was looked up, counted once
@@ -255,6 +258,8 @@ class ForewordConnectorScheduler:
         state = self._requests.get(request.request_id)
         if state is None:
             return
+        # vLLM calls this whenever it admits the request. While the request waits for its load, it is not scheduled.
+        self._due.watch(request.request_id)
         found, state.search, state.found = state.found, None, None
         if not num_external_tokens or found is None:
             self._handoff.release(request)
@@ -313,25 +318,47 @@ class ForewordConnectorScheduler:
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         metadata.deletes, self._to_delete = self._to_delete, []
         metadata.retired = self.sessions.take_retired()
-        self._step = (metadata.tokens, time.monotonic())
         if metadata.tokens:
             self._version.note_computed()
-        block_state = output.kv_connector_block_state
+        if self._lookup is not None:
+            self._step = (metadata.tokens, time.monotonic())
         self._handoff.revoke(output.preempted_req_ids or ())
-        states = getattr(block_state, "boundary_state_offloads", {})
-        if self._spoils_base:
+        if self._adapted and self._spoils_base:
             self._keep_spoilt(output.num_scheduled_tokens)
-        for request_id, count in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is None or not state.saves or not (request_id in states or self._may_save(state, count)):
-                continue
-            ids = block_state.get_block_ids(request_id) if block_state is not None else None
-            if ids is not None and self._state_of(state.request) is not None:
-                metadata.saves += self._computed(state, count, ids, states.get(request_id, ()))
+        block_state = output.kv_connector_block_state
+        states = getattr(block_state, "boundary_state_offloads", {})
+        for request_id in self._due.take(output.num_scheduled_tokens, metadata.tokens, states):
+            metadata.saves += self._due_saves(request_id, output.num_scheduled_tokens, block_state, states)
         self._handoff.fill(metadata)
-        if metadata.saves or metadata.loads:
+        if self.events is not None and (metadata.saves or metadata.loads):
             self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
+
+    def _due_saves(
+        self, request_id: str, scheduled: Mapping[str, int], block_state: Any, states: Mapping[str, Any]
+    ) -> list[BlockSave]:
+        """Saves of what a step computes of a request that may fill a block in it, and when it may fill the next one."""
+        state, count = self._requests.get(request_id), scheduled.get(request_id)
+        if state is None or not state.saves or (count is None and state.request.status is not RequestStatus.RUNNING):
+            self._due.forget(request_id)  # it is watched again when vLLM admits it
+            return []
+        if count is None:
+            self._due.watch(request_id)
+            return []
+        saves: list[BlockSave] = []
+        if request_id in states or self._may_save(state, count):
+            ids = block_state.get_block_ids(request_id) if block_state is not None else None
+            if ids is not None and self._state_of(state.request) is not None:
+                saves = self._computed(state, count, ids, states.get(request_id, ()))
+        self._due.watch(request_id, self._tokens_left(state, count))
+        return saves
+
+    def _tokens_left(self, state: RequestState, scheduled: int) -> int:
+        """Tokens that a request needs behind this step until it may have something to save. Not a function of the tokens that
+        are known: those of earlier steps may become known together."""
+        if not self._has_begun(state) or self._handoff.wanted(state.request):
+            return 0
+        return state.next_full(self._info) - int(state.request.num_computed_tokens) - scheduled
 
     def _keep_spoilt(self, scheduled: Iterable[str]) -> None:
         """Nothing is saved that a request without an adapter computes beside adapters, nor what continues it."""
@@ -348,11 +375,15 @@ class ForewordConnectorScheduler:
         state.saves = False
 
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
-        """False for most steps of decoding, which fill no block. It must be cheap: it is called for every request of a step."""
+        """Whether a step fills a block of a request, or begins to compute it."""
         request = state.request
-        started = (self._info.whole and (state.offered or not self._info.selective)) or state.plan is not None
         known = min(request.num_computed_tokens + scheduled, request.num_tokens)
-        return not started or known >= state.next_full(self._info) or self._handoff.wanted(request)
+        filled = known >= state.next_full(self._info)
+        return filled or not self._has_begun(state) or self._handoff.wanted(request)
+
+    def _has_begun(self, state: RequestState) -> bool:
+        """Whether what the request found was offered to the tiers, and it has a plan if it needs one."""
+        return (self._info.whole and (state.offered or not self._info.selective)) or state.plan is not None
 
     def _computed(
         self, state: RequestState, scheduled: int, ids: BlockIds, boundaries: Sequence[tuple[int, int, int]]
@@ -443,10 +474,11 @@ class ForewordConnectorScheduler:
     def update_connector_output(self, output: Any) -> None:
         """What the workers report after a step (a `KVConnectorOutput`): finished loads, blocks that were not loaded, changes in
         the tiers. vLLM recomputes what was not loaded, so it has to be saved, and the request does not load again."""
-        tokens, started = self._step
-        if self._lookup is not None and tokens >= MEASURED_TOKENS:
-            self._lookup.prefill_rate.note(tokens, time.monotonic() - started)
-        invalid, failed = output.invalid_block_ids or set(), getattr(output, "failed_recving", None) or set()
+        if self._lookup is not None:
+            tokens, started = self._step
+            if tokens >= MEASURED_TOKENS:
+                self._lookup.prefill_rate.note(tokens, time.monotonic() - started)
+        invalid, failed = output.invalid_block_ids or (), getattr(output, "failed_recving", None) or ()
         for request_id, load in self._loading.items() if invalid or failed else ():
             state = self._requests.get(request_id)
             lost = [
@@ -458,9 +490,11 @@ class ForewordConnectorScheduler:
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
                 state.cut_to(self._info, 0 if request_id in failed else lost[0])
+                self._due.watch(request_id)
         for request_id in output.finished_recving or ():
             self._loading.pop(request_id, None)
-        self._handoff.sent(output.finished_sending or ())
+        if output.finished_sending:
+            self._handoff.sent(output.finished_sending)
         reported = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(reported, ForewordWorkerMetadata):
             if self.events is not None:
@@ -480,7 +514,9 @@ class ForewordConnectorScheduler:
     def request_finished(self, request: Any, ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM keeps the blocks until they are reported as sent, and `kv_transfer_params` for a decode instance."""
         self._adapted.discard(request.request_id)
+        self._due.forget(request.request_id)
         state = self._requests.pop(request.request_id, None)
+        self._all_ended = not self._requests
         self._refused.discard(request.request_id)
         self._note_usage(request, state)
         last = self._end_of_turn(state, ids) if state is not None else []
@@ -561,13 +597,18 @@ class ForewordConnectorScheduler:
 
     def take_stats(self) -> ForewordStats | None:
         """Statistics of this side's own stores since the last call, and the weights; None if nothing has changed, or the worker
-        reports it."""
-        found = None if self._stats is None else self._stats.read([])
-        if self._fingerprint != self._published:
+        reports it, or it is too early. All that there are when the last request has ended, as another step may not come."""
+        ended, self._all_ended = self._all_ended, False
+        found = None
+        if self._stats is not None:
+            found = self._stats.read([]) if ended or not self._step[0] or self._stats.due else None
+        elif ended and self._worker is not None:
+            found = self._worker.take_stats(at_once=True)
+        if self._version.salt != self._published_salt:
             found = found or ForewordStats()
-            found.data["fingerprint"] = self._published = self._fingerprint
+            found.data["fingerprint"], self._published_salt = self._fingerprint, self._version.salt
         if self._unsafe:
-            found = found or ForewordStats({})
+            found = found or ForewordStats()
             found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
         return found
 
