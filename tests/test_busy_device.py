@@ -19,9 +19,9 @@ from example_counts import represented
 import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
+from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.lookups import StoreLoad
-from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.memory.memory_store import MemoryStore
@@ -48,7 +48,7 @@ class Engine:
         self.blocks = torch.zeros(BLOCKS, BYTES, dtype=torch.uint8)
         self.stores = [MemoryStore(1 << 20, label=f"tier {number}") for number in range(tiers)]
         arena = StagingArena([[self.blocks]], slots, self.device)
-        self.offload = OffloadManager(TieredStore(self.stores), arena, [LAYOUT], lookup_timeout=WITHIN)
+        self.offload = EngineStores(TieredStore(self.stores), arena, [LAYOUT], lookup_timeout=WITHIN)
 
     def store(self, chain: int, blocks: int) -> None:
         """Put a chain into the stores, on an idle device."""

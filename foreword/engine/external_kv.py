@@ -133,7 +133,7 @@ class PositionSearch(BlockSearch, Protocol):
 
 
 class BlockStores(Protocol):
-    """The stores that may hold blocks (`offload.manager.OffloadManager`). They get their own `BlockSearch` back."""
+    """The stores that may hold blocks (`engine_stores.EngineStores`). They get their own `BlockSearch` back."""
 
     def find(
         self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], /, *, patient: bool = False
@@ -145,7 +145,7 @@ class BlockStores(Protocol):
 
 
 class PositionStores(BlockStores, Protocol):
-    """The stores of a model with windows (`offload.manager.OffloadManager`). They get their own `PositionSearch` back."""
+    """The stores of a model with windows (`engine_stores.EngineStores`). They get their own `PositionSearch` back."""
 
     def find_position(
         self,

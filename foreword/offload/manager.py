@@ -4,7 +4,7 @@ The engine's thread calls it, and no call blocks; threads of this module wait fo
 
 - A step never waits for a save. Saving copies blocks into the staging arena and returns. If the arena is full, the oldest
   queued blocks that are not being written are dropped (`writer.py`).
-- A request waits no longer than a load can save. `worth_loading` compares the measured bandwidth of each tier with the
+- A request waits no longer than a load can save. `policy.py` compares the measured bandwidth of each tier with the
   engine's measured prefill speed, and a load that turns out to be slower than computing is cut off.
 - No thread waits for the model, and the engine's thread waits for no copy. The blocks of a load are ordered behind the engine's
   work once, when they are handed over. Groups of blocks are read and their copies queued while earlier ones run; a thread of
@@ -31,7 +31,7 @@ from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
-from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
+from foreword.offload.lookups import LookupCounts, StoreLoad, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.search import StoredGroup
 from foreword.offload.slots import SlotReader, StagingSlots
@@ -42,8 +42,8 @@ from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tier_admission import BlockUse
-from foreword.store.tier_counters import LookupOutcome, Rate
-from foreword.store.tiered import FetchedBlock, TieredStore, Tiers, TierSearch
+from foreword.store.tier_counters import Rate
+from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
@@ -55,7 +55,7 @@ Done = TypeVar("Done")
 _GROUP_BYTES: Final = 8 << 20
 _GROUP_BYTES_ON_DEVICE: Final = 32 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
-_MIN_PATIENCE: Final = 0.05  # seconds
+MIN_PATIENCE: Final = 0.05  # seconds
 _LOADERS: Final = 4
 _MEMORY_LOADERS: Final = 2
 
@@ -126,7 +126,7 @@ class OffloadManager:
         self.on_change = on_change
         self.prefill_rate = Rate()  # tokens per second
         self._fingerprints = [[layout.fingerprint for layout in one.layouts] for one in self.units]
-        self._block_size = self.units[0].tokens * self.units[0].per_block
+        self.block_size = self.units[0].tokens * self.units[0].per_block
         self.costs = LoadCosts(
             [
                 (HEADER_BYTES + size) * one.block_units
@@ -160,22 +160,6 @@ class OffloadManager:
 
     # Loading
 
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
-    ) -> StoreLoad:
-        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result.
-
-        `before` are the keys of the blocks before them, which are on the device.
-        """
-        names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
-
-        def look_up(search: TierSearch, inline: bool) -> Result | None:
-            places = self.store.locate(names, search=search, inline=inline, before=ahead)
-            return None if inline and len(places) < len(names) else (places, len(places) * self._block_size)
-
-        store_load = StoreLoad(names, 0.0, root, patient=patient)
-        return self.lookups.start(store_load, len(keys) * self._block_size, look_up)[0]
-
     def find_position(
         self,
         groups: Sequence[StoredGroup],
@@ -189,18 +173,6 @@ class OffloadManager:
         """Start a lookup of the longest position up to `limit` tokens from which the model can continue
         (`StoreLookups.find_position`)."""
         return self.lookups.find_position(groups, root, keys, held, limit, patient=patient)
-
-    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
-        """Count a request, and its tokens, for which nothing is looked up."""
-        self.lookups.refuse(outcome, tokens)
-
-    def worth_loading(self, store_load: StoreLoad, skip: int) -> int:
-        """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
-
-        While the prefill speed is unknown, all blocks found are worth loading.
-        """
-        places = (store_load.places or [])[skip:]
-        return len(places) if store_load.patient else self.costs.blocks_worth_loading(places)
 
     def read_rates(self) -> list[float]:
         """Measured bytes per second of each tier; 0.0 for one without a recent measurement."""
@@ -230,11 +202,11 @@ class OffloadManager:
         skip, count = store_load.skip, store_load.requested
         store_load.started = time.monotonic()
         per_token = self.costs.seconds_per_token
-        tokens = store_load.tokens or count * self._block_size
+        tokens = store_load.tokens or count * self.block_size
         known = per_token is not None and not store_load.patient
         compute = tokens * per_token if known and per_token is not None else self._load_timeout
         # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
-        limit = max(2 * compute, 2 * _MIN_PATIENCE)
+        limit = max(2 * compute, 2 * MIN_PATIENCE)
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
         blocking = self._is_blocking(store_load, skip, count)
         store_load.tasks = [
@@ -245,43 +217,6 @@ class OffloadManager:
         """Whether some of these blocks are in a tier that may block."""
         places = set((store_load.places or [])[first : first + count])
         return any(self.store.tiers[place].blocking for place in places)
-
-    def hurry(self, store_load: StoreLoad) -> None:
-        """A request waits for this patient load: from now on it may take as long as computing its blocks."""
-        per_token = self.costs.seconds_per_token
-        if store_load.patient and per_token is not None:
-            store_load.patient = False
-            compute = (store_load.tokens or store_load.requested * self._block_size) * per_token
-            store_load.deadline = min(store_load.deadline, time.monotonic() + max(compute, _MIN_PATIENCE))
-
-    def load_position(
-        self,
-        store_load: StoreLoad,
-        groups: Sequence[StoredGroup],
-        keys: Sequence[bytes],
-        held: int,
-        blocks: Sequence[int],
-    ) -> None:
-        """Start to load what a search for a position has found and the device does not hold: of each group, in order, the
-        blocks behind the first `held` tokens that the position needs."""
-        found = store_load.found
-        assert found is not None
-        wanted = [
-            (number, block)
-            for number, one in enumerate(groups)
-            for block in sorted(one.group.needed(found.position))
-            if block * one.group.block_size >= held
-        ]
-        names, numbers, places, rows = [], [], [], []
-        for (number, block), device_block in zip(wanted, blocks, strict=True):
-            frames = self.units[number].names(store_load.root, groups[number].keys(keys, [block]))
-            names += frames
-            numbers += [number] * len(frames)
-            places += [found.places[number, block]] * len(frames)
-            rows += self.units[number].of_blocks([device_block])
-        store_load.names, store_load.groups, store_load.places = names, numbers, places
-        store_load.tokens = found.position - held
-        self.load(store_load, 0, rows)
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
         queued: deque[_GroupCopy] = deque()
@@ -309,7 +244,7 @@ class OffloadManager:
             known = done > 0 or self._is_rate_known(store_load)
             size = self._group_bytes if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
-            patience = max(PATIENCE * compute, _MIN_PATIENCE)
+            patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
             loaded = self._load_lent(store_load, done, count, deadline)
             if not loaded:
@@ -564,7 +499,7 @@ class OffloadManager:
             slots = pool.take(count)
         return slots
 
-    # Pins, deletion, records, status
+    # Deletion, records, status
 
     def delete(self, names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
         """Delete blocks that are not needed, from every tier, after what is queued was written. `names` is called when it is
@@ -578,22 +513,12 @@ class OffloadManager:
                     counts[tier.label] = tier.delete(wanted, deadline)
             return counts
 
-        return self._later(work)
+        return self.later(work)
 
     def drop_held(self, names: Callable[[], Sequence[Name]]) -> None:
         """Nothing continues these blocks: tiers that hold them back do not write them."""
         if self.store.holds:
-            self._later(lambda: self.store.drop_held(names()))
-
-    def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
-        """Pin or unpin blocks of a KV group in every tier. What waits to be written is written first."""
-        names = self.units[group].names(root, keys)
-
-        def work() -> int:
-            self._writer.flush(WRITE_TIMEOUT)
-            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
-
-        return self._later(work)
+            self.later(lambda: self.store.drop_held(names()))
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
         """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block
@@ -607,18 +532,13 @@ class OffloadManager:
                 with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
                     records.put(LAYOUTS.key(layout.fingerprint.hex()), LayoutRecord(model, *facts))
 
-        return self._later(work)
+        return self.later(work)
 
-    def _later(self, work: Callable[[], Done]) -> Future[Done]:
+    def later(self, work: Callable[[], Done]) -> Future[Done]:
         """Do something after what was asked for before, on the thread for that."""
         task = self._control.submit(work)
         self._tasks = [*(one for one in self._tasks if not one.done()), task]
         return task
-
-    def erase_queued(self, roots: Sequence[bytes], timeout: float = 5.0) -> int:
-        """Drop what waits to be written of chains whose roots begin with one of these bytes: an erasure of the stores follows.
-        Returns how many blocks are still being written after `timeout` seconds."""
-        return self._writer.erase(roots, timeout)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""

@@ -11,11 +11,11 @@ from busy_device import WITHIN, BusyDevice
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
+from foreword.engine.engine_stores import EngineStores
 from foreword.engine.external_kv import Prefetch
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState
-from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagingArena
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
@@ -32,7 +32,7 @@ class Rig:
         self.device = BusyDevice()
         self.blocks = torch.zeros(BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8)
         arena = StagingArena([[self.blocks]], 32, self.device)
-        self.offload = OffloadManager(TieredStore([MemoryStore(1 << 20)]), arena, [LAYOUT], lookup_timeout=WITHIN)
+        self.offload = EngineStores(TieredStore([MemoryStore(1 << 20)]), arena, [LAYOUT], lookup_timeout=WITHIN)
         self.cache = PrefixCache(BLOCKS, SIZE, lookahead_blocks=0)
         self.scheduler = Scheduler(self.cache, max_batch_tokens=512, reserve=0.0, offload=self.offload)
 
