@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from llguidance import LLMatcher
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from foreword.engine.structured.closing import ClosingPath
 from foreword.engine.structured.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from foreword.engine.structured.compiler import CompiledOutput
 
 # Tokens, and times the length of the last known path: so near to the limit, each token is checked.
 _NEAR: Final = 64
@@ -24,10 +27,14 @@ class Constraint:
 
     Args:
         matcher, closing: at the start of the text; they belong to this object. Without `closing` the text is not completed.
+        compiled: that this is a sequence of.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None, compiled: CompiledOutput
+    ) -> None:
         self._vocabulary = vocabulary
+        self._compiled = compiled
         self.matcher = matcher
         self._closing = closing
         # With more tokens left than this, the end of the text is far, and searched from time to time only.
@@ -44,7 +51,10 @@ class Constraint:
 
     def error(self) -> str | None:
         """Why the grammar cannot be followed any more; None if it can."""
-        return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
+        if not self.matcher.is_error():
+            return None
+        self._compiled.has_failed = True
+        return self.matcher.get_error().partition("\n")[0]
 
     def choose(self, token: int, left: int) -> int:
         """The token, if the text can end in time after it; else one that leads to its end. `left`: tokens that may follow."""
