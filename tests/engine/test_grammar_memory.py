@@ -1,4 +1,4 @@
-"""Compiled grammars are kept within a limit in bytes, of which each tenant has a share; what they take is not underestimated."""
+"""Compiled grammars are kept within a limit in bytes, of which each tenant has a share; what they take is not undercounted."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def is_kept(compiler: GrammarCompiler, output: StructuredOutput, tenant: bytes =
     return not seen
 
 
+@pytest.mark.extended
 def test_what_is_counted_is_not_less_than_what_is_taken() -> None:
     """In a process of its own, over grammars that take much when they are compiled, or when texts are generated."""
     script = Path(__file__).with_name("grammar_memory.py")

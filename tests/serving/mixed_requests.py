@@ -1,5 +1,5 @@
-"""Requests of every kind, from a seed, each with names that none had before: a table that keeps something per request, name, salt,
-session, tool, grammar, model or path grows with them."""
+"""Requests of every kind, from a seed, each with names that none had before: a table that keeps something per request, name,
+salt, session, tool, grammar, model or path grows with them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _wrong(draw: Random) -> MixedRequest:
 
 
 def _strange(draw: Random) -> MixedRequest:
-    """A key that nobody has."""
+    """A key that no tenant has."""
     request = _completion(draw)
     return MixedRequest("strange", "POST", request.path, {"authorization": f"Bearer {_name(draw)}"}, request.body)
 

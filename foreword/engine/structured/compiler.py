@@ -223,7 +223,10 @@ class CompiledOutput:
         """The constraint of a new sequence."""
         with self._lock:
             closing = None if self._closing is None else self._closing.copy()
-            return Constraint(self._vocabulary, self._matcher.deep_copy(), closing, self)
+            return Constraint(self._vocabulary, self._matcher.deep_copy(), closing, self._failed)
+
+    def _failed(self) -> None:
+        self.has_failed = True
 
 
 _Key = tuple[bytes, bytes]
@@ -364,8 +367,8 @@ def _first_line(error: str) -> str:
 
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    """All compilations of a compiler, as long as it exists. One thread, because malloc gives each an arena of its own, which does
-    not use what is free in others."""
+    """All compilations of a compiler, as long as it exists. One thread, because malloc gives each an arena of its own, which
+    does not use what is free in others."""
     while (work := queue.get()) is not None:
         work()
         del work

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 from llguidance import LLMatcher
@@ -12,9 +12,6 @@ from numpy.typing import NDArray
 
 from foreword.engine.structured.closing import ClosingPath
 from foreword.engine.structured.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from foreword.engine.structured.compiler import CompiledOutput
 
 # Tokens, and times the length of the last known path: so near to the limit, each token is checked.
 _NEAR: Final = 64
@@ -27,14 +24,18 @@ class Constraint:
 
     Args:
         matcher, closing: at the start of the text; they belong to this object. Without `closing` the text is not completed.
-        compiled: that this is a sequence of.
+        on_failure: called when the grammar cannot be followed any more.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None, compiled: CompiledOutput
+        self,
+        vocabulary: Vocabulary,
+        matcher: LLMatcher,
+        closing: ClosingPath | None,
+        on_failure: Callable[[], None],
     ) -> None:
         self._vocabulary = vocabulary
-        self._compiled = compiled
+        self._on_failure = on_failure
         self.matcher = matcher
         self._closing = closing
         # With more tokens left than this, the end of the text is far, and searched from time to time only.
@@ -53,7 +54,7 @@ class Constraint:
         """Why the grammar cannot be followed any more; None if it can."""
         if not self.matcher.is_error():
             return None
-        self._compiled.has_failed = True
+        self._on_failure()
         return self.matcher.get_error().partition("\n")[0]
 
     def choose(self, token: int, left: int) -> int:
