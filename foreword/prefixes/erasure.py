@@ -336,7 +336,7 @@ def forget_chain(store: TieredStore, root: bytes, key: bytes, depth: int) -> Rec
 
 def forget_chains(store: TieredStore, layout: Layout, root: bytes, keys: Sequence[bytes] = ()) -> Receipt:
     """Erase blocks of one layout with the root key `root`: given the keys of a prefix's blocks, those that no other chain in
-    the stores needs, with all that continues the prefix or may do so; else all. Does not raise: the receipt says what failed."""
+    the stores needs, with all that continues the prefix or may do so; else all. The receipt says what failed."""
     erasure, fingerprint, start = _Erasure(store), layout.fingerprint, root[:ROOT_BYTES]
     chosen = None
     if keys:
