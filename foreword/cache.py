@@ -25,7 +25,7 @@ class Cache:
     """KV of prefixes in stores, by the tokens that it belongs to.
 
     A block is the KV of `block_tokens` consecutive tokens, `block_bytes` bytes in any order that the engine likes. It is found
-    by its tokens *and all tokens before them*, so equal text behind another beginning is another block. What is loaded was
+    by its tokens *and all tokens before them*, so equal text behind another start is another block. What is loaded was
     verified: it has the bytes that were saved for these tokens, this model and this tenant. A store that fails, is slow or has
     a damaged block finds, loads and saves less, and raises nothing. Any number of threads may use a cache, and any number of
     processes its stores.

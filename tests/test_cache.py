@@ -65,7 +65,7 @@ def test_random_calls(cache: Cache) -> None:
 
 
 def test_what_separates_blocks(stores: tuple[str, ...], tmp_path: Path) -> None:
-    """Another model, tenant, block size or beginning finds nothing; another process with the same names finds all."""
+    """Another model, tenant, block size or start finds nothing; another process with the same names finds all."""
     disk = f"disk://{tmp_path}/kv?size=16MiB"
     prompt, blocks = list(range(5 * TOKENS + 3)), kv(random.Random(1), 5)
     with Cache(disk, model="one", tenant="ann", **SIZES) as cache:
