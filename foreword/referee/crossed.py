@@ -138,7 +138,7 @@ def salts_aborted(session: Session, draw: RandomPrompts, evidence: Evidence) -> 
     stage.abort(first)
     second = stage.add(asked[:2], salts=("bob",))
     third = stage.add(asked[2:], salts=owners[2:])
-    stage.until(most=20, answered=2)
+    stage.until(most=100, loading=2)
     stage.release()
     stage.note(evidence, loading)
     answers = stage.finish([*second, *third])

@@ -200,6 +200,8 @@ class VllmEngine:
         self._released.clear()
         if not self._held:
             self._held = True
+            # A load that is held looks slower than computing, in place of which later ones would not be tried.
+            cache.costs.prefill_rate = lambda: 0.0
             _wait_behind_reads(cache.store, self._released)
         return {"held": True}
 
