@@ -69,6 +69,9 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
         body = _prefill_body(proxied)
         response, data = await proxied.send(prefill, body, path_of(proxied.request), streams=False)
     except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+        if not is_certain(error) and await proxied.router.is_dead(prefill):
+            proxied.ask.died(prefill)
+            proxied.ask.check()
         _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
         return None
     finally:
