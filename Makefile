@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz ledger agentx faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
 
 setup: $(STAMP)
 
@@ -86,6 +86,11 @@ REQUESTS ?= 200000
 fuzz: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/serving/fuzz_campaign.py --requests $(REQUESTS) --seed $(SEED) --notes
 
+# Looks for memory that grows with requests, and prints a table: make memory REQUESTS=10000 SEED=7 MORE="--only router --trace"
+memory: REQUESTS = 40000
+memory: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/memory_campaign.py --requests $(REQUESTS) --seed $(SEED) --notes $(MORE)
+
 # Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
 SECONDS ?= 60
 
@@ -112,9 +117,17 @@ matrix: setup
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
 	  $(MATRIX:%=--matrix %/bin/python) --page docs/operations/conformance.md
 
-# Everything that needs a GPU, in below nine minutes (three more if it has vLLM), with the Python of the machine: make gpu PYTHON=python3
+# What a tier is worth on a GPU, in below eight minutes (seven more if it has vLLM), with the Python of the machine:
+# make gpu PYTHON=python3 GPU="--disk /nvme"
 gpu:
-	$(PYTHON) -m benchmarks.gpu.plan
+	$(PYTHON) -m benchmarks.gpu.plan $(GPU)
+
+# Puts a run into docs/benchmarks.md: make gpu-page RESULTS=results/gpu-plan.json
+RESULTS ?= results/gpu-plan.json
+
+gpu-page: setup
+	$(BIN)/python -m benchmarks.gpu.plan --publish $(RESULTS)
+	$(BIN)/python docs/generate.py
 
 lint: setup
 	$(BIN)/ruff check .
