@@ -46,7 +46,7 @@ _UNSEEN: Final = frozenset(
 _GENERATING: Final = frozenset(("chat", "completions", "responses", "messages"))
 
 
-class Asked(NamedTuple):
+class AskDigests(NamedTuple):
     """Digests of what a request asks: `whole`, and of the `start` of its prompt, between three and six eighths of it; None if
     that is short."""
 
@@ -54,7 +54,7 @@ class Asked(NamedTuple):
     start: bytes | None
 
 
-def asked_of(request: GenerateRequest, model: str) -> Asked:
+def asked_of(request: GenerateRequest, model: str) -> AskDigests:
     """The digests of a request to this model."""
     where = f"{request.path or request.dialect}\0{request.model or model}".encode()
     fields = {name: _plain(raw) for name, raw in sorted(request.body.fields.items()) if _is_seen(request, name)}
@@ -65,7 +65,7 @@ def asked_of(request: GenerateRequest, model: str) -> Asked:
     prompt = b"".join(fields.get(name, b"") for name in _PROMPT)
     length = 1 << max((3 * len(prompt) // 4).bit_length() - 1, 0)
     start = blake2b(where + prompt[:length], digest_size=16).digest() if length >= _LEAST_START else None
-    return Asked(whole.digest(), start)
+    return AskDigests(whole.digest(), start)
 
 
 def _is_seen(request: GenerateRequest, name: str) -> bool:

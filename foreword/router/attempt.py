@@ -84,11 +84,6 @@ def is_certain(error: BaseException) -> bool:
     return isinstance(error, aiohttp.ClientConnectorError)
 
 
-def is_refusal(status: int) -> bool:
-    """Whether a status of 400 or more is about the request, not about the replica: 501 is vLLM's for what a model cannot do."""
-    return status < 500 or status == 501
-
-
 def describe_response(status: int, data: bytes) -> str:
     """An error response of a replica, for people, shortened."""
     message = error_of(data).message

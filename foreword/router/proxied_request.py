@@ -33,7 +33,6 @@ from foreword.router.attempt import (
     describe_error,
     describe_response,
     is_certain,
-    is_refusal,
     retry_after,
 )
 from foreword.router.auth import request_headers, response_headers
@@ -41,7 +40,7 @@ from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
-from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, read_whole
+from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.service import MAX_STALLS, Router
 from foreword.router.suspicious import Ask
 from foreword.usage import TokenUsage

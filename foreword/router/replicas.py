@@ -379,6 +379,11 @@ class AwaitedResponse:
             self.cancel()
 
 
+def is_refusal(status: int) -> bool:
+    """Whether a status of 400 or more is about the request, not about the replica: 501 is vLLM's for what a model cannot do."""
+    return status < 500 or status == 501
+
+
 def stamp_of(weights: str) -> str:
     """The `system_fingerprint` of a Foreword server's responses."""
     return f"fp_{weights[:12]}"

@@ -20,9 +20,8 @@ import msgspec
 
 from foreword.errors import NoReplica, ReplicaFailed
 from foreword.newest import Newest
-from foreword.router.asked import Asked
-from foreword.router.attempt import is_refusal
-from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock
+from foreword.router.asked import AskDigests
+from foreword.router.replicas import CONNECTION_ERRORS, ReplicaProbe, Upstream, clock, is_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +135,7 @@ class Ask:
         name: its id, for the log.
     """
 
-    def __init__(self, suspects: Suspects, asked: Asked, name: str) -> None:
+    def __init__(self, suspects: Suspects, asked: AskDigests, name: str) -> None:
         self._suspects = suspects
         self._asked = asked
         self._name = name

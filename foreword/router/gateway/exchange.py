@@ -28,7 +28,7 @@ from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
-from foreword.router.attempt import Attempt, is_refusal
+from foreword.router.attempt import Attempt
 from foreword.router.gateway import envoy_messages as envoy
 from foreword.router.gateway.picker import (
     DESTINATION,
@@ -41,7 +41,7 @@ from foreword.router.gateway.picker import (
 )
 from foreword.router.passthrough import listed_models
 from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replicas import clock
+from foreword.router.replicas import clock, is_refusal
 from foreword.router.service import Router
 from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
