@@ -35,14 +35,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
-from foreword.integrations.vllm.kv_probe import calling_worker
+from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, worker_of
+from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -66,6 +66,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.degraded = ""
+        # A MultiConnector gives each of its connectors a copy of the configuration, with settings of its own.
+        self._behind_another = calling_multi_connector()
         self._reported = False  # that it is degraded
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
@@ -95,7 +97,11 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin(self, namespace: bytes) -> ForewordConnectorScheduler:
         worker = worker_of(self._engine)
-        self._info.settle(worker.open(None) if worker is not None else namespace)
+        if worker is not None:
+            namespace = worker.open(None)
+        elif self._behind_another:  # the record of a start is read once, also where the handshake says the same
+            namespace = told_by_stores(self._info, self._settings) or namespace
+        self._info.settle(namespace)
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
         if side.events is not None:
             side.events.hash_size = self._pool.hash_block_size if self._pool is not None else 0
@@ -199,6 +205,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         assert self._worker_side is not None
         self._worker_side.register_kv_caches(kv_caches)
+        if self._behind_another:
+            open_when_warm(calling_worker(), self._open)
+
+    @hook(lambda *_: None, at_start=True)
+    def _open(self, vllm_worker: Any) -> None:
+        assert self._worker_side is not None
+        self._worker_side.open(vllm_worker, announced=True)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
