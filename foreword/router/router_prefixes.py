@@ -140,6 +140,11 @@ class PrefixRegistry:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name of the file, too
+        finally:
+            os.close(folder)
 
 
 class _Router(Protocol):

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerated, with_generation
 from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
-from foreword.store.base import Store
+from foreword.store.base import Store, time_left
 from foreword.store.master_keys import MasterKeys
 from foreword.store.tier import StoreTier
 from foreword.store.types import StoreUrl
@@ -106,25 +106,28 @@ class _Generation:
 
 
 class KeyStoreCalls:
-    """Calls of a key store, each within a second. After one that fails none is made until a probe has succeeded."""
+    """Calls of a key store, each within a second, or until the caller's deadline. After one that fails none is made until a
+    probe has succeeded. A call that had less than a second says nothing of the key store."""
 
     def __init__(self, store: Store, seconds: float) -> None:
         self._tier, self._seconds, self.down = StoreTier(store), seconds, False
 
-    def _call(self, call: Callable[..., Result]) -> Result:
+    def _call(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
         if self.down:
             raise StoreUnavailable("the key store does not answer")
+        time_left(deadline)
+        hurried = deadline < time.monotonic() + _CALL_SECONDS
         try:
-            return self._try(call)
+            return self._try(call, deadline)
         except (StoreTimeout, StoreUnavailable) as error:
-            if not self.down:
+            if not (self.down or (hurried and isinstance(error, StoreTimeout))):
                 self.down = True
                 log.warning("the key store does not answer: %s", error.message)
                 threading.Thread(target=self._probe, name="foreword-keys", daemon=True).start()
             raise
 
-    def _try(self, call: Callable[..., Result]) -> Result:
-        deadline = time.monotonic() + _CALL_SECONDS
+    def _try(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
+        deadline = min(deadline, time.monotonic() + _CALL_SECONDS)
         return self._tier.call(partial(call, deadline=deadline), deadline)
 
     def _probe(self) -> None:
@@ -135,21 +138,48 @@ class KeyStoreCalls:
                 self.down = False
         log.info("the key store answers again")
 
-    def get(self, key: str) -> bytes | None:
-        return self._call(partial(self._tier.store.get_record, key))
+    def get(self, key: str, deadline: float = math.inf) -> bytes | None:
+        return self._call(partial(self._tier.store.get_record, key), deadline)
 
-    def put(self, key: str, data: bytes) -> None:
-        self._call(partial(self._tier.store.put_record, key, data))
+    def put(self, key: str, data: bytes, deadline: float = math.inf) -> None:
+        self._call(partial(self._tier.store.put_record, key, data), deadline)
 
     def delete(self, key: str) -> None:
         self._call(partial(self._tier.store.delete_record, key))
 
-    def list(self, prefix: str) -> list[str]:
-        return self._call(partial(self._tier.store.records, prefix))
+    def list(self, prefix: str, deadline: float = math.inf) -> list[str]:
+        return self._call(partial(self._tier.store.records, prefix), deadline)
 
     def close(self) -> None:
         self.down = False
         self._tier.close()
+
+
+class TenantLocks:
+    """A lock per tenant: a key store that is slow for a tenant, or a master key that is not found, delays no other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the table; nothing is waited for under it
+        self._locks: dict[bytes, tuple[threading.Lock, int]] = {}  # and how many calls have or want each
+
+    @contextlib.contextmanager
+    def of(self, tenant: bytes, deadline: float = math.inf) -> Iterator[None]:
+        """Exclude other calls for the tenant. Raises StoreTimeout at the deadline."""
+        with self._lock:
+            lock, count = self._locks.get(tenant, (threading.Lock(), 0))
+            self._locks[tenant] = lock, count + 1
+        try:
+            if not lock.acquire(timeout=min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+                raise StoreTimeout("another call has looked for the keys of this tenant until the deadline")
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            with self._lock:
+                lock, count = self._locks.pop(tenant)
+                if count > 1:
+                    self._locks[tenant] = lock, count - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +206,8 @@ class DataKeys:
         self._config = config
         self._masters = MasterKeys(config)
         self._store = KeyStoreCalls(store or _opened(config), config.check_seconds)
-        self._lock, self._tenants_lock = threading.Lock(), threading.Lock()
+        self._sealing, self._looking_at = TenantLocks(), TenantLocks()
+        self._lock = threading.Lock()  # of the start of the thread that looks
         self._entries: dict[tuple[bytes, int], _Entry] = {}
         self._destructions = 0
         self._active: dict[bytes, tuple[int | None, float]] = {}
@@ -192,74 +223,74 @@ class DataKeys:
 
     # Keys
 
-    def opening(self, tenant: bytes, number: int) -> DataKey | None:
+    def opening(self, tenant: bytes, number: int, deadline: float = math.inf) -> DataKey | None:
         """The tenant's key with this id; None if there is none (any more), or none that can be known now."""
-        return self._entry(tenant, number).key
+        return self._entry(tenant, number, deadline).key
 
-    def ended(self, tenant: bytes, number: int) -> bool:
+    def ended(self, tenant: bytes, number: int, deadline: float = math.inf) -> bool:
         """Whether the tenant's key with this id is known to have ended: what it encrypted is never read again. A key that
         this key store does not have may be one of another key store."""
-        return self._entry(tenant, number).ended
+        return self._entry(tenant, number, deadline).ended
 
-    def _entry(self, tenant: bytes, number: int) -> _Entry:
+    def _entry(self, tenant: bytes, number: int, deadline: float = math.inf) -> _Entry:
         entry = self._entries.get((tenant, number))
         if entry is None or time.monotonic() >= entry.until:
-            entry = self._checked(tenant, number, entry)
+            entry = self._checked(tenant, number, entry, deadline)
         return entry
 
-    def sealing(self, tenant: bytes) -> DataKey | None:
+    def sealing(self, tenant: bytes, deadline: float = math.inf) -> DataKey | None:
         """The key that encrypts what the tenant stores now, a new one if it never had any; None for a tenant whose keys were
         destroyed, or if the key store does not answer."""
         number, until = self._active.get(tenant, (None, 0.0))
         if number is not None:
-            key = self.opening(tenant, number)
+            key = self.opening(tenant, number, deadline)
             if key is not None and key.seals:
                 return key
         elif time.monotonic() < until:
             return None
-        with self._lock:
-            try:
-                key = self._find_active(tenant)
-            except StoreError:
-                key = None
+        key = None
+        # Without the lock, calls for a new tenant would make a key each.
+        with contextlib.suppress(StoreError), self._sealing.of(tenant, deadline):
+            key = self._find_active(tenant, deadline)
+        now = time.monotonic()
+        if key is not None or now < deadline:  # a call that was out of time has found nothing out
             _bound(self._active)
-            until = time.monotonic() + self._config.check_seconds
-            self._active[tenant] = (None if key is None else key.id, until)
-            return key
+            self._active[tenant] = (None if key is None else key.id, now + self._config.check_seconds)
+        return key
 
-    def _find_active(self, tenant: bytes) -> DataKey | None:
-        names = [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""))]
+    def _find_active(self, tenant: bytes, deadline: float) -> DataKey | None:
+        names = [key.rpartition("/")[2] for key in self._store.list(_path(tenant, ""), deadline)]
         if _DESTROYED in names:
             return None
-        known = [self.opening(tenant, _number(name)) for name in names]
+        known = [self.opening(tenant, _number(name), deadline) for name in names]
         usable = [key for key in known if key is not None and key.seals]
-        return max(usable, key=lambda key: (key.created, key.id)) if usable else self._create(tenant)
+        return max(usable, key=lambda key: (key.created, key.id)) if usable else self._create(tenant, deadline)
 
-    def _create(self, tenant: bytes) -> DataKey | None:
+    def _create(self, tenant: bytes, deadline: float = math.inf) -> DataKey | None:
         """A new key for a tenant; None if its keys were destroyed meanwhile."""
         number = ENCRYPTED | secrets.randbelow(ENCRYPTED - 1)
         key = DataKey(number, os.urandom(_KEY_BYTES), self.master, time.time())
-        return key if self._write(tenant, key) else None
+        return key if self._write(tenant, key, deadline) else None
 
-    def _write(self, tenant: bytes, key: DataKey) -> bool:
+    def _write(self, tenant: bytes, key: DataKey, deadline: float = math.inf) -> bool:
         """Store a key, encrypted by the current master key. False if the tenant's keys were destroyed meanwhile: then it is
         deleted again."""
-        self._store.put(_path(tenant, _name(key.id)), self._wrapped(tenant, key))
+        self._store.put(_path(tenant, _name(key.id)), self._wrapped(tenant, key), deadline)
         if self._store.get(_path(tenant, _DESTROYED)) is not None:
             self._store.delete(_path(tenant, _name(key.id)))
             return False
         self._entries.pop((tenant, key.id), None)
         return True
 
-    def _checked(self, tenant: bytes, number: int, entry: _Entry | None) -> _Entry:
+    def _checked(self, tenant: bytes, number: int, entry: _Entry | None, deadline: float) -> _Entry:
         before, destructions = entry or _Entry(None, 0.0, -math.inf), self._destructions
         now = checked = time.monotonic()
         until = now + self._config.check_seconds
         try:
-            data = self._store.get(_path(tenant, _name(number)))
-            if data is not None and self._store.get(_path(tenant, _DESTROYED)) is not None:
+            data = self._store.get(_path(tenant, _name(number)), deadline)
+            if data is not None and self._store.get(_path(tenant, _DESTROYED), deadline) is not None:
                 data = None
-            key = None if data is None else self._unwrapped(tenant, number, data)
+            key = None if data is None else self._unwrapped(tenant, number, data, deadline)
             if before.key == key:
                 key = before.key  # with the ciphers that are derived from it
         except StoreError:
@@ -268,6 +299,8 @@ class DataKeys:
                 until = min(until, checked + self._config.outage_seconds)
             else:
                 key = None
+            if time.monotonic() >= deadline:  # this call was out of time, the next one may not be
+                until = now
         ended = before.ended
         if key is not None:
             left = key.ends - time.time()
@@ -289,7 +322,7 @@ class DataKeys:
         sealed = master.encrypt(nonce, key.material, _canonical(plain))
         return _canonical({**plain, "nonce": nonce.hex(), "key": sealed.hex()})
 
-    def _unwrapped(self, tenant: bytes, number: int, data: bytes) -> DataKey | None:
+    def _unwrapped(self, tenant: bytes, number: int, data: bytes, deadline: float = math.inf) -> DataKey | None:
         """Decrypt a record. None if it is damaged, or of another tenant. Raises StoreUnavailable if its master key is not known
         here."""
         from cryptography.exceptions import InvalidTag
@@ -300,7 +333,7 @@ class DataKeys:
             named = plain["format"], plain["tenant"], plain["id"]
             if named != (_FORMAT, tenant.hex(), _name(number)):
                 return None
-            master = self._masters.get(str(plain["master"]))
+            master = self._masters.get(str(plain["master"]), deadline)
             if master is None:
                 raise StoreUnavailable(f"the master key {plain['master']!r} is not known here")
             material = master.decrypt(nonce, sealed, _canonical(plain))
@@ -308,8 +341,6 @@ class DataKeys:
             return DataKey(number, material, plain["master"], float(plain["created"]), ends)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, InvalidTag):
             return None
-        except ConfigError as error:  # a file that has become unreadable, a command that fails
-            raise StoreUnavailable(error.message) from None
 
     # Tenants
 
@@ -320,7 +351,7 @@ class DataKeys:
         known = self._generations.get(base)
         if known is not None and time.monotonic() < known.until:
             return known.salt
-        with self._tenants_lock:
+        with self._looking_at.of(base):
             until, destructions = time.monotonic() + self._config.check_seconds, self._destructions
             try:
                 found = self._generation(base, None if known is None else known.salt)
@@ -330,6 +361,7 @@ class DataKeys:
             self._generations[base] = now = _Generation(found, until)
             if destructions != self._destructions:
                 now.until = 0.0
+        with self._lock:
             if self._looking is None:
                 self._looking = threading.Thread(target=self._look, name="foreword-generations", daemon=True)
                 self._looking.start()
@@ -531,4 +563,5 @@ def _canonical(plain: dict[str, Any]) -> bytes:
 def _bound(known: dict[Any, Any]) -> None:
     """Forget what was learned first if there is too much."""
     while len(known) >= _MAX_ENTRIES:
-        known.pop(next(iter(known)), None)
+        with contextlib.suppress(RuntimeError, StopIteration):  # another thread changes it
+            known.pop(next(iter(known)), None)

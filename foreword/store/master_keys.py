@@ -1,12 +1,23 @@
-"""Master keys: they encrypt tenants' data keys, and nothing else. From the configuration, a file, or a command of a KMS."""
+"""Master keys: they encrypt tenants' data keys, and nothing else. From the configuration, a file, or a command of a KMS.
+
+A command is foreign code: it may hang, and so may a file of a network. After the start it therefore runs on a thread of its
+own, at most one at a time. No lock is held meanwhile, and a key that is known is returned without one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
+import os
 import re
+import select
 import shlex
+import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from foreword.config import EncryptionConfig, read_text
@@ -15,10 +26,24 @@ from foreword.errors import ConfigError, reason_of
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+log = logging.getLogger("foreword.store")
+
 ENTRY: Final = re.compile(r"([A-Za-z0-9._-]{1,32}):([0-9a-fA-F]{64})")
 _COMMAND_SECONDS: Final = 30.0
 _MAX_BYTES: Final = 1 << 16
-_AGAIN_SECONDS: Final = 5.0  # between two attempts to find an unknown key
+_STEP_SECONDS: Final = (
+    0.05  # between two looks whether the command has ended while other processes have its output open
+)
+_AGAIN_SECONDS: Final = 5.0  # between the end of an attempt to find an unknown key and the next one
+_WAIT_SECONDS: Final = 1.0  # that calls wait for an attempt, counted from its start
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An attempt to read the master keys again."""
+
+    started: float = field(default_factory=time.monotonic)
+    done: threading.Event = field(default_factory=threading.Event)
 
 
 class MasterKeys:
@@ -29,28 +54,54 @@ class MasterKeys:
 
     def __init__(self, config: EncryptionConfig) -> None:
         self._config = config
-        self._lock = threading.Lock()
-        self._keys: dict[str, AESGCM] = {}
-        self._read()
+        self._keys = self._read()  # is replaced as a whole, so readers take no lock
+        self._lock = threading.Lock()  # of the two below
+        self._attempt: _Attempt | None = None
+        self._ended_at = time.monotonic()  # when the last attempt ended
 
     @property
     def current(self) -> tuple[str, AESGCM]:
         """The id and the key that encrypt: the first."""
         return next(iter(self._keys.items()))
 
-    def get(self, name: str) -> AESGCM | None:
-        """The key with this id. An unknown one is looked for again, once every few seconds. None if there is none."""
-        with self._lock:
-            if name not in self._keys and time.monotonic() - self._read_at > _AGAIN_SECONDS:
-                self._read()
-            return self._keys.get(name)
+    def get(self, name: str, deadline: float = math.inf) -> AESGCM | None:
+        """The key with this id. An unknown one is looked for again, once every few seconds, for which this call waits a second
+        at most. None if it is not known by then."""
+        key = self._keys.get(name)
+        if key is None and not self._config.master_keys:
+            self._look_again(deadline)
+            key = self._keys.get(name)
+        return key
 
-    def _read(self) -> None:
+    def _look_again(self, deadline: float) -> None:
+        """Begin an attempt to read the keys if it is time, and wait for the attempt under way."""
+        with self._lock:
+            attempt = self._attempt
+            if attempt is None:
+                if time.monotonic() - self._ended_at <= _AGAIN_SECONDS:
+                    return
+                attempt = _Attempt()
+                # The thread cannot end before this lock is free, so it never leaves its own attempt here.
+                threading.Thread(target=self._try, args=(attempt,), name="foreword-master-keys", daemon=True).start()
+                self._attempt = attempt
+        attempt.done.wait(max(min(deadline, attempt.started + _WAIT_SECONDS) - time.monotonic(), 0.0))
+
+    def _try(self, attempt: _Attempt) -> None:
+        try:
+            self._keys = self._read()
+        except ConfigError as error:
+            log.warning("the master keys that are known stay in use: %s", error.message)
+        finally:
+            with self._lock:
+                self._attempt = None
+                self._ended_at = time.monotonic()
+            attempt.done.set()
+
+    def _read(self) -> dict[str, AESGCM]:
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ModuleNotFoundError:
             raise ConfigError("encryption needs: pip install 'foreword[integrity]'") from None
-        self._read_at = time.monotonic()
         keys = {}
         for entry in self._entries():
             match = ENTRY.fullmatch(entry)
@@ -62,7 +113,7 @@ class MasterKeys:
             keys[match[1]] = AESGCM(bytes.fromhex(match[2]))
         if not keys:
             raise ConfigError("there is no master key")
-        self._keys = keys
+        return keys
 
     def _entries(self) -> list[str]:
         config = self._config
@@ -77,24 +128,64 @@ class MasterKeys:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, within limits of time and length. Raises ConfigError without repeating it."""
+    """What a command prints, within limits of time and length. Raises ConfigError without repeating it.
+
+    The command leads a process group. On every way out but success the whole group is killed: a shell is rarely what hangs.
+    """
     what = f"encryption.master_key_command {command[0] if command else ''!r}"
+    status = None
     try:
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as running:
-            timer = threading.Timer(_COMMAND_SECONDS, running.kill)
-            timer.start()
-            read = b""
-            assert running.stdout is not None
+        running = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        assert running.stdout is not None
+        with running.stdout as stdout:
             try:
-                read = running.stdout.read(_MAX_BYTES + 1)
+                read = _read_limited(running.pid, stdout.fileno(), time.monotonic() + _COMMAND_SECONDS)
+                if read is not None:
+                    status = running.wait()
             finally:
-                if len(read) > _MAX_BYTES:
-                    running.kill()
-                status = running.wait()
-                timer.cancel()
-        text = read.decode("ascii")
+                if status is None:  # the leader has not been reaped, so the number of the group is still its own
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(running.pid, signal.SIGKILL)
+                    running.wait()
+        text = (read or b"").decode("ascii")
     except (OSError, ValueError, IndexError) as error:
         raise ConfigError(f"{what}: {reason_of(error)}") from None
-    if status or len(read) > _MAX_BYTES:
-        raise ConfigError(f"{what} failed with status {status}, took longer than 30 s or printed more than 64 KiB")
+    if read is None:
+        raise ConfigError(f"{what} took longer than {_COMMAND_SECONDS:g} s or printed more than 64 KiB")
+    if status:
+        raise ConfigError(f"{what} failed with status {status}")
     return text
+
+
+def _read_limited(process: int, handle: int, deadline: float) -> bytes | None:
+    """What a process has printed when it has ended, though it is not reaped; None if it prints too much or takes too long.
+
+    Its children may keep the output open, and not all of them are of its group: nothing here waits for the end of the output.
+    """
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    read, output_ended = b"", False
+    while time.monotonic() < deadline and len(read) <= _MAX_BYTES:
+        # In this order: what the process printed before its end is there once it has ended.
+        ended = _has_ended(process)
+        if output_ended:
+            if ended:
+                return read
+            time.sleep(_STEP_SECONDS)
+        elif poll.poll(0 if ended else 1000 * _STEP_SECONDS):
+            part = os.read(handle, _MAX_BYTES)
+            read += part
+            output_ended = not part
+        elif ended:
+            return read
+    return None
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a child has ended. It is not reaped here."""
+    try:
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # where SIGCHLD is ignored, the system reaps
+        return True

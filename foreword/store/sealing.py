@@ -18,6 +18,7 @@ import hmac
 import os
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
-from foreword.store.base import BAD, FOREIGN, Name, Store, StoreStatus, record_tenant
+from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.frame import (
     HEADER_BYTES,
@@ -127,12 +128,12 @@ class KeyRing:
     def verifying(self, number: int, scope: bytes) -> AESGCM | None:
         return self._cipher(number, scope) if number in self._texts else None
 
-    def opening(self, tenant: bytes, number: int) -> DataKey | None:
-        """A data key, None if it is not known (any more)."""
-        return None if self.data is None else self.data.opening(tenant, number)
+    def opening(self, tenant: bytes, number: int, deadline: float) -> DataKey | None:
+        """A data key, None if it is not known (any more), or not by the deadline."""
+        return None if self.data is None else self.data.opening(tenant, number, deadline)
 
-    def ended(self, tenant: bytes, number: int) -> bool:
-        return self.data is not None and self.data.ended(tenant, number)
+    def ended(self, tenant: bytes, number: int, deadline: float) -> bool:
+        return self.data is not None and self.data.ended(tenant, number, deadline)
 
 
 class SealedStore(FormChanger):
@@ -158,8 +159,10 @@ class SealedStore(FormChanger):
         data = self._keys.data
         if data is None:
             return self.put_changed([self._signed(frame) for frame in frames], deadline=deadline)
-        found = [(frame, data.sealing(tenant_of(frame.name))) for frame in frames]
+        found = [(frame, data.sealing(tenant_of(frame.name), deadline)) for frame in frames]
         sealed = [_encrypted(frame, key) for frame, key in found if key is not None]
+        if not sealed:
+            time_left(deadline)
         self._count("without_key", len(found) - len(sealed))
         if not (sealed or data.answers):
             raise StoreWithoutKeys("the key store does not answer")
@@ -176,9 +179,10 @@ class SealedStore(FormChanger):
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         lengths = self.inner.get(names, buffers, deadline=deadline)
-        return [self._opened(*item) if item[2] > 0 else item[2] for item in zip(names, buffers, lengths, strict=True)]
+        read = zip(names, buffers, lengths, strict=True)
+        return [self._opened(name, buffer, length, deadline) if length > 0 else length for name, buffer, length in read]
 
-    def _opened(self, name: Name, buffer: memoryview, length: int) -> int:
+    def _opened(self, name: Name, buffer: memoryview, length: int, deadline: float) -> int:
         """Make a sealed frame one without a seal, as it was before. What `frame.check` refuses stays as it is. Returns the
         result of `get`."""
         if length > len(buffer):
@@ -192,13 +196,15 @@ class SealedStore(FormChanger):
         if number == UNKEYED:
             return self._plain(name, data)
         if number & ENCRYPTED:
-            key = self._keys.opening(tenant_of(name), number)
+            key = self._keys.opening(tenant_of(name), number, deadline)
             sound = None if key is None else self._decrypted(name, data, key, nonce)
-            if key is None and self._keys.ended(tenant_of(name), number):
+            if key is None and self._keys.ended(tenant_of(name), number, deadline):
                 self.note_replaceable(name)
         else:
             cipher = self._keys.verifying(number, scope)
             sound = None if cipher is None else self._verified(data, cipher, nonce, tag)
+        if sound is None and time.monotonic() >= deadline:
+            return FAILED
         if sound is None:
             self._count("unknown_key")
             return FOREIGN
@@ -245,15 +251,17 @@ class SealedStore(FormChanger):
     # Records
 
     def put_record(self, key: str, data: bytes, *, deadline: float) -> None:
-        """As in the contract. Raises StoreReadOnly for a record of a tenant whose data keys were destroyed."""
+        """As in the contract. Raises StoreReadOnly for a record of a tenant whose data keys were destroyed, and StoreTimeout if
+        they were not found by the deadline."""
         nonce = os.urandom(NONCE_BYTES)
         if self._keys.data is None:
             number, cipher = self._keys.signing(b"record")
             head = _RECORD.pack(_SIGNED, number, nonce)
             sealed = cipher.encrypt(nonce, b"", _signed_record(head, key, data)) + data
         else:
-            data_key = self._keys.data.sealing(_owner(key))
+            data_key = self._keys.data.sealing(_owner(key), deadline)
             if data_key is None:
+                time_left(deadline)
                 raise StoreReadOnly("the record has no data key: those of its tenant were destroyed, or cannot be read")
             head = _RECORD.pack(_ENCRYPTED, data_key.id, nonce)
             sealed = data_key.cipher(b"record").encrypt(nonce, bytes(data), head + key.encode())
@@ -264,14 +272,14 @@ class SealedStore(FormChanger):
         if found is None:
             return None
         try:
-            data = self._opened_record(key, bytes(found))
+            data = self._opened_record(key, bytes(found), deadline)
         except self._keys.invalid_tag:
             data = None
         if data is None:
             self._count("unauthenticated_records")
         return data
 
-    def _opened_record(self, key: str, found: bytes) -> bytes | None:
+    def _opened_record(self, key: str, found: bytes, deadline: float) -> bytes | None:
         """The content of a record; None for one that is not sealed with a known key. Raises InvalidTag."""
         magic = found[:4]
         if magic not in (_SIGNED, _ENCRYPTED):
@@ -281,8 +289,11 @@ class SealedStore(FormChanger):
         _, number, nonce = _RECORD.unpack_from(found)
         head, rest = found[: _RECORD.size], found[_RECORD.size :]
         if magic == _ENCRYPTED:
-            data_key = self._keys.opening(_owner(key), number)
-            return None if data_key is None else data_key.cipher(b"record").decrypt(nonce, rest, head + key.encode())
+            data_key = self._keys.opening(_owner(key), number, deadline)
+            if data_key is None:
+                time_left(deadline)
+                return None
+            return data_key.cipher(b"record").decrypt(nonce, rest, head + key.encode())
         cipher = self._keys.verifying(number, b"record")
         if cipher is None:
             return None

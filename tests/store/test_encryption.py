@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import math
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from foreword.config import EncryptionConfig, TransferConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
-from foreword.store import data_keys
+from foreword.store import data_keys, master_keys
 from foreword.store.base import FOREIGN, Store
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.disk.disk_store import DiskStore
@@ -219,7 +221,7 @@ def test_a_slow_destruction_brings_nothing_back(tmp_path: Path, stack: ExitStack
     assert key is not None
     put = other._store.put
 
-    def late(path: str, data: bytes) -> None:
+    def late(path: str, data: bytes, deadline: float = math.inf) -> None:
         keys.destroy(TENANT)
         put(path, data)
 
@@ -234,7 +236,7 @@ def test_a_key_that_is_made_during_a_destruction(tmp_path: Path, stack: ExitStac
     keys, other = keys_in(stack, tmp_path), keys_in(stack, tmp_path)
     first, put, made = keys.sealing(TENANT), keys._store.put, list[int]()
 
-    def late(path: str, data: bytes) -> None:
+    def late(path: str, data: bytes, deadline: float = math.inf) -> None:
         fresh = other._create(TENANT)
         assert fresh is not None
         made.append(fresh.id)
@@ -253,7 +255,7 @@ def test_a_look_during_a_destruction(tmp_path: Path, stack: ExitStack) -> None:
     keys._entries.clear()
     get = keys._store.get
 
-    def slow(path: str) -> bytes | None:
+    def slow(path: str, deadline: float = math.inf) -> bytes | None:
         found = get(path)
         if path.endswith("destroyed") and found is None:
             keys._store.get = get  # type: ignore[method-assign]
@@ -514,6 +516,14 @@ def test_a_receipt_names_the_keys(tmp_path: Path, stack: ExitStack) -> None:
 # Master keys
 
 
+def until(condition: Callable[[], bool]) -> bool:
+    """Wait for a condition that another thread or process brings about."""
+    end = time.monotonic() + 60
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
 def test_where_master_keys_come_from(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file, a command, and the environment give the same keys. A file is read again when a key is missing."""
     file = tmp_path / "masters"
@@ -535,7 +545,8 @@ def test_where_master_keys_come_from(tmp_path: Path, stack: ExitStack, monkeypat
     keys = stack.enter_context(closing(DataKeys(EncryptionConfig(key_store=folder, master_key_file=str(file)))))
     assert read(sealed(inner, keys), FRAMES) == [None] * 12
     file.write_text(f"{NEW}\n{OLD}\n", encoding="ascii")
-    keys._masters._read_at = keys._entries.clear() or 0.0  # type: ignore[func-returns-value]
+    monkeypatch.setattr(master_keys, "_AGAIN_SECONDS", 0.0)
+    keys._entries.clear()
     assert read(sealed(inner, keys), FRAMES) == whole(FRAMES)
     inner.close()
 
@@ -561,11 +572,163 @@ def test_wrong_master_keys(tmp_path: Path, given: dict[str, str], message: str) 
     assert "1111" not in raised.value.message and "1111" not in repr(chosen)
 
 
-def test_a_command_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command of a key service is ended after its time."""
-    monkeypatch.setattr("foreword.store.master_keys._COMMAND_SECONDS", 0.2)
+class Command:
+    """A key command whose behaviour is a file: it ends and prints master keys, or hangs. Each run leaves a line.
+
+    Attributes:
+        hanging: shell code that hangs.
+    """
+
+    def __init__(self, folder: Path, hanging: str) -> None:
+        self.keys, self.hang, self.runs = folder / "printed", folder / "hang", folder / "runs"
+        self.keys.write_text(OLD, encoding="ascii")
+        self.runs.touch()
+        script = folder / "command"
+        script.write_text(
+            f"echo $$ >> {self.runs}\nif [ -e {self.hang} ]; then {hanging}; fi\ncat {self.keys}\n", encoding="ascii"
+        )
+        self.config = EncryptionConfig(key_store=str(folder / "keys"), master_key_command=f"sh {script}")
+
+    @property
+    def groups(self) -> list[int]:
+        return [int(line) for line in self.runs.read_text(encoding="ascii").split()]
+
+
+HANGING = {
+    "direct": "exec sleep 600",
+    "child": "sleep 600",
+    "closed": "exec >&-; sleep 600",
+    "child-without-output": "sleep 600 >/dev/null & wait",
+    "pipeline": "sleep 600 | cat",
+}
+
+
+def _lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("hanging", HANGING)
+def test_a_command_that_hangs(hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of a key service is ended after its time, with all processes of its group."""
+    monkeypatch.setattr(master_keys, "_COMMAND_SECONDS", 0.2)
+    command = Command(tmp_path, HANGING[hanging])
+    command.hang.touch()
     with pytest.raises(ConfigError, match="took longer"):
-        DataKeys(EncryptionConfig(key_store=str(tmp_path), master_key_command="sleep 600"))
+        DataKeys(command.config)
+    [group] = command.groups
+    assert until(lambda: not _lives(group))
+
+
+def test_what_a_command_leaves_running(tmp_path: Path) -> None:
+    """A command has ended when its process has, though another one that it started keeps its output open."""
+    masters = tmp_path / "masters"
+    masters.write_text(OLD, encoding="ascii")
+    script = tmp_path / "command"
+    script.write_text(f"setsid sleep 60 &\necho $! > {tmp_path}/left\ncat {masters}\n", encoding="ascii")
+    DataKeys(EncryptionConfig(key_store=str(tmp_path / "keys"), master_key_command=f"sh {script}")).close()
+    os.kill(int((tmp_path / "left").read_text(encoding="ascii")), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("hanging", ["direct", "child"])
+def test_a_hanging_command_costs_only_its_tenant(
+    hanging: str, tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the command hangs that would print an unknown master key, all tenants but that of the key store and read, new ones
+    too, and one attempt is under way at any time. The call that asked gives up after its time, before the command ends."""
+    monkeypatch.setattr(master_keys, "_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(master_keys, "_WAIT_SECONDS", 0.05)
+    command = Command(tmp_path, HANGING[hanging])
+    keys = stack.enter_context(closing(DataKeys(command.config)))
+    store = sealed(MemoryStore(1 << 20), keys)
+    chains = [make_frames(number, 4, 500, root=bytes([number]) * 32) for number in range(1, 9)]
+    assert store.put(chains[0], deadline=soon())
+    elsewhere = keys_in(stack, tmp_path, NEW, OLD)
+    assert elsewhere.sealing(tenant_of(chains[1][0].name)) is not None  # its master key is unknown to the first server
+    command.hang.touch()
+    asked = [threading.Thread(target=keys.sealing, args=(tenant_of(chains[1][0].name), soon())) for _ in range(4)]
+    for thread in asked:
+        thread.start()
+    assert until(lambda: len(command.groups) == 2)  # the start, and the attempt
+    assert read(store, chains[0]) == whole(chains[0])
+    for chain in (chains[0], *chains[2:]):
+        assert store.put(chain, deadline=soon()) == len(chain)
+        assert read(store, chain) == whole(chain)
+    for thread in asked:
+        thread.join()
+    assert _lives(command.groups[-1]) and len(command.groups) == 2
+    command.hang.unlink()
+    command.keys.write_text(f"{NEW}\n{OLD}\n", encoding="ascii")
+    os.killpg(command.groups[-1], signal.SIGKILL)
+    keys._entries.clear()
+    number = next(one.id for one in elsewhere.all() if one.tenant == tenant_of(chains[1][0].name))
+    assert until(lambda: keys.opening(tenant_of(chains[1][0].name), number) is not None)
+
+
+def test_the_pause_begins_when_a_command_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the end of an attempt and the next one lies the pause, also if the attempt took longer than the pause."""
+    monkeypatch.setattr(master_keys, "_WAIT_SECONDS", 60.0)
+    command = Command(tmp_path, "sleep 0.2")
+    masters = master_keys.MasterKeys(command.config)
+    monkeypatch.setattr(master_keys, "_AGAIN_SECONDS", 0.0)
+    command.hang.touch()
+    assert masters.get("unknown") is None and len(command.groups) == 2
+    monkeypatch.setattr(master_keys, "_AGAIN_SECONDS", 3600.0)
+    began = time.monotonic()
+    assert masters.get("unknown") is None and len(command.groups) == 2
+    assert masters._ended_at <= began
+    masters._ended_at -= 3601.0
+    assert masters.get("unknown") is None and len(command.groups) == 3
+    assert masters.get("old", time.monotonic() - 1) is not None
+
+
+def test_a_call_in_a_hurry_says_nothing_of_the_key_store(tmp_path: Path, stack: ExitStack) -> None:
+    """A call whose deadline is near gives up then. It neither counts as a failure of the key store nor is what it did not find
+    out remembered."""
+    broken = FlakyStore(DiskStore(str(tmp_path / "keys"), 1 << 20))
+    keys = stack.enter_context(closing(DataKeys(config(tmp_path), broken)))
+    broken.inject("hang", 1.0)
+    assert keys.sealing(TENANT, time.monotonic() + 0.05) is None and keys.answers
+    broken.inject("hang", 0.0)
+    broken.release()
+    assert keys.sealing(TENANT, soon()) is not None
+
+
+def test_a_key_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a key record are synced before its rename, and each folder above it after that, up to what was there."""
+    calls = list[tuple[str, str]]()
+    fsync, rename = os.fsync, os.rename
+
+    def synced(handle: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def renamed(source: str, target: str) -> None:
+        calls.append(("rename", source))
+        calls.append(("renamed", target))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    folder = tmp_path / "new" / "folder"
+    store = DiskStore(str(folder), 1 << 20, sync_records=True)
+    store.put_record("a/b/c", b"key", deadline=soon())
+    [source] = [path for call, path in calls if call == "rename"]
+    [target] = [path for call, path in calls if call == "renamed"]
+    assert calls[0] == ("fsync", source) and calls[1] == ("rename", source)
+    after = {path for call, path in calls[calls.index(("renamed", target)) :] if call == "fsync"}
+    parents = [str(one) for one in Path(target).parents]
+    assert after >= set(parents[: parents.index(str(tmp_path)) + 1])
+    calls.clear()
+    store.put_record("a/b/c", b"other", deadline=soon())
+    assert [call for call, _ in calls][:3] == ["fsync", "rename", "renamed"]
+    calls.clear()
+    assert store.delete_record("a/b/c", deadline=soon())
+    assert calls == [("fsync", str(folder / "records"))]
+    store.close()
 
 
 def test_wrong_configurations(tmp_path: Path) -> None:

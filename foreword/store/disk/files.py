@@ -47,6 +47,7 @@ _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.ENODEV}  # a link, a socket or a device lies in the place of the file
 _UNREADABLE: Final = {errno.EACCES, errno.EPERM, errno.EIO, errno.EUCLEAN}
 _CREATE_ATTEMPTS: Final = 5
+_FOLDER: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
 _FORBIDDEN: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 WRITE_ARGUMENTS: Final = (c_int64, *(c_void_p,) * 4, c_double)
 
@@ -259,8 +260,12 @@ def make_folder(path: str) -> None:
         raise store_error(error) from error
 
 
-def write_atomically(path: str, temporary: str, data: bytes | memoryview) -> None:
-    """Write `temporary` and rename it to `path`. On an error neither is left. Raises StoreError."""
+def write_atomically(path: str, temporary: str, data: bytes | memoryview, *, sync: bool = False) -> None:
+    """Write `temporary` and rename it to `path`. On an error neither is left. Raises StoreError.
+
+    `sync`: the bytes are on the device before the file has its name. Some file systems keep a rename and not yet the data: a
+    loss of power would leave an empty file in place of the old one. The name is not on the device yet (`write_back`).
+    """
     view = memoryview(data)
     try:
         handle = _create(temporary)
@@ -268,6 +273,8 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview) -> Non
             written = os.write(handle, view)
             while written < len(view):
                 written += os.write(handle, view[written:])
+            if sync:
+                os.fsync(handle)
         finally:
             os.close(handle)
         try:
@@ -279,6 +286,42 @@ def write_atomically(path: str, temporary: str, data: bytes | memoryview) -> Non
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise store_error(error) from error
+
+
+def write_back(path: str, last: str) -> None:
+    """Write the entries of a folder to the device, and those of the folders that it is in, up to the last one. Raises
+    StoreError."""
+    _sync_folder(path)
+    while len(path) > len(last):
+        path = os.path.dirname(path)
+        _sync_folder(path)
+
+
+def _sync_folder(path: str) -> None:
+    """Write the entries of a folder to the device, unless it was removed. Raises StoreError."""
+    try:
+        handle = os.open(path, _FOLDER)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise store_error(error) from error
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        raise store_error(error) from error
+    finally:
+        os.close(handle)
+
+
+def write_back_above(folder: str) -> None:
+    """Write the entry of a folder to the device, and those of the folders that it is in on this device, where this process may
+    read them."""
+    path = os.path.realpath(folder)
+    with contextlib.suppress(OSError):
+        device = os.stat(path).st_dev
+        while path != "/" and os.stat(path := os.path.dirname(path)).st_dev == device:
+            with contextlib.suppress(StoreError):
+                _sync_folder(path)
 
 
 def _create(path: str) -> int:
@@ -374,6 +417,7 @@ class RecordFiles:
     def __init__(self, folder: str, *, sync: bool = False) -> None:
         self._folder = folder
         self._sync = sync
+        self._above = False  # the folders above are on the device
 
     def _path(self, key: str) -> str:
         *parts, last = check_record_key(key).split("/")
@@ -381,8 +425,13 @@ class RecordFiles:
 
     def put(self, key: str, data: bytes, token: str) -> None:
         path = self._path(key)
-        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data))
-        self._write_back(path, self._folder)
+        write_atomically(path, f"{path}{token}.{secrets.token_hex(4)}", check_record(data), sync=self._sync)
+        if self._sync:
+            # Also folders that another process has made: it may not have come to this yet.
+            write_back(os.path.dirname(path), self._folder)
+            if not self._above:
+                write_back_above(self._folder)
+                self._above = True
 
     def get(self, key: str) -> bytes | None:
         try:
@@ -396,21 +445,9 @@ class RecordFiles:
         path = self._path(key)
         removed = remove_file(path)
         last = _remove_empty(os.path.dirname(path), self._folder)
-        self._write_back(last, last)
+        if self._sync:
+            write_back(last, last)
         return removed
-
-    def _write_back(self, path: str, last: str) -> None:
-        """Write a file or folder to the device, and the folders that it is in up to the last one."""
-        while self._sync and len(path) >= len(last):
-            with contextlib.suppress(FileNotFoundError):
-                handle = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(handle)
-                except OSError as error:
-                    raise store_error(error) from error
-                finally:
-                    os.close(handle)
-            path = os.path.dirname(path)
 
     def keys(self, prefix: str) -> list[str]:
         """All keys that start with `prefix`, sorted. Raises PartialListing if a folder cannot be read."""
