@@ -1,16 +1,15 @@
 """Tensors in weight files, by content: name, dtype, shape and a digest of the bytes, whatever file holds them.
 
-Safetensors and GGUF files are read as they lie on the disk. Files of torch are mapped, and unpickled as `torch.load` does with
-`weights_only`. Any other file, and a damaged one, counts as one tensor with the file's name.
+Safetensors files are read as they lie on the disk. Files of torch are mapped, and unpickled as `torch.load` does with
+`weights_only`. Any other file, and a damaged one, counts as one tensor with the file's name; a GGUF file, which also has the
+configuration, as one without a name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 import xxhash
+
+from foreword.decoders import decode_msgpack
 
 _READ: Final = 8 << 20
 _TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -32,15 +33,6 @@ _DTYPES: Final = {
     "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16",
     "U32": "uint32", "U64": "uint64", "C64": "complex64", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-# Elements and bytes of a block of GGML's types, by number.
-_GGML: Final = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 10: (256, 84), 11: (256, 110),
-    12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98),
-    19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4),
-    27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66), 39: (32, 17),
-}  # fmt: skip
-_GGUF_SCALARS: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-_GGUF_TEXT, _GGUF_ARRAY = 8, 9
 
 
 class TensorContent(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +79,7 @@ def file_tensors(path: Path) -> list[TensorContent]:
     OSError."""
     cached = _cached(path, "tensors")
     try:
-        return msgspec.msgpack.decode(cached.read_bytes(), type=_Found)
+        return decode_msgpack(cached.read_bytes(), _Found)
     except (OSError, msgspec.DecodeError):
         found = _read(path)
         _keep(path, cached, msgspec.msgpack.encode(found))
@@ -110,17 +102,14 @@ def file_digest(path: Path) -> bytes:
 
 
 def _read(path: Path) -> list[TensorContent]:
-    whole = [TensorContent(path.name, "file", (), b"")]
     try:
         if path.suffix == ".safetensors":
             return _safetensors(path)
-        if path.suffix == ".gguf":
-            return _gguf(path)
         if path.suffix in _TORCH:
             return _torch(path)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError, struct.error):
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, EOFError):
         pass  # not such a file: its bytes count
-    return [msgspec.structs.replace(one, digest=file_digest(path)) for one in whole]
+    return [TensorContent("" if path.suffix == ".gguf" else path.name, "file", (), file_digest(path))]
 
 
 def _hashed(file: BinaryIO, start: int, size: int) -> bytes:
@@ -188,58 +177,6 @@ def tensor_content(name: str, tensor: Any) -> TensorContent:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     shape = tuple(int(size) for size in tensor.shape)
     return TensorContent(name, str(tensor.dtype).removeprefix("torch."), shape, xxhash.xxh3_128_digest(data))
-
-
-def _gguf(path: Path) -> list[TensorContent]:
-    with path.open("rb") as file:
-        magic, version, tensors, pairs = struct.unpack("<4sIQQ", file.read(24))
-        if magic != b"GGUF" or version < 2 or tensors > 1 << 24:
-            raise ValueError("no GGUF file")
-        alignment = 32
-        for _ in range(pairs):
-            key, value = _gguf_text(file), _gguf_value(file, *struct.unpack("<I", file.read(4)))
-            alignment = value if key == b"general.alignment" and value else alignment
-        entries = []
-        for _ in range(tensors):
-            name = _gguf_text(file).decode("utf-8", "replace")
-            (dimensions,) = struct.unpack("<I", file.read(4))
-            shape = struct.unpack(f"<{dimensions}Q", file.read(8 * dimensions))
-            kind, offset = struct.unpack("<IQ", file.read(12))
-            entries.append((offset, name, kind, shape))
-        start = -(-file.tell() // alignment) * alignment
-        entries.sort()
-        end = path.stat().st_size - start
-        found = []
-        for (offset, name, kind, shape), behind in zip(entries, [*(one[0] for one in entries[1:]), end], strict=False):
-            elements, size = _GGML.get(kind, (0, 0))
-            length = math.prod(shape) // elements * size if elements else behind - offset
-            found.append(TensorContent(name, f"ggml {kind}", shape, _hashed(file, start + offset, length)))
-        return found
-
-
-def _gguf_text(file: BinaryIO) -> bytes:
-    (length,) = struct.unpack("<Q", file.read(8))
-    if length > 1 << 30:
-        raise ValueError("no GGUF file")
-    return file.read(length)
-
-
-def _gguf_value(file: BinaryIO, kind: int) -> int:
-    """The value of an unsigned number; 0 for anything else, which is skipped."""
-    if kind == _GGUF_TEXT:
-        _gguf_text(file)
-    elif kind == _GGUF_ARRAY:
-        inner, count = struct.unpack("<IQ", file.read(12))
-        if inner in _GGUF_SCALARS:
-            file.seek(count * _GGUF_SCALARS[inner], os.SEEK_CUR)
-        else:
-            for _ in range(count):
-                _gguf_value(file, inner)
-    elif kind == 4:
-        return int.from_bytes(file.read(4), "little")
-    else:
-        file.seek(_GGUF_SCALARS[kind], os.SEEK_CUR)
-    return 0
 
 
 def _cached(path: Path, kind: str) -> Path:

@@ -171,6 +171,12 @@ class StoreLookups:
         with self._counting:
             return LookupCounts(dict(self._lookups), dict(self._tokens))
 
+    @property
+    def total(self) -> int:
+        """How many lookups were counted."""
+        with self._counting:
+            return sum(self._lookups.values())
+
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
         """Count a request, and its tokens, for which nothing is looked up."""
         self._count(tokens, 0, outcome)

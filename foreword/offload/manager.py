@@ -536,6 +536,17 @@ class OffloadManager:
             for name, amount in more.items():
                 self._counts[name] += amount
 
+    @property
+    def queued(self) -> int:
+        """Blocks that wait to be written."""
+        return self._writer.queued
+
+    @property
+    def stamp(self) -> tuple[int, ...]:
+        """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
+        writer = self._writer
+        return writer.queued, self._dropped, writer.dropped, *self._counts.values()
+
     def status(self) -> OffloadStatus:
         return OffloadStatus(
             queued=self._writer.queued,

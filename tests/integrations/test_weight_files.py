@@ -44,33 +44,6 @@ def model(
     return folder
 
 
-def gguf(folder: Path, name: str, weights: dict[str, torch.Tensor], note: str = "x") -> Path:
-    """A GGUF file with metadata of several types."""
-
-    def text(value: str) -> bytes:
-        return struct.pack("<Q", len(value)) + value.encode()
-
-    def aligned(data: bytes) -> bytes:
-        return data + bytes(-len(data) % 32)
-
-    pairs = [
-        text("general.name") + struct.pack("<I", 8) + text(note),
-        text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),
-        text("scores") + struct.pack("<IIQ", 9, 6, 2) + bytes(8),
-        text("general.alignment") + struct.pack("<II", 4, 32),
-        text("flag") + struct.pack("<IB", 7, 1),
-    ]
-    infos, data = [], b""
-    for key, value in weights.items():
-        shape = value.shape[::-1]
-        infos.append(text(key) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, len(data)))
-        data += aligned(value.numpy().tobytes())
-    head = struct.pack("<4sIQQ", b"GGUF", 3, len(infos), len(pairs))
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_bytes(aligned(head + b"".join(pairs + infos)) + data)
-    return folder
-
-
 def test_the_same_tensors_in_other_files(tmp_path: Path) -> None:
     """Weights have one identity, whatever files have them: safetensors, torch's, shards, other names, beside what is not read;
     and without the prefix that an export of the model alone does not have."""
@@ -139,13 +112,13 @@ def test_what_stands_behind_the_layers(tmp_path: Path) -> None:
 
 
 def test_gguf(tmp_path: Path) -> None:
-    """Tensors of a GGUF file count, its notes do not; a model may be the file itself."""
-    one = read_checkpoint(gguf(tmp_path / "one", "a.gguf", tensors()), "gguf")
-    same = gguf(tmp_path / "same", "b.gguf", dict(reversed(tensors().items())), note="another, longer note")
-    assert read_checkpoint(same, "gguf") == read_checkpoint(same / "b.gguf") == one
-    assert {len(tensor.shape) for tensor in file_tensors(same / "b.gguf")} == {2}
-    other = gguf(tmp_path / "other", "a.gguf", bit(tensors(), "model.layers.1.q.weight"))
-    assert read_checkpoint(other, "gguf").weights != one.weights
+    """A GGUF file has weights and configuration, so its bytes count; not its name, nor whether a model is named by the file."""
+    for folder, name, data in (("a", "x", b"1"), ("b", "y", b"1"), ("c", "x", b"2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.gguf").write_bytes(data)
+    one = read_checkpoint(tmp_path / "a", "gguf")
+    assert one == read_checkpoint(tmp_path / "b") == read_checkpoint(tmp_path / "b" / "y.gguf")
+    assert one != read_checkpoint(tmp_path / "c", "gguf")
 
 
 def test_a_load_format_that_is_not_known(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +35,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
+from foreword.integrations.vllm.give_back import give_back
 from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
+    BlockSave,
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
-from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
+from foreword.integrations.vllm.weights import follow_engine
+from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, told_by_stores, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -59,8 +62,9 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     It supports vLLM's hybrid KV cache manager: models with several KV cache groups keep it.
 
     Saves copy whole blocks after the step (`wait_for_save`), before vLLM can give them to another request, so preemption needs
-    no further care. At the end of a request vLLM keeps its blocks for one more step, if the last window is to be saved. Saving
-    layer by layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill that filled them.
+    no further care. The last window of a request is copied when it ends. Where the worker is in another process, vLLM keeps the
+    request's blocks until the next step, or until it resets its cache if that comes first (`give_back.py`). Saving layer by
+    layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill that filled them.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -71,6 +75,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._reported = False  # that it is degraded
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
+        self._idle = False  # the workers have nothing to do for the step that runs
         self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
         self._pool: Any = None
         self._scheduler_side: ForewordConnectorScheduler | None = None
@@ -103,17 +108,18 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             namespace = told_by_stores(self._info, self._settings) or namespace
         self._info.settle(namespace)
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
-        if side.events is not None:
-            side.events.hash_size = self._pool.hash_block_size if self._pool is not None else 0
-        side.sessions.pool = self._pool
+        side.bind_pool(self._pool)
+        follow_engine(self._info.config, "reset_prefix_cache", self.before_reset, before=True)
         return side
 
     @property
     def _worker(self) -> ForewordConnectorWorker:
         """The worker side. Its stores open with the handshake, or when they are first needed."""
-        assert self._worker_side is not None
-        self._worker_side.open(None)
-        return self._worker_side
+        side = self._worker_side
+        assert side is not None
+        if side.offload is None:
+            side.open(None)
+        return side
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -124,6 +130,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
+
+    @hook(lambda *_, **__: None)
+    def before_reset(self, core: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
+        """vLLM is about to reset its own cache."""
+        alone = core.scheduler.connector is self
+        told = self._expected.given_back if alone else None
+        give_back(core, self._scheduler, running=reset_running_requests, told=told)
 
     @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -239,12 +252,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker_side.handshake
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
+        self._connector_metadata = connector_metadata
         if isinstance(connector_metadata, ForewordConnectorMetadata):
             self._begin_step(connector_metadata)
 
     @hook(lambda self, metadata: self._loads.begin_step(metadata))
     def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
+        self._idle = metadata.empty
         self._loads.begin_step(metadata)
         if self._worker_side is not None:
             self._worker_side.begin_step(metadata)
@@ -252,9 +266,12 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Nothing reads a preempted request's blocks: what is saved was copied in the step that filled it."""
 
-    @hook(lambda *_, **__: None)
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
-        metadata = self._metadata()
+        if not self._idle:
+            self._start_loads(self._metadata())
+
+    @hook(lambda *_: None)
+    def _start_loads(self, metadata: ForewordConnectorMetadata) -> None:
         self._worker.refuse(metadata.refused)
         self._worker.start_loads(metadata.loads)
 
@@ -264,14 +281,18 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """Blocks are saved whole, after the step (`wait_for_save`)."""
 
-    @hook(lambda *_: None)
     def wait_for_save(self) -> None:
-        self._worker.save(self._metadata())
+        metadata = self._metadata()
+        if not self._idle or metadata.tokens >= MEASURED_TOKENS:
+            self._save(metadata)
+
+    @hook(lambda *_: None)
+    def _save(self, metadata: ForewordConnectorMetadata) -> None:
+        self._worker.save(metadata)
 
     def _metadata(self) -> ForewordConnectorMetadata:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, ForewordConnectorMetadata)
-        return metadata
+        assert isinstance(self._connector_metadata, ForewordConnectorMetadata)
+        return self._connector_metadata
 
     def _give_up(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, sent = self._loads.give_up()
@@ -285,9 +306,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @hook(_give_up)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self._worker
-        worker.stop_loads(finished_req_ids)
-        if self.has_connector_metadata() and not self._metadata().tokens:
+        if finished_req_ids:
+            worker.stop_loads(finished_req_ids)
+        metadata = self._connector_metadata
+        if isinstance(metadata, ForewordConnectorMetadata) and not metadata.tokens:
             worker.wait()
+        if not finished_req_ids and not worker.has_results:
+            return KVConnectorTransferResults()
         received, sent = worker.take_received(), worker.take_sent(finished_req_ids)
         failed = worker.take_failed_requests()
         results = KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
@@ -306,6 +331,17 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> ForewordWorkerMetadata | None:
         return self._worker_side.take_changes() if self._worker_side is not None else None
 
+    def _end_anyway(self, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
+        if self._worker_side is not None:
+            self._worker_side.drop_loads()
+        return self._loads.end(names)
+
+    @hook(_end_anyway)
+    def end_work(self, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
+        """Between two steps: end loads as failed, and save blocks. Returns the requests whose loads have ended by this."""
+        self._worker.save_blocks(saves)
+        return self._loads.end(self._worker.end_loads(names))
+
     def _report_degraded(self) -> KVConnectorStats | None:
         if self._reported:
             return None
@@ -316,7 +352,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(_report_degraded)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both sides."""
+        """vLLM asks both sides, after each step. Each answers ten times a second at most."""
         side = self._worker_side if self._worker_side is not None else self._scheduler
         return side.take_stats()
 

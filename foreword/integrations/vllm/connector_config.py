@@ -311,6 +311,12 @@ class KVCacheInfo:
         """Whether a step may compute tokens that are rejected afterwards."""
         return getattr(self.config, "speculative_config", None) is not None
 
+    @property
+    def decoded_tokens(self) -> int:
+        """The most tokens of a request that a step of decoding computes."""
+        speculative = getattr(self.config, "speculative_config", None)
+        return 1 + int(getattr(speculative, "num_speculative_tokens", 0) or 0)
+
     def limit(self, num_tokens: int) -> int:
         """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again. That would enter a
         recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it.

@@ -103,17 +103,26 @@ class Loads:
         self._sent: set[str] = set()
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
-        for request_id in self._ended:
-            self._open.pop(request_id, None)
-        self._kept -= self._sent
-        self._ended, self._sent = set(), set()
-        self._open.update({load.request_id: load for load in (*metadata.loads, *metadata.refused)})
-        self._kept.update(metadata.finished)
+        if self._ended or self._sent:
+            for request_id in self._ended:
+                self._open.pop(request_id, None)
+            self._kept -= self._sent
+            self._ended, self._sent = set(), set()
+        if metadata.loads or metadata.refused or metadata.finished:
+            self._open.update({load.request_id: load for load in (*metadata.loads, *metadata.refused)})
+            self._kept.update(metadata.finished)
 
     def note(self, received: Iterable[str], sent: Iterable[str]) -> None:
         """It is reported to vLLM that these have ended."""
         self._ended.update(received)
         self._sent.update(sent)
+
+    def end(self, request_ids: Iterable[str]) -> set[str]:
+        """Of these requests, those with an open load, which vLLM hears of at once and not by a step's report."""
+        found = self._open.keys() & set(request_ids) - self._ended
+        for request_id in found:
+            del self._open[request_id]
+        return found
 
     def give_up(self) -> tuple[set[str], set[str]]:
         """The requests whose loads end now, and those whose blocks are given back."""
@@ -147,9 +156,14 @@ class Expectations:
         """vLLM keeps a finished request's blocks until a worker says that they were sent."""
         self._kept.append(request_id)
 
+    def given_back(self, request_ids: Iterable[str]) -> None:
+        """vLLM keeps the blocks of these requests no longer."""
+        self._kept = [one for one in self._kept if one not in set(request_ids)]
+
     def sent(self) -> None:
         """The workers know what to do with all of it."""
-        self._loads, self._kept = {}, []
+        if self._loads or self._kept:
+            self._loads, self._kept = {}, []
 
     def give_up(self, tokens: int) -> ForewordConnectorMetadata:
         """For the workers: fail the loads and give back the blocks. `tokens`: of the step. Never 0 there, as workers wait for

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from foreword.blocks.layout import BlockUnits
 from foreword.blocks.resume import GroupKind
+from foreword.errors import ModelUnsupported
 from foreword.integrations.tensor_files import digest_of_tensors, tensors_of
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
@@ -117,7 +118,7 @@ def open_when_warm(worker: Any | None, opened: Callable[[Any], object]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeOutcome:
     """What a rank has measured.
 
     Attributes:
@@ -166,12 +167,12 @@ def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
     return found
 
 
-def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> ProbeResult:
+def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> ProbeOutcome:
     """Compute the probe on this rank, and sample its blocks; all ranks together. Without samples if there is no room for it, or
     if this vLLM's runner takes no such request."""
     tokens, why = probe_tokens(info)
     if not tokens:
-        return ProbeResult(why=why)
+        return ProbeOutcome(why=why)
     tables, prompt = _tables(info, tokens), _prompt(info, tokens)
 
     def computed() -> dict[str, ProbeSample]:
@@ -186,8 +187,8 @@ def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequen
         samples = computed()
         behind = _behind(worker.model_runner.get_model(), info.config, samples, computed)
     except _REFUSED as error:
-        return ProbeResult(why=f"vLLM's runner does not take the probe ({type(error).__name__}: {error}): report this")
-    return ProbeResult(samples, "", behind)
+        return ProbeOutcome(why=f"vLLM's runner does not take the probe ({type(error).__name__}: {error}): report this")
+    return ProbeOutcome(samples, "", behind)
 
 
 def drafts_with_layers(vllm_config: Any) -> bool:
@@ -417,15 +418,18 @@ def weight_attributes(
     known = set(behind) if read.embeds else set(behind) - {"head"}
     found |= {f"weights.{name}": one.hex() for name, one in read.heads.items() if one and name not in known}
     model_config, revision = vllm_config.model_config, getattr(vllm_config.model_config, "revision", None)
-    first = (model_config.model, revision, None, getattr(model, "allow_patterns_overrides", None))
     names = ("model_or_path", "revision", "subfolder", "allow_patterns_overrides")
-    sources = [first] if first[3] else []
-    sources += [
-        tuple(getattr(one, name, None) for name in names) for one in getattr(model, "secondary_weights", None) or ()
-    ]
+    own = getattr(model, "allow_patterns_overrides", None)
+    sources: list[tuple[Any, ...]] = [(model_config.model, revision, None, own)] if own else []
+    for one in getattr(model, "secondary_weights", None) or ():
+        sources.append(tuple(getattr(one, name, None) for name in names))
     for number, (source, version, subfolder, patterns) in enumerate(sources):
-        folder = model_folder(str(source), version) / (subfolder or "")
-        found[f"weights.other {number}"] = digest_of_tensors(tensors_of(weight_paths(folder, "auto", patterns))).hex()
+        try:
+            folder = model_folder(str(source), version) / (subfolder or "")
+            digest = digest_of_tensors(tensors_of(weight_paths(folder, "auto", patterns))).hex()
+        except ModelUnsupported:  # a part that a checkpoint need not have
+            digest = "None"
+        found[f"weights.other {number}"] = digest
     return found
 
 

@@ -144,6 +144,13 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
+    @property
+    def empty(self) -> bool:
+        """Whether the workers have nothing to do for this step."""
+        if self.loads or self.saves or self.refused or self.finished:
+            return False
+        return not (self.leases or self.revoked or self.released or self.deletes or self.retired)
+
 
 @dataclass(frozen=True, slots=True)
 class TierChange:

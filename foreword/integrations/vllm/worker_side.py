@@ -24,7 +24,7 @@ from foreword.blocks.layout import Layout, block_names
 from foreword.config import TransferConfig
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
@@ -117,10 +117,12 @@ class ForewordConnectorWorker:
         self._registered: list[int] = []
         self._mapped = True
         self._step_started = 0.0
+        self._tokens = 0  # of the step that runs
         self._seen = 0
         self._waits = 0
         self._rank = 0
         self._rates: tuple[float, ...] = ()  # as the scheduler's side knows them
+        self._rates_due = 0.0
         self._tensors: list[list[torch.Tensor]] = []
         self._staging: StagingArena | None = None
 
@@ -223,7 +225,7 @@ class ForewordConnectorWorker:
         return persistent_tiers(self._settings)
 
     def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample], behind: Collection[str]) -> bytes:
-        """The namespace that the records in the stores give to what was measured. `behind`: see `ProbeResult`."""
+        """The namespace that the records in the stores give to what was measured. `behind`: see `ProbeOutcome`."""
         info = self._info
         config, model = info.config.model_config, vllm_worker.model_runner.get_model()
         rotary = rotary_embeddings(model, int(config.max_model_len), config.dtype)
@@ -355,6 +357,20 @@ class ForewordConnectorWorker:
         for load in loads.values():
             load.discard()
 
+    def end_loads(self, request_ids: Iterable[str]) -> set[str]:
+        """End the loads of these requests now, as failed. Returns the requests that had one whose end was not reported yet: it
+        is not reported any more, and on return nothing is written into their blocks."""
+        names = set(request_ids)
+        ended = {load.request_id for load in self._refused if load.request_id in names}
+        self._refused = [load for load in self._refused if load.request_id not in names]
+        for request_id in names & self._loading.keys():
+            self._loading.pop(request_id).discard()
+            reader = self._lease_readers.pop(request_id, None)
+            if reader is not None and self._instances is not None:
+                self._instances.producers.close_reader(reader)
+            ended.add(request_id)
+        return ended
+
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
         units = self.offload.units
@@ -406,8 +422,17 @@ class ForewordConnectorWorker:
                 self._failed_requests.add(load.request_id)
         return {load.request_id for load in refused}
 
+    @property
+    def has_results(self) -> bool:
+        """Whether a load or a lease may have ended, or a request's last blocks are saved."""
+        if self._loading or self._refused or self._saved_requests or self._failed_requests:
+            return True
+        return self._instances is not None
+
     def take_failed_blocks(self) -> set[int]:
         """Blocks that were not loaded."""
+        if not self._failed_blocks:
+            return set()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -430,17 +455,11 @@ class ForewordConnectorWorker:
     def save(self, metadata: ForewordConnectorMetadata) -> None:
         """Save and lease the blocks that the step has filled."""
         assert self.offload is not None
-        if metadata.tokens:
-            self._waits = 0
         if metadata.tokens >= MEASURED_TOKENS:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
-        with self.offload.saving():
-            for save in metadata.saves:
-                if self._saves[save.group] and self._may_save(save):
-                    where = save.depth, save.blocks, save.group
-                    args = (save.root, save.keys, save.parent)
-                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
-                    self.offload.note_dropped(len(save.blocks) - done)
+        if metadata.empty:
+            return
+        self.save_blocks(metadata.saves)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
@@ -458,6 +477,17 @@ class ForewordConnectorWorker:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
                     self._leases.add(lease)
 
+    def save_blocks(self, saves: Iterable[BlockSave]) -> None:
+        """Copy computed blocks, and queue them for the stores. On return vLLM may give them to other requests."""
+        assert self.offload is not None
+        with self.offload.saving():
+            for save in saves:
+                if self._saves[save.group] and self._may_save(save):
+                    where = save.depth, save.blocks, save.group
+                    args = (save.root, save.keys, save.parent)
+                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
+                    self.offload.note_dropped(len(save.blocks) - done)
+
     def _may_save(self, save: BlockSave) -> bool:
         return self._mapped and self._adapters.may_save(save.adapter)
 
@@ -469,7 +499,13 @@ class ForewordConnectorWorker:
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
         """Before a step overwrites blocks: end the leases that it says, here and at producers. Copies follow its stream."""
-        self._step_started = time.monotonic()
+        self._tokens = metadata.tokens
+        if metadata.tokens:
+            self._waits = 0
+        if metadata.tokens >= MEASURED_TOKENS:
+            self._step_started = time.monotonic()
+        if metadata.empty:
+            return
         if self._staging is not None:
             follow_stream(self._staging.device)
         if self._leases is not None:
@@ -490,18 +526,22 @@ class ForewordConnectorWorker:
 
     # Reports
 
-    def take_stats(self) -> ForewordStats | None:
-        """Statistics since the last call; None if nothing has changed."""
-        if self._stats is None:
+    def take_stats(self, *, at_once: bool = False) -> ForewordStats | None:
+        """Statistics since the last report; None if nothing has changed, or if it is too early. It is not too early behind a
+        step without tokens, which costs nothing and may be the last one for long, nor if `at_once`."""
+        stats = self._stats
+        if stats is None or not (at_once or not self._tokens or stats.due):
             return None
         seconds, self._load_seconds = self._load_seconds, []
-        return self._stats.read(seconds)
+        return stats.read(seconds)
 
     def take_changes(self) -> ForewordWorkerMetadata | None:
         """Changes in the tiers since the last call, and how fast they are read if the scheduler is in another process; None if
         there is nothing new."""
         changes = self._changes.take() if self._changes is not None else []
-        rates = tuple(self.offload.read_rates()) if self._info.separate and self.offload is not None else ()
+        rates = self._rates
+        if self._info.separate and self.offload is not None and time.monotonic() >= self._rates_due:
+            rates, self._rates_due = tuple(self.offload.read_rates()), time.monotonic() + REPORT_SECONDS
         if rates == self._rates:
             return ForewordWorkerMetadata(changes) if changes else None
         self._rates = rates
