@@ -9,11 +9,7 @@ import os
 import sys
 import threading
 import time
-<<<<<<< HEAD
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-=======
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
->>>>>>> main
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
