@@ -142,6 +142,7 @@ class OffloadManager:
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging)
+        self._write_step = max(min(WRITE_BLOCKS, staging.slots // 4), 1)
         self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
         self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
         self.lookups = StoreLookups(store, lookup_timeout, load_timeout, lambda: self.prefill_rate.last, self._notify)
@@ -455,13 +456,17 @@ class OffloadManager:
             waiting, self._gathering = self._gathering, None
             self._gather(waiting)
 
+    def await_room(self, timeout: float) -> None:
+        """Wait until `save` may find room, for at most `timeout` seconds."""
+        self._saving_slots.wait_for_room(self._write_step, time.monotonic() + timeout)
+
     def note_dropped(self, blocks: int) -> None:
         """Count blocks for which the queue had no room, and which are not given again."""
         self._dropped += blocks
 
     def _save_units(self, units: Sequence[int], headers: list[Header], tiers: Tiers, group: int) -> int:
         """Queue units for these tiers. Returns for how many there was room."""
-        step = max(min(WRITE_BLOCKS, self._staging.slots // 4), 1)
+        step = self._write_step
         for low in range(0, len(units), step):
             part = units[low : low + step]
             slots = self._take_slots(self._saving_slots, len(part))

@@ -36,6 +36,11 @@ class StagingSlots:
             enough = self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
             return self._pop(count) if enough else None
 
+    def wait_for_room(self, count: int, deadline: float) -> None:
+        """Wait until `count` slots are free, or the deadline has passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
+
     def _pop(self, count: int) -> list[int]:
         return [heapq.heappop(self._free) for _ in range(count)]
 

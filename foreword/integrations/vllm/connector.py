@@ -200,8 +200,10 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        """True keeps vLLM stepping until it has the KV events of the last saves, if it publishes events."""
-        return self._scheduler_side is not None and self._scheduler_side.expects_events
+        """True keeps vLLM stepping until it has the KV events of the last saves, if it publishes events, and until it has back
+        the blocks that it keeps for saves."""
+        side = self._scheduler_side
+        return side is not None and (side.expects_events or bool(side.keeping))
 
     @hook(lambda *_: True)
     def reset_cache(self) -> bool | None:

@@ -119,9 +119,16 @@ class Loads:
 
     def end(self, request_ids: Iterable[str]) -> set[str]:
         """Of these requests, those with an open load, which vLLM hears of at once and not by a step's report."""
-        found = self._open.keys() & set(request_ids) - self._ended
+        names = set(request_ids)
+        found = self._open.keys() & names - self._ended
         for request_id in found:
             del self._open[request_id]
+        return found | self._end_kept(names)
+
+    def _end_kept(self, names: set[str]) -> set[str]:
+        """Of these requests, those whose blocks vLLM keeps, which it hears of at once, too."""
+        found = self._kept & names - self._sent
+        self._kept -= found
         return found
 
     def give_up(self) -> tuple[set[str], set[str]]:

@@ -42,9 +42,15 @@ def give_back(
         if name in requests and (running or RequestStatus.is_finished(requests[name].status))
     ]
     saves, finished = side.take_last() if told is not None else ([], [])
+    # Blocks of live requests that wait to be saved are taken back too, if these start over.
+    lost = [name for name, one in requests.items() if running and not RequestStatus.is_finished(one.status)]
+    kept = set(side.keeping & requests.keys()) if told is not None else set()
     ended: set[str] = set()
-    if names or saves:
-        ended = set().union(*core.model_executor.collective_rpc(end_in_worker, args=(names, saves)))
+    if names or saves or lost or kept:
+        every = [*{*names, *lost, *kept}]
+        ended = set().union(*core.model_executor.collective_rpc(end_in_worker, args=(every, saves)))
+    finished = [*{*finished, *(kept & ended)}]
+    ended -= kept
     if told is not None:
         told(finished)
     waiting = RequestStatus.WAITING_FOR_REMOTE_KVS

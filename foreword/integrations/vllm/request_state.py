@@ -130,7 +130,10 @@ class RequestState:
         keys, depth = self.frame_keys(info, group, numbers), numbers[0] * info.keys_before(group)
         parent = self.key_at(info, numbers[0] * size)
         prompt = self.request.num_prompt_tokens
-        return BlockSave(group, self.chain.root, keys, parent, depth, tuple(ids), self.identity.adapter, prompt)
+        # A window's blocks, and recurrent states, change while their request runs.
+        owner = self.request.request_id if info.groups[group].group.whole else ""
+        adapter = self.identity.adapter
+        return BlockSave(group, self.chain.root, keys, parent, depth, tuple(ids), adapter, prompt, request_id=owner)
 
     def frame_keys(self, info: KVCacheInfo, group: int, numbers: Iterable[int]) -> tuple[bytes, ...]:
         """Keys of the frames of a group's blocks."""

@@ -77,6 +77,9 @@ class ForewordConnectorScheduler:
         # their blocks until a worker has copied them.
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []
+        self._ended: list[str] = []  # requests whose blocks vLLM has taken back
+        self._late: dict[int, frozenset[str]] = {}  # by rank, requests whose blocks wait to be saved
+        self._keeping: set[str] = set()  # ended requests whose blocks vLLM keeps for that
         self._pool: Any = None
         # Positions from which requests continued, whose windows and states were saved for that.
         self._proven: Newest[bytes, None] = Newest(_MAX_PROVEN)
@@ -328,13 +331,15 @@ class ForewordConnectorScheduler:
         loads, self._to_load = self._to_load, []
         saves, finished = self.take_last()
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
+        preempted = output.preempted_req_ids or ()
+        metadata.ended, self._ended = [*self._ended, *preempted], []
         metadata.deletes, self._to_delete = self._to_delete, []
         metadata.retired = self.sessions.take_retired()
         if metadata.tokens:
             self._version.note_computed()
         if self._lookup is not None:
             self._step = (metadata.tokens, time.monotonic())
-        self._handoff.revoke(output.preempted_req_ids or ())
+        self._handoff.revoke(preempted)
         if self._adapted and self._spoils_base:
             self._keep_spoilt(output.num_scheduled_tokens)
         block_state = output.kv_connector_block_state
@@ -513,10 +518,12 @@ class ForewordConnectorScheduler:
                 state.awaited = 0
         if output.finished_sending:
             self._handoff.sent(output.finished_sending)
+            self._keeping.difference_update(output.finished_sending)
         reported = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(reported, ForewordWorkerMetadata):
             if self.events is not None:
                 self.events.changed(reported.changes)
+            self._late.update(reported.late)
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
 
@@ -569,8 +576,32 @@ class ForewordConnectorScheduler:
             if params is None:
                 self._finished.append(request.request_id)
                 waits = True
+        if not waits and self._is_late(request.request_id):
+            self._finished.append(request.request_id)
+            self._keeping.add(request.request_id)
+            waits = True
+        elif params is not None or not waits:
+            self._drop_late(request.request_id)  # a lease ends when its reader does
         answers = self._answers(state, ids) if state is not None and request.status in _ENDED else {}
         return waits, {**(params or {}), **answers} or None
+
+    def _is_late(self, request_id: str) -> bool:
+        """Whether the write queue had no room for blocks of a request yet."""
+        if self._worker is not None:
+            return self._worker.is_late(request_id)
+        return any(request_id in late for late in self._late.values())
+
+    def _drop_late(self, request_id: str) -> None:
+        """vLLM takes back the blocks of a request, or may at any time. A step that was scheduled before and runs now may bring
+        more of them: the next one drops these before it writes."""
+        if self._worker is not None:
+            self._worker.drop_late([request_id])
+        self._ended.append(request_id)
+
+    @property
+    def keeping(self) -> frozenset[str]:
+        """Requests that have ended, and whose blocks vLLM keeps until they are saved."""
+        return frozenset(self._keeping)
 
     def take_last(self) -> tuple[list[BlockSave], list[str]]:
         """The last windows that no step has been told to save, and the requests whose blocks vLLM keeps for that."""

@@ -77,7 +77,7 @@ class BlockSave:
     """Consecutive blocks of a KV group that are computed when this step ends: the root key of their chain, the keys of their
     frames, the key before them, the index of the first frame in the chain, vLLM's block ids, and the adapter with which they
     are computed. `prompt` is the length of the request's prompt. With `again` the blocks were computed before, and a request
-    uses them again."""
+    uses them again. `request_id`: vLLM keeps the blocks while this request has them; "" if they may change behind the step."""
 
     group: int
     root: bytes
@@ -88,6 +88,7 @@ class BlockSave:
     adapter: Adapter | None = None
     prompt: int | None = None
     again: bool = False
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,9 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         deletes: group, root key and key of blocks that are not needed any more.
         retired: what sessions of agents have left behind.
         refused: loads that are not to be made: the workers report that they have failed.
-        finished: requests that have ended and whose last blocks are among `saves`; vLLM gets their blocks back then.
+        finished: requests that have ended, whose blocks vLLM gets back when they are saved: the last ones are among `saves`, or
+            the write queue had no room for earlier ones.
+        ended: requests whose blocks vLLM has taken back.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -143,11 +146,12 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     retired: list[RetiredBlocks] = field(default_factory=list)
     refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
         """Whether the workers have nothing to do for this step."""
-        if self.loads or self.saves or self.refused or self.finished:
+        if self.loads or self.saves or self.refused or self.finished or self.ended:
             return False
         return not (self.leases or self.revoked or self.released or self.deletes or self.retired)
 
@@ -171,14 +175,18 @@ class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         changes: since the last step, in order.
         rates: measured bytes per second of each tier, by rank; 0.0 for one without a recent measurement.
         degraded: why a worker saves and loads nothing any more.
+        late: by rank, the requests whose blocks wait for room in the write queue, if that has changed.
     """
 
     changes: list[TierChange] = field(default_factory=list)
     rates: dict[int, tuple[float, ...]] = field(default_factory=dict)
     degraded: str = ""
+    late: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ForewordWorkerMetadata:
         """What several ranks say together."""
         assert isinstance(other, ForewordWorkerMetadata)
         degraded = self.degraded or other.degraded
-        return ForewordWorkerMetadata(self.changes + other.changes, self.rates | other.rates, degraded)
+        return ForewordWorkerMetadata(
+            self.changes + other.changes, self.rates | other.rates, degraded, self.late | other.late
+        )

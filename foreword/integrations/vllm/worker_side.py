@@ -28,6 +28,7 @@ from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, Forewor
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
+from foreword.integrations.vllm.late_saves import LateSaves
 from foreword.integrations.vllm.namespace import (
     Observations,
     ProbeSample,
@@ -69,6 +70,8 @@ _MIN_SLOTS = 16
 # Smaller steps say little about vLLM's prefill throughput.
 MEASURED_TOKENS = 64
 _WAIT_SECONDS = 0.005
+# How long vLLM keeps the blocks of a request that has ended, for saves that wait for room.
+_KEEP_SECONDS = 10.0
 # The longest wait, while blocks are only kept for other instances. A new request waits as long, at most.
 _MAX_WAIT_SECONDS = 0.025
 # Label of the tier that reads from KV producers, in metrics.
@@ -107,7 +110,9 @@ class ForewordConnectorWorker:
         self._instances: InstanceEndpoint | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._saved_requests: set[str] = set()
+        self._finished: dict[str, float] = {}  # requests whose blocks vLLM keeps for saves, and until when
+        self._late: LateSaves | None = None
+        self._late_reported: frozenset[str] = frozenset()
         self._refused: list[BlockLoad] = []
         self._adapters = loaded_adapters() if info.config.lora_config is not None else LoadedAdapters()
         self._load_seconds: list[float] = []
@@ -252,6 +257,7 @@ class ForewordConnectorWorker:
         self.offload = OffloadManager(
             store, staging, units, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
         )
+        self._late = LateSaves(self._save, self.offload.await_room, self.offload.note_dropped)
         self._memory_tiers = [
             tier.store for url, tier in zip(config.urls, store.tiers, strict=True) if parse(url).reach is Reach.PROCESS
         ]
@@ -313,6 +319,8 @@ class ForewordConnectorWorker:
         """vLLM is about to take the memory from under its KV cache. Once this returns, no thread reads or writes there, until
         `restore_kv_caches`. Loads count as failed, also those that vLLM has not yet heard of: their blocks are lost."""
         self._mapped = False
+        if self._late is not None:
+            self._late.drop(self._late.requests())
         self._discard(self._loading.values())
         if self._leases is not None:
             self._leases.drop_held()
@@ -353,6 +361,8 @@ class ForewordConnectorWorker:
     def drop_loads(self) -> None:
         """End all loads: nothing is written into their blocks any more, and none counts as loaded."""
         loads, self._loading, self._refused = self._loading, {}, []
+        if self._late is not None:
+            self._late.drop(self._late.requests())
         self._discard(loads.values())
 
     def _discard(self, loads: Collection[StoreLoad]) -> None:
@@ -363,10 +373,15 @@ class ForewordConnectorWorker:
             self.offload.drain(loads)
 
     def end_loads(self, request_ids: Iterable[str]) -> set[str]:
-        """End the loads of these requests now, as failed. Returns the requests that had one whose end was not reported yet: it
-        is not reported any more, and on return nothing is written into their blocks."""
+        """End the loads of these requests now, as failed, and their saves. Returns the requests that had one, or whose blocks
+        vLLM keeps, whose end was not reported yet: it is not reported any more. On return their blocks are not used."""
         names = set(request_ids)
-        ended = {load.request_id for load in self._refused if load.request_id in names}
+        if self._late is not None:
+            self._late.drop(names)
+        kept = names & self._finished.keys()
+        for request_id in kept:
+            del self._finished[request_id]
+        ended = kept | {load.request_id for load in self._refused if load.request_id in names}
         self._refused = [load for load in self._refused if load.request_id not in names]
         loads = {request_id: self._loading.pop(request_id) for request_id in names & self._loading.keys()}
         self._discard(loads.values())
@@ -432,7 +447,7 @@ class ForewordConnectorWorker:
     @property
     def has_results(self) -> bool:
         """Whether a load or a lease may have ended, or a request's last blocks are saved."""
-        if self._loading or self._refused or self._saved_requests or self._failed_requests:
+        if self._loading or self._refused or self._finished or self._failed_requests:
             return True
         return self._instances is not None
 
@@ -467,7 +482,7 @@ class ForewordConnectorWorker:
         if metadata.empty:
             return
         self.save_blocks(metadata.saves)
-        self._saved_requests.update(metadata.finished)
+        self._finished.update(dict.fromkeys(metadata.finished, time.monotonic() + _KEEP_SECONDS))
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
@@ -486,14 +501,28 @@ class ForewordConnectorWorker:
 
     def save_blocks(self, saves: Iterable[BlockSave]) -> None:
         """Copy computed blocks, and queue them for the stores. On return vLLM may give them to other requests."""
+        assert self.offload is not None and self._late is not None
+        wanted = [save for save in saves if self._saves[save.group] and self._may_save(save)]
+        with self._late.lock, self.offload.saving():
+            self._late.add([save for save in wanted if save.request_id])
+            for save in wanted:
+                if not save.request_id:
+                    self.offload.note_dropped(len(save.blocks) - self._save(save))
+
+    def _save(self, save: BlockSave) -> int:
+        """Save blocks. Returns for how many of the first there was room."""
         assert self.offload is not None
-        with self.offload.saving():
-            for save in saves:
-                if self._saves[save.group] and self._may_save(save):
-                    where = save.depth, save.blocks, save.group
-                    args = (save.root, save.keys, save.parent)
-                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
-                    self.offload.note_dropped(len(save.blocks) - done)
+        where = save.depth, save.blocks, save.group
+        return self.offload.save(save.root, save.keys, save.parent, *where, prompt=save.prompt, again=save.again)
+
+    def is_late(self, request_id: str) -> bool:
+        """Whether blocks of a request wait for room in the write queue."""
+        return self._late is not None and self._late.has(request_id)
+
+    def drop_late(self, request_ids: Iterable[str]) -> None:
+        """vLLM takes back the blocks of these requests."""
+        if self._late is not None:
+            self._late.drop(request_ids)
 
     def _may_save(self, save: BlockSave) -> bool:
         return self._mapped and self._adapters.may_save(save.adapter)
@@ -513,6 +542,8 @@ class ForewordConnectorWorker:
             self._step_started = time.monotonic()
         if metadata.empty:
             return
+        if metadata.ended:
+            self.drop_late(metadata.ended)
         if self._staging is not None:
             follow_stream(self._staging.device)
         if self._leases is not None:
@@ -525,7 +556,12 @@ class ForewordConnectorWorker:
     def take_sent(self, finished: Iterable[str]) -> set[str]:
         """Requests whose leases have ended, or whose last blocks are saved. `finished`: those that vLLM has finished since the
         last call."""
-        sent, self._saved_requests = self._saved_requests, set()
+        now = time.monotonic()
+        sent = {name for name, until in self._finished.items() if now >= until or not self.is_late(name)}
+        if sent:
+            self.drop_late(sent)
+        for name in sent:
+            del self._finished[name]
         if self._leases is not None:
             self._leases.finished(finished)
             sent |= self._leases.take_ended()
@@ -549,10 +585,19 @@ class ForewordConnectorWorker:
         rates = self._rates
         if self._info.separate and self.offload is not None and time.monotonic() >= self._rates_due:
             rates, self._rates_due = tuple(self.offload.read_rates()), time.monotonic() + REPORT_SECONDS
+        late = self._late_changes()
         if rates == self._rates:
-            return ForewordWorkerMetadata(changes) if changes else None
+            return ForewordWorkerMetadata(changes, late=late) if changes or late else None
         self._rates = rates
-        return ForewordWorkerMetadata(changes, {self._rank: rates})
+        return ForewordWorkerMetadata(changes, {self._rank: rates}, late=late)
+
+    def _late_changes(self) -> dict[int, frozenset[str]]:
+        """For a scheduler in another process, the requests whose blocks wait for room, if they are others than before."""
+        late = self._late.requests() if self._info.separate and self._late is not None else frozenset()
+        if late == self._late_reported:
+            return {}
+        self._late_reported = late
+        return {self._rank: late}
 
     @property
     def has_changes(self) -> bool:
@@ -567,6 +612,8 @@ class ForewordConnectorWorker:
         if self.offload is not None:
             with _workers_lock:
                 _workers.pop(self._engine, None)
+            if self._late is not None:
+                self._late.close(self._settings.store.flush_seconds)
             self.offload.close(self._settings.store.flush_seconds)
 
 
