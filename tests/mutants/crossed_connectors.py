@@ -23,6 +23,7 @@ class Watching(Mutant):
         asked: on the scheduler side, all requests by name; `opened`: those whose KV is being loaded.
         victim: the last request that was aborted while its KV was being loaded.
         preempted: names of the requests that were.
+        open_loads: loads by the names of their requests, as a defect has noted them.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -31,6 +32,7 @@ class Watching(Mutant):
         self.opened: dict[str, Any] = {}
         self.victim: Any = None
         self.preempted: set[str] = set()
+        self.open_loads: dict[str, BlockLoad] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         self.asked[request.request_id] = request
@@ -131,16 +133,20 @@ class SaltOfOpenLoad(Watching):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
-class SwappedLoadsOfSalts(Watching):
-    """Of two loads of one step under different salts, each writes into the blocks of the other."""
+class LoadOfAnotherSalt(Watching):
+    """While a load under another salt is under way, a load of as many blocks reads that one's."""
 
     claim = "crossed.salts-aborted"
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        if len(metadata.loads) == 2 and len({self.asked[one.request_id].cache_salt for one in metadata.loads}) == 2:
-            first, second = metadata.loads
-            if [len(one.blocks) for one in first.parts] == [len(one.blocks) for one in second.parts]:
-                metadata.loads = [_into(first, second), _into(second, first)]
+        for number, load in enumerate(metadata.loads):
+            salt = self.asked[load.request_id].cache_salt
+            others = [one for name, one in self.open_loads.items() if name in self.opened]
+            self.open_loads[load.request_id] = load
+            for other in others:
+                same = [len(one.blocks) for one in other.parts] == [len(one.blocks) for one in load.parts]
+                if same and self.asked[other.request_id].cache_salt != salt:
+                    metadata.loads[number] = replace(_into(other, load), request_id=load.request_id)
 
 
 def _into(load: BlockLoad, other: BlockLoad) -> BlockLoad:
@@ -221,7 +227,7 @@ class AbortDeletesStored(Watching):
             metadata.deletes = [*metadata.deletes, *((part.group, load.root, key) for key in part.keys)]
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
-        self.open_loads = {**getattr(self, "open_loads", {}), **self._scheduler._loading}
+        self.open_loads.update(self._scheduler._loading)
         return super().build_connector_meta(scheduler_output)
 
 
@@ -264,10 +270,6 @@ class SharedLoadedOnce(Watching):
                 len(one.blocks) for one in load.parts
             ]:
                 metadata.loads[number] = _into(load, first)
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.open_loads: dict[str, BlockLoad] = {}
 
 
 class LoadEndsAtPreemption(AbortFreesEarly):
