@@ -220,11 +220,17 @@ class AbortDeletesStored(Watching):
     claim = "crossed.loads-aborted"
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        if self.victim is None:
-            return
-        load = self.open_loads.pop(self.victim.request_id, None)
-        for part in load.parts if load is not None else ():
-            metadata.deletes = [*metadata.deletes, *((part.group, load.root, key) for key in part.keys)]
+        for name in [one for one in self.open_loads if one in self.cut]:
+            load = self.open_loads.pop(name)
+            for part in load.parts:
+                metadata.deletes = [*metadata.deletes, *((part.group, load.root, key) for key in part.keys)]
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if request.request_id in self.opened and request.status is RequestStatus.FINISHED_ABORTED:
+            self.cut = {*self.cut, request.request_id}
+        return super().request_finished_all_groups(request, block_ids)
+
+    cut: Collection[str] = ()
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
         self.open_loads.update(self._scheduler._loading)
@@ -307,19 +313,18 @@ class LoadShiftedByPreemption(LoadEndsAtPreemption):
 
 
 class ResetForgetsRunning(Watching):
-    """After a reset, requests that run save under the keys of the new weights."""
+    """After a reset, requests that run save under the keys of the new weights what they compute from KV of the old ones."""
 
     claim = "crossed.updated-running"
 
     def reset_cache(self) -> Any:
-        before = {name: state.saves for name, state in self._scheduler._requests.items()}
+        running = dict(self._scheduler._requests)
         done = super().reset_cache()
-        for name, saves in before.items():
-            self._save_again(name, saves)
+        self._scheduler._version.stale = False
+        for name, state in running.items():
+            state.saves = True
+            state.chain = self._scheduler._chain(self.asked[name], state.identity, state.chain.tokens)
         return done
-
-    def _save_again(self, name: str, saves: bool) -> None:
-        self._scheduler._requests[name].saves = saves
 
 
 class ResetSkippedAfterPreemption(Watching):
