@@ -149,6 +149,18 @@ class LoadOfAnotherSalt(Watching):
                     metadata.loads[number] = replace(_into(other, load), request_id=load.request_id)
 
 
+class LoadShiftedByAbort(Watching):
+    """Once a load was aborted, loads under another salt write each block into the place of the next."""
+
+    claim = "crossed.salts-aborted"
+
+    def edit(self, metadata: ForewordConnectorMetadata) -> None:
+        for number, load in enumerate(metadata.loads):
+            if self.victim is not None and self.asked[load.request_id].cache_salt != self.victim.cache_salt:
+                parts = (replace(one, blocks=(*one.blocks[1:], one.blocks[0])) for one in load.parts)
+                metadata.loads[number] = replace(load, parts=tuple(parts))
+
+
 def _into(load: BlockLoad, other: BlockLoad) -> BlockLoad:
     parts = zip(load.parts, other.parts, strict=True)
     return replace(load, parts=tuple(replace(one, blocks=two.blocks) for one, two in parts))
@@ -260,22 +272,6 @@ class AbortEndsSharedLoads(AbortFreesEarly):
     def early(self, aborted: Collection[str]) -> Collection[str]:
         roots = {self._under_way[name].root for name in aborted if name in self._under_way}
         return [name for name, load in self._under_way.items() if load.root in roots and name not in aborted]
-
-
-class SharedLoadedOnce(Watching):
-    """While a load is under way, a load of the same blocks writes into those of the first."""
-
-    claim = "crossed.shared-aborted"
-
-    def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        under_way = {load.parts[0].keys[-1]: load for name, load in self.open_loads.items() if name in self.opened}
-        for number, load in enumerate(metadata.loads):
-            first = under_way.setdefault(load.parts[0].keys[-1], load)
-            self.open_loads[load.request_id] = load
-            if first is not load and [len(one.blocks) for one in first.parts] == [
-                len(one.blocks) for one in load.parts
-            ]:
-                metadata.loads[number] = _into(load, first)
 
 
 class LoadEndsAtPreemption(AbortFreesEarly):
