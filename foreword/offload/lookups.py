@@ -179,7 +179,7 @@ class StoreLookups:
     def total(self) -> int:
         """How many lookups were counted."""
         with self._counting:
-            return sum(self._lookups.values())
+            return sum(self._lookups.values()) + self._inline
 
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
         """Count a request, and its tokens, for which nothing is looked up."""

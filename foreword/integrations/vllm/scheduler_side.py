@@ -52,6 +52,8 @@ from foreword.store.urls import parse
 from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
+# What a load takes however small it is, before one was measured: it needs one more step of vLLM's engine at least.
+_FIRST_FIXED_SECONDS = 0.005
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -73,6 +75,7 @@ class ForewordConnectorScheduler:
         self._all_ended = False  # the last request has ended since the last statistics
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
+        self._load_began: dict[str, float] = {}
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []
         # Positions from which requests continued, whose windows and states were saved for that.
@@ -98,6 +101,7 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
+        stores.costs.fixed.first = _FIRST_FIXED_SECONDS
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
         self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
@@ -274,6 +278,7 @@ class ForewordConnectorScheduler:
         load = BlockLoad(request.request_id, root, state.held, position, parts, producer, adapter)
         self._to_load.append(load)
         self._loading[request.request_id] = load
+        self._load_began[request.request_id] = time.monotonic()
         state.skip_to(self._info, position)
         state.note_cached(position)
         if self.events is not None:
@@ -487,12 +492,14 @@ class ForewordConnectorScheduler:
                 for number, block in zip(part.numbers, part.blocks, strict=True)
                 if block in invalid
             ]
+            if lost or request_id in failed:
+                self._load_began.pop(request_id, None)
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
                 state.cut_to(self._info, 0 if request_id in failed else lost[0])
                 self._due.watch(request_id)
         for request_id in output.finished_recving or ():
-            self._loading.pop(request_id, None)
+            self._note_loaded(request_id)
         if output.finished_sending:
             self._handoff.sent(output.finished_sending)
         reported = getattr(output, "kv_connector_worker_meta", None)
@@ -501,6 +508,13 @@ class ForewordConnectorScheduler:
                 self.events.changed(reported.changes)
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
+
+    def _note_loaded(self, request_id: str) -> None:
+        """A load has ended: measure what it took, unless it has brought less than it should have."""
+        load, began = self._loading.pop(request_id, None), self._load_began.pop(request_id, None)
+        if load is not None and began is not None and request_id in self._requests:
+            blocks = ((part.group, place) for part in load.parts for place in part.places)
+            self._stores.costs.note_load(blocks, time.monotonic() - began)
 
     @property
     def expects_events(self) -> bool:
