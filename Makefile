@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz ledger agentx faults-system mutants drift matrix gpu check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
 
 setup: $(STAMP)
 
@@ -112,9 +112,17 @@ matrix: setup
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
 	  $(MATRIX:%=--matrix %/bin/python) --page docs/operations/conformance.md
 
-# Everything that needs a GPU, in below nine minutes (three more if it has vLLM), with the Python of the machine: make gpu PYTHON=python3
+# What a tier is worth on a GPU, in below eight minutes (seven more if it has vLLM), with the Python of the machine:
+# make gpu PYTHON=python3 GPU="--disk /nvme"
 gpu:
-	$(PYTHON) -m benchmarks.gpu.plan
+	$(PYTHON) -m benchmarks.gpu.plan $(GPU)
+
+# Puts a run into docs/benchmarks.md: make gpu-page RESULTS=results/gpu-plan.json
+RESULTS ?= results/gpu-plan.json
+
+gpu-page: setup
+	$(BIN)/python -m benchmarks.gpu.plan --publish $(RESULTS)
+	$(BIN)/python docs/generate.py
 
 lint: setup
 	$(BIN)/ruff check .

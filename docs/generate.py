@@ -6,7 +6,8 @@ python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
 
 A file of docs/figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/harness.py): a table whose rows
-have a processor, a date and a command. The page shows the files in the order of their names.
+have a processor, a date and a command, and what a run said beside it (`run`). The page shows the files in the order of their
+names.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def benchmarks_page() -> str:
         for row in figures["rows"]:
             about = [row.get(key) or figures[key] for key in ("processor", "date", "command")]
             rows.append((*row["cells"], *about[:2], f"`{about[2]}`"))
-        parts += [f"## {figures['title']}", _wrap(figures.get("text", ""))]
-        parts.append(_table((*figures["head"], "processor", "date", "benchmark"), rows))
+        parts += [f"## {figures['title']}", _wrapped(figures.get("text", "")), *map(_wrap, figures.get("run", ()))]
+        parts.append(_table((*figures["head"], "processor", "date", "benchmark"), rows) if rows else "")
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The step `vllm` of the GPU plan: vLLM with Foreword's connector against vLLM alone.
+"""The step `vllm` of the GPU plan: vLLM with Foreword's connector against vLLM alone and vLLM's SimpleCPUOffloadConnector.
 
 Every vLLM is a process of its own; its log lies in the folder `FOREWORD_GPU_LOGS`, or in a temporary one. Where vLLM has its
 compiled kernels it runs as it is installed; otherwise with Triton's, and without what has no such kernel.
@@ -6,7 +6,6 @@ compiled kernels it runs as it is installed; otherwise with Triton's, and withou
 
 import contextlib
 import importlib.util
-import json
 import os
 import random
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.steps import Rows, Shapes, random_tokens
+from benchmarks.gpu.bench import Row, Rows, Shapes, milliseconds, random_tokens, row
 from benchmarks.harness import median, version_of
 from foreword.referee.process import Failed, Worker
 
@@ -59,7 +58,7 @@ class Vllms:
     def __init__(self, folder: Path, shapes: Shapes, tiny: bool, logs: Path) -> None:
         import torch
 
-        self.folder, self.shapes, self.logs = folder, shapes, logs
+        self.folder, self.shapes, self.logs, self.tiny = folder, shapes, logs, tiny
         self.model = _model(folder / "model", shapes, "float32" if tiny else "bfloat16")
         self.rungs = list(_rungs())
         # The attention of vLLM's CPU build takes no other.
@@ -67,15 +66,12 @@ class Vllms:
         self._count = 0
 
     @contextlib.contextmanager
-    def start(self, name: str, store: list[str] | None, *, only_loaded: bool = False) -> Iterator[Worker]:
-        """Start one on the first rung that works. With `only_loaded`, blocks that it saves are not compared with the stores.
-        Raises Failed with the log's last error if none does."""
-        transfer = {
-            "kv_connector": "ForewordConnector",
-            "kv_connector_module_path": "foreword.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"store": store, "lookup_timeout": 10.0},
-        }
+    def start(
+        self, name: str, transfer: dict[str, Any] | None, *, load_all: bool = False, only_loaded: bool = False
+    ) -> Iterator[Worker]:
+        """Start one with a connector on the first rung that works. With `load_all`, all that is found is loaded; else the load
+        policy is the default. With `only_loaded`, blocks that it saves are not compared with the stores. Raises Failed with the
+        log's last error if none works."""
         longest = self.shapes.prefill + 256
         llm = {
             "dtype": "auto", "max_model_len": longest, "max_num_batched_tokens": longest, "max_num_seqs": 64,
@@ -86,8 +82,9 @@ class Vllms:
             log = self.logs / f"vllm-{self._count}-{name}.log"
             job = {
                 "model": str(self.model),
-                "transfer": None if store is None else transfer,
+                "transfer": transfer,
                 "llm": {**llm, **rung.llm},
+                "load_all": load_all,
                 "only_loaded": only_loaded,
             }
             path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
@@ -139,14 +136,14 @@ class Seen:
 
     tokens: dict[str, list[list[int]]]
     cached: dict[str, int]
-    ttft: dict[str, float]
+    ttft: dict[str, list[float]]
     rate: float = 0.0
 
     def ask(self, name: str, worker: Worker, prompts: list[list[int]], new_tokens: int, **how: Any) -> None:
         answers = worker.ask_all(prompts, new_tokens, **how)
         self.tokens[name] = [one["tokens"] for one in answers]
         self.cached[name] = sum(one["cached"] for one in answers)
-        self.ttft[name] = median(one["ttft"] for one in answers)
+        self.ttft[name] = [one["ttft"] for one in answers]
 
     def equal(self, name: str, other: "Seen", theirs: str) -> str:
         """Tokens that are at the same place in both."""
@@ -161,13 +158,31 @@ class Seen:
 def step_vllm(device: Any, tiny: bool) -> Rows:
     """Tokens, bytes, TTFT and throughput. Raises RuntimeError if nothing was loaded, or if stored bytes are not vLLM's."""
     if importlib.util.find_spec("vllm") is None:
-        return [{"what": "left out: not installed here", "figure": "vllm"}]
+        yield row("left out: not installed here", "vllm")
+        return
     shapes = TINY if tiny else LARGE
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(os.environ.get("FOREWORD_GPU_LOGS", folder))
         logs.mkdir(parents=True, exist_ok=True)
-        vllms = Vllms(Path(folder), shapes, tiny, logs)
-        return _rows(vllms, _Prompts(shapes, tiny))
+        yield from _rows(Vllms(Path(folder), shapes, tiny, logs), _Prompts(shapes, tiny))
+
+
+def connector(store: list[str]) -> dict[str, Any]:
+    """Foreword's, as a server sets it."""
+    return {
+        "kv_connector": "ForewordConnector",
+        "kv_connector_module_path": "foreword.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"store": store, "lookup_timeout": 10.0},
+    }
+
+
+# vLLM's own, into host memory.
+RIVAL = {
+    "kv_connector": "SimpleCPUOffloadConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 8 << 30},
+}
 
 
 class _Prompts:
@@ -179,7 +194,7 @@ class _Prompts:
         lengths = [chance.randrange(shapes.prefill // 40 + 96, shapes.prefill // 6 + 140) for _ in range(2 * count)]
         draw = [random_tokens(length, shapes.vocabulary, number) for number, length in enumerate(lengths)]
         self.several, self.together, self.new_tokens = draw[:count], draw[count:], new
-        self.long = [random_tokens(shapes.prefill, shapes.vocabulary, 1000 + n) for n in range(1 if tiny else 4)]
+        self.long = [random_tokens(shapes.prefill, shapes.vocabulary, 1000 + n) for n in range(1 if tiny else 8)]
         self.decode = [
             [random_tokens(shapes.context, shapes.vocabulary, 2000 + 100 * turn + n) for n in range(shapes.batches[0])]
             for turn in range(3)
@@ -205,25 +220,66 @@ def _timed(seen: Seen, worker: Worker, prompts: _Prompts) -> None:
         began = worker.ask_together(turn, prompts.steps)["seconds"]
         rates.append(len(turn) * prompts.steps / began)
     seen.rate = median(rates)
+    _interrupt(seen, worker, prompts)
+
+
+def _interrupt(seen: Seen, worker: Worker, prompts: _Prompts) -> None:
     # Every second one leaves after some steps and comes back. (vLLM cannot preempt all on request where it schedules
     # asynchronously beside a connector: it frees their blocks a step later, and then says that it failed.)
     seen.ask("interrupted", worker, [one[::-1] for one in prompts.together], prompts.new_tokens, how="abort")
 
 
 def _rows(vllms: Vllms, prompts: _Prompts) -> Rows:
-    """Prints what there is after each vLLM, if the time runs out."""
-    memory, disk = "memory://?size=8GiB", f"disk://{vllms.folder}/kv?size=16GiB"
+    """Timed first: vLLM alone, with Foreword, with its own connector. Then tokens and bytes, with all loaded that is found."""
+    memory = "memory://?size=8GiB"
     with vllms.start("alone", None) as worker:
         alone = _common(worker, prompts)
         _timed(alone, worker, prompts)
-    rows: Rows = [
-        {"what": f"vLLM {version_of('vllm')}", "figure": vllms.rungs[0].name},
-        _tokens("vLLM alone, own hit and computed", alone, "own hit", alone, "computed"),
-        *(_ttft(f"vLLM alone, {key}", alone, key, alone) for key in ("computed", "own hit")),
-        _rate("vLLM alone", alone, prompts),
-    ]
-    print(json.dumps(rows), flush=True)
-    with vllms.start("foreword", [memory, disk]) as worker:
+    yield row(f"vLLM {version_of('vllm')}", vllms.rungs[0].name)
+    yield _tokens("vLLM alone, own hit and computed", alone, "own hit", alone, "computed")
+    for key in ("computed", "own hit"):
+        yield _ttft(f"vLLM alone, {key}", alone, key, alone)
+    yield _rate("vLLM alone", alone, alone, prompts)
+    with vllms.start("foreword-timed", connector([memory, f"disk://{vllms.folder}/timed?size=16GiB"])) as worker:
+        timed = _after_forgetting(worker, prompts)
+        counts = _counts(worker)
+    for key in ("computed", "own hit", "memory"):
+        yield _ttft(f"Foreword, {key}", timed, key, alone)
+    yield _rate("saving with Foreword", timed, alone, prompts)
+    yield row("blocks saved, loaded, loads cut, blocks dropped", _shown(counts))
+    if not vllms.tiny:  # copies of CUDA and ROCm only
+        yield from _rival(vllms, prompts, alone)
+    yield from _equal(vllms, prompts, alone, memory)
+
+
+def _rival(vllms: Vllms, prompts: _Prompts, alone: Seen) -> Rows:
+    """vLLM's own connector. Where it does not run, the rows after it are still worth having."""
+    try:
+        with vllms.start("rival", RIVAL) as worker:
+            seen = _after_forgetting(worker, prompts)
+    except Failed as error:
+        yield row("vLLM's SimpleCPUOffloadConnector", "failed", str(error)[:300])
+        return
+    for key in ("computed", "own hit", "memory"):
+        yield _ttft(f"vLLM's SimpleCPUOffloadConnector, {key}", seen, key, alone)
+    yield _rate("saving with vLLM's SimpleCPUOffloadConnector", seen, alone, prompts)
+
+
+def _after_forgetting(worker: Worker, prompts: _Prompts) -> Seen:
+    """The timed prompts, and again after vLLM's own cache was reset: from memory."""
+    seen = Seen({}, {}, {})
+    worker.ask_all([prompts.long[0][::-1]], 4)
+    _timed(seen, worker, prompts)
+    worker.settle()
+    worker.forget()
+    seen.ask("long, memory", worker, prompts.long, 2)
+    return seen
+
+
+def _equal(vllms: Vllms, prompts: _Prompts, alone: Seen, memory: str) -> Rows:
+    """Tokens and bytes. Raises RuntimeError if nothing was loaded, or blocks have other bytes."""
+    disk = f"disk://{vllms.folder}/kv?size=16GiB"
+    with vllms.start("foreword", connector([memory, disk]), load_all=True) as worker:
         ours = _common(worker, prompts)
         worker.settle()
         stored = [worker.stored()]
@@ -231,69 +287,50 @@ def _rows(vllms: Vllms, prompts: _Prompts) -> Rows:
         ours.ask("memory", worker, prompts.several, prompts.new_tokens)
         loaded = _counts(worker)["loaded"]
         stored.append(worker.stored())
-        _timed(ours, worker, prompts)
+        _interrupt(ours, worker, prompts)
         worker.settle()
         worker.forget()
-        ours.ask("long, memory", worker, prompts.long, 2)
         ours.ask("together, memory", worker, prompts.together, prompts.new_tokens, how="together")
-        counts = _counts(worker)
-    rows += [
-        *(
-            _tokens(f"{key}, and vLLM alone", ours, key, alone, key)
-            for key in ("computed", "own hit", "together", "interrupted")
-        ),
-        _tokens("from memory, and vLLM's own hit", ours, "memory", alone, "own hit"),
-        _tokens("from memory, and own hit", ours, "memory", ours, "own hit"),
-        _tokens("from memory together, and vLLM alone", ours, "together, memory", alone, "together"),
-        *(_ttft(key, ours, key, alone) for key in ("computed", "own hit", "memory")),
-        _rate("saving", ours, prompts),
-        {"what": "saving against not", "figure": f"{ours.rate / alone.rate:.1%}", "limit": "97 %"},
-        {"what": "blocks saved, loaded, loads cut, blocks dropped", "figure": _shown(counts)},
-        {"what": "stored bytes as vLLM's: computed, loaded", "figure": ", ".join(map(_same, stored))},
-    ]
-    print(json.dumps(rows), flush=True)
-    with vllms.start("fresh", [disk], only_loaded=True) as worker:
+    for key in ("computed", "own hit", "together", "interrupted"):
+        yield _tokens(f"{key}, and vLLM alone", ours, key, alone, key)
+    yield _tokens("from memory, and vLLM's own hit", ours, "memory", alone, "own hit")
+    yield _tokens("from memory, and own hit", ours, "memory", ours, "own hit")
+    yield _tokens("from memory together, and vLLM alone", ours, "together, memory", alone, "together")
+    yield row("stored bytes as vLLM's: computed, loaded", ", ".join(map(_same, stored)))
+    with vllms.start("fresh", connector([disk]), load_all=True, only_loaded=True) as worker:
         fresh = Seen({}, {}, {})
-        worker.ask_all([prompts.long[0][::-1]], 4)
         fresh.ask("disk", worker, prompts.several, prompts.new_tokens)
-        fresh.ask("long, disk", worker, prompts.long, 2)
         worker.settle()
         counts = _counts(worker)
         stored.append(worker.stored())
-    rows += [
-        _tokens("from disk in a fresh process, and vLLM's own hit", fresh, "disk", alone, "own hit"),
-        _ttft("disk, fresh process", fresh, "disk", alone),
-        {"what": "fresh process: blocks saved, loaded, loads cut, blocks dropped", "figure": _shown(counts)},
-        {"what": "loaded bytes as vLLM's, fresh process", "figure": _same(stored[-1])},
-        {
-            "what": "cached tokens: own hit alone, own hit, memory, disk",
-            "figure": ", ".join(
-                f"{seen.cached[key]:,}"
-                for seen, key in ((alone, "own hit"), (ours, "own hit"), (ours, "memory"), (fresh, "disk"))
-            ),
-        },
-    ]
+    yield _tokens("from disk in a fresh process, and vLLM's own hit", fresh, "disk", alone, "own hit")
+    yield row("fresh process: blocks saved, loaded, loads cut, blocks dropped", _shown(counts))
+    yield row("loaded bytes as vLLM's, fresh process", _same(stored[-1]))
+    cached = ((alone, "own hit"), (ours, "own hit"), (ours, "memory"), (fresh, "disk"))
+    yield row(
+        "cached tokens: own hit alone, own hit, memory, disk",
+        ", ".join(f"{seen.cached[key]:,}" for seen, key in cached),
+    )
     if not loaded or not counts["loaded"] or any(one["different"] or not one["compared"] for one in stored):
-        print(json.dumps(rows), flush=True)
         raise RuntimeError(f"nothing was loaded, or blocks have other bytes: {stored}, {loaded}, {counts}")
-    return rows
 
 
-def _tokens(what: str, seen: Seen, name: str, other: Seen, theirs: str) -> dict[str, Any]:
-    return {"what": f"equal tokens: {what}", "figure": seen.equal(name, other, theirs)}
+def _tokens(what: str, seen: Seen, name: str, other: Seen, theirs: str) -> Row:
+    return row(f"equal tokens: {what}", seen.equal(name, other, theirs))
 
 
-def _ttft(what: str, seen: Seen, key: str, alone: Seen) -> dict[str, Any]:
-    seconds, computed = seen.ttft[f"long, {key}"], alone.ttft["long, computed"]
-    return {
-        "what": f"TTFT of a long prompt: {what}",
-        "figure": f"{seconds * 1e3:.1f} ms",
-        "share": f"{seconds / computed:.0%}",
-    }
+def _ttft(what: str, seen: Seen, key: str, alone: Seen) -> Row:
+    seconds, computed = seen.ttft[f"long, {key}"], median(alone.ttft["long, computed"])
+    return row(
+        f"TTFT of a long prompt: {what}",
+        milliseconds(seconds),
+        f"{median(seconds) / computed:.0%} of computing by vLLM alone; {len(seconds)} prompts",
+    )
 
 
-def _rate(what: str, seen: Seen, prompts: _Prompts) -> dict[str, Any]:
-    return {"what": f"{len(prompts.decode[0])} prompts at once, {what}", "figure": f"{seen.rate:.0f} tok/s"}
+def _rate(what: str, seen: Seen, alone: Seen, prompts: _Prompts) -> Row:
+    name = f"{len(prompts.decode[0])} prompts at once, {what}"
+    return row(name, f"{seen.rate:.0f} tok/s", f"{seen.rate / alone.rate:.1%} of vLLM alone")
 
 
 def _same(stored: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ class ComparedEngine(VllmEngine):
         self._ends: set[bytes] = set()  # the last blocks of loads
         self._only_loaded = job["only_loaded"]  # the stores had blocks before this process
         self._cache = self._foreword()
-        if self._cache is not None:
+        if self._cache is not None and job["load_all"]:
             self._cache.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
             self._save, self._load = self._cache.save, self._cache.load
             self._cache.save, self._cache.load = self._note_save, self._note_load

@@ -269,6 +269,31 @@ def test_versions_of_weights() -> None:
     assert version.set("two") and version.salt == WeightsVersion("two").salt
 
 
+def test_versions_over_a_cache_that_can_be_seen() -> None:
+    """Where vLLM's cache is known to hold KV, a reset or a name leaves the version stale. Once the cache is seen empty, the
+    last name that was given is used."""
+    version = WeightsVersion()
+    version.reset(empty=False)
+    assert version.stale
+    assert not version.set("one", empty=False) and version.stale and version.salt != WeightsVersion("one").salt
+    assert not version.set("two", empty=False)
+    assert version.settle() == "two" and not version.stale and version.salt == WeightsVersion("two").salt
+    version.note_computed()
+    assert version.set("three", empty=True), "nothing is left, whatever was computed before"
+    version.reset(empty=False)
+    assert version.settle() == "" and not version.stale
+
+
+@pytest.mark.parametrize("empty", [True, False, None])
+def test_weights_that_change_without_a_word(empty: bool | None) -> None:
+    """They end a version under which KV was computed, and that of the files; not a name that nothing was computed under."""
+    files, named = WeightsVersion(), WeightsVersion("one")
+    assert files.changed(empty) and files.salt not in (b"", named.salt) and files.stale == (empty is False)
+    assert not named.changed(empty) and not named.stale
+    named.note_computed()
+    assert named.changed(empty) and named.salt != WeightsVersion("one").salt and named.stale == (empty is False)
+
+
 # With a real vLLM
 
 

@@ -208,7 +208,9 @@ class FakeVllm:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.version, self.paused, self.fails = "default", False, False
+        self.version, self.paused, self.fails = "default", False, ""
+        self.reached, self.gate = asyncio.Event(), asyncio.Event()
+        self.gate.set()
         self.bodies: list[dict[str, Any]] = []
         routes = {"/tokenize": self.tokenize, "/v1/completions": self.complete, "/v1/chat/completions": self.complete}
         self.app = Starlette(routes=[Route(path, call, methods=["POST"]) for path, call in routes.items()])
@@ -218,10 +220,15 @@ class FakeVllm:
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(("pause", mode, clear_cache))
+        self.paused = True
+        self.reached.set()
+        await self.gate.wait()
+        if self.fails == "pause":
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
 
     async def update_weight_version(self, version: str) -> None:
         self.calls.append(("version", version))
-        if self.fails:
+        if self.fails == "version":
             raise RuntimeError("the engine is dead")
         self.version = version
 
@@ -230,6 +237,7 @@ class FakeVllm:
 
     async def resume_generation(self) -> None:
         self.calls.append(("resume",))
+        self.paused = False
 
     async def tokenize(self, request: Request) -> JSONResponse:
         body = await request.json()
@@ -437,12 +445,35 @@ def test_weights_version(vllm: Callable[[str], Any]) -> None:
         for body in ({}, {"version": ""}, {"version": 3}, {"version": "x", "epoch": 1}):
             assert (await client.post(path, json=body)).status_code == 400
         assert (await client.delete(path)).status_code == 405
-        fake.calls.clear()
-        fake.paused, fake.fails = False, True
-        assert (await client.post(path, json=version)).status_code == 500
-        assert fake.calls == [*steps, ("resume",)]
+        for fails, done in (("pause", steps[:1]), ("version", steps)):
+            fake.calls.clear()
+            fake.paused, fake.fails = False, fails
+            assert (await client.post(path, json=version)).status_code == 500
+            assert fake.calls == [*done, ("resume",)]
 
     served(vllm, check)
+
+
+def test_a_client_that_leaves_during_a_pause(vllm: Callable[[str], Any]) -> None:
+    """A version that a client has asked for is set, and vLLM runs again, also if the client goes away while vLLM pauses. A
+    second client's version comes after it, and is not taken to be set under an operator's pause."""
+
+    async def main() -> None:
+        fake = FakeVllm()
+        weights = vllm("middleware").WeightsEndpoints(fake)
+        fake.gate.clear()
+        gone = asyncio.create_task(weights.change("one"))
+        await fake.reached.wait()
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        second = asyncio.create_task(weights.change("two"))
+        fake.gate.set()
+        assert await second == {"version": "two"}
+        rounds = [("pause", "keep", True), ("version", "one"), ("resume",)]
+        assert fake.calls == [*rounds, rounds[0], ("version", "two"), ("resume",)] and not fake.paused
+
+    asyncio.run(main())
 
 
 @pytest.fixture
@@ -526,8 +557,17 @@ def test_statistics_of_two_processes(vllm: Callable[[str], Any]) -> None:
     assert total.data["lookups"] == {"disk": {"absent": 3}}
     assert total.data["requests"] == {"request_lookups": {"too_small": 1}, "request_lookup_tokens": {"too_small": 7}}
     assert total.data["states"] == {"scheduler": {"disk": "ok"}, "worker 0": {"disk": "suspended"}}
+    found = metrics.FoundCounts()
+    for end, tokens in ((metrics.FoundEnd.LOADED, 96), (metrics.FoundEnd.CUT, 32), (metrics.FoundEnd.LOADED, 32)):
+        found.note(end, tokens)
+    more = metrics.ForewordStats()
+    more.data["found"] = found.take()
+    found.note(metrics.FoundEnd.CUT, 0)
+    assert found.take() == {}, "each is reported once"
+    total.aggregate(more)
     line = total.reduce()
     assert (line["lookups too_small"], line["disk in worker 0"], line["mean load ms"]) == (1, "suspended", 500.0)
+    assert (line["found tokens loaded"], line["found tokens cut"]) == (128, 32)
     assert json.loads(json.dumps(total.data)) == total.data, "vLLM sends it between processes"
     for one, store in zip(lookups, stores, strict=True):
         one.close()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
+from foreword.integrations.vllm.give_back import give_back
 from foreword.integrations.vllm.kv_probe import calling_worker
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
+    BlockSave,
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, worker_of
 
 try:
@@ -59,8 +62,9 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     It supports vLLM's hybrid KV cache manager: models with several KV cache groups keep it.
 
     Saves copy whole blocks after the step (`wait_for_save`), before vLLM can give them to another request, so preemption needs
-    no further care. At the end of a request vLLM keeps its blocks for one more step, if the last window is to be saved. Saving
-    layer by layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill that filled them.
+    no further care. The last window of a request is copied when it ends. Where the worker is in another process, vLLM keeps the
+    request's blocks until the next step, or until it resets its cache if that comes first (`give_back.py`). Saving layer by
+    layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill that filled them.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -98,9 +102,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker = worker_of(self._engine)
         self._info.settle(worker.open(None) if worker is not None else namespace)
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
-        if side.events is not None:
-            side.events.hash_size = self._pool.hash_block_size if self._pool is not None else 0
-        side.sessions.pool = self._pool
+        side.bind_pool(self._pool)
+        follow_engine(self._info.config, "reset_prefix_cache", self.before_reset, before=True)
         return side
 
     @property
@@ -121,6 +124,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._pool = gpu_block_pool
+
+    @hook(lambda *_, **__: None)
+    def before_reset(self, core: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
+        """vLLM is about to reset its own cache."""
+        alone = core.scheduler.connector is self
+        told = self._expected.given_back if alone else None
+        give_back(core, self._scheduler, running=reset_running_requests, told=told)
 
     @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -307,6 +317,17 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @hook(lambda self: ForewordWorkerMetadata(degraded=self.degraded))
     def build_connector_worker_meta(self) -> ForewordWorkerMetadata | None:
         return self._worker_side.take_changes() if self._worker_side is not None else None
+
+    def _end_anyway(self, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
+        if self._worker_side is not None:
+            self._worker_side.drop_loads()
+        return self._loads.end(names)
+
+    @hook(_end_anyway)
+    def end_work(self, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
+        """Between two steps: end loads as failed, and save blocks. Returns the requests whose loads have ended by this."""
+        self._worker.save_blocks(saves)
+        return self._loads.end(self._worker.end_loads(names))
 
     def _report_degraded(self) -> KVConnectorStats | None:
         if self._reported:

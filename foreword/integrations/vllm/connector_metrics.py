@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -26,7 +27,7 @@ from foreword.store.urls import labels_of
 
 REPORT_SECONDS: Final = 0.1
 # What `ForewordStats` counts by two names.
-_NESTED: Final = ("tiers", "lookups", "requests")
+_NESTED: Final = ("tiers", "lookups", "requests", "found")
 _TOTALS: Final = {
     "dropped_blocks": "Blocks that were not written because the write queue was full.",
     "loads": "Loads of a request's prefix that have ended.",
@@ -47,8 +48,50 @@ _REQUESTS: Final = {
     "request_lookups": "Lookups of requests in all tiers.",
     "request_lookup_tokens": "Tokens that were looked up: those found, and the rest by the reason.",
 }
+_FOUND: Final = {
+    "found_prefixes": "Prefixes that lookups have found, by what became of them; a prefix that was cut counts twice.",
+    "found_tokens": "Tokens of prefixes that lookups have found: those loaded, and the rest by the reason.",
+}
 _GOOD: Final = (TierState.OK, TierState.HOLDING)
 _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class FoundEnd(StrEnum):
+    """What became of tokens that a lookup has found.
+
+    Attributes:
+        LOADED: they were loaded.
+        SLOWER: computing them is faster than loading.
+        CUT: their load ended before them: it was slow, a block was gone or damaged, or the load was refused.
+        ENDED: their request ended first.
+        REPEATED: vLLM scheduled their request anew, and it was looked up once more.
+        RESET: the weights or vLLM's cache were reset first.
+    """
+
+    LOADED = "loaded"
+    SLOWER = "slower"
+    CUT = "cut"
+    ENDED = "ended"
+    REPEATED = "repeated"
+    RESET = "reset"
+
+
+class FoundCounts:
+    """Counts what became of what lookups have found. Called from the engine's thread only."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[str, float]] = {}
+
+    def note(self, end: FoundEnd, tokens: int) -> None:
+        """Tokens of one request."""
+        if tokens > 0:
+            _add(self._counts.setdefault("found_prefixes", {}), {end.value: 1})
+            _add(self._counts.setdefault("found_tokens", {}), {end.value: tokens})
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """What was added since the last call."""
+        counts, self._counts = self._counts, {}
+        return counts
 
 
 @dataclasses.dataclass
@@ -56,9 +99,10 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     """What was added since the last report.
 
     `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
-    `counts` (name -> amount), `load_seconds` (one per load that has ended). Not added up: `queued` (rank -> length of the write
-    queue in blocks), `states` (process -> label of a tier -> its state), `fixed` (label -> seconds that a load takes however
-    small it is), `fingerprint` (of the weights, in the first report and when they have changed; else empty).
+    `found` (name -> what became of it -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended).
+    Not added up: `queued` (rank -> length of the write queue in blocks), `states` (process -> label of a tier -> its state),
+    `fixed` (label -> seconds that a load takes however small it is), `fingerprint` (of the weights, in the first report and
+    when they have changed; else empty).
     """
 
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -82,7 +126,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add up amounts; the other's queue lengths and states are newer."""
         for name in _NESTED:
-            for label, amounts in other.data[name].items():
+            for label, amounts in other.data.get(name, {}).items():
                 _add(self.data[name].setdefault(label, {}), amounts)
         _add(self.data["counts"], other.data["counts"])
         self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
@@ -97,6 +141,8 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
         found: dict[str, int | float | str] = {}
         for outcome, amount in self.data["requests"].get("request_lookups", {}).items():
             found[f"lookups {outcome}"] = amount
+        for end, amount in self.data["found"].get("found_tokens", {}).items():
+            found[f"found tokens {end}"] = amount
         for label, amounts in self.data["tiers"].items():
             for verb in ("loaded", "saved"):
                 found[f"{label} {verb} blocks"] = amounts.get(f"{verb}_blocks", 0)
@@ -175,6 +221,7 @@ class StatsReader:
                 "request_lookups": _plain(requests.lookups),
                 "request_lookup_tokens": _plain(requests.tokens),
             },
+            "found": {},
         }
         added = {
             name: {
@@ -271,6 +318,12 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in _REQUESTS.items()
         }
+        self._found = {
+            name: self._counter_cls(
+                name=f"vllm:foreword_{name}", documentation=text, labelnames=[*labelnames, "outcome"]
+            )
+            for name, text in _FOUND.items()
+        }
         self._states = self._gauge_cls(
             name="vllm:foreword_tier_state",
             documentation="1 for the state that a tier has in a process, 0 for the others.",
@@ -312,6 +365,9 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for tier in tiers:
             for metric in self._tiers.values():
                 metric.labels(*values, tier)
+        for end in FoundEnd:
+            for metric in self._found.values():
+                metric.labels(*values, end.value)
         for outcome in LookupOutcome:
             for metric in self._requests.values():
                 metric.labels(*values, outcome.value)
@@ -330,6 +386,9 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         for name, amounts in transfer_stats_data["requests"].items():
             for outcome, amount in amounts.items():
                 self._requests[name].labels(*values, outcome).inc(amount)
+        for name, amounts in transfer_stats_data["found"].items():
+            for end, amount in amounts.items():
+                self._found[name].labels(*values, end).inc(amount)
         for process, states in transfer_stats_data["states"].items():
             for label, state in states.items():
                 for one in TierState:

@@ -117,6 +117,13 @@ class Loads:
         self._ended.update(received)
         self._sent.update(sent)
 
+    def end(self, request_ids: Iterable[str]) -> set[str]:
+        """Of these requests, those with an open load, which vLLM hears of at once and not by a step's report."""
+        found = self._open.keys() & set(request_ids) - self._ended
+        for request_id in found:
+            del self._open[request_id]
+        return found
+
     def give_up(self) -> tuple[set[str], set[str]]:
         """The requests whose loads end now, and those whose blocks are given back."""
         received, sent = set(self._open), set(self._kept)
@@ -148,6 +155,10 @@ class Expectations:
     def keep(self, request_id: str) -> None:
         """vLLM keeps a finished request's blocks until a worker says that they were sent."""
         self._kept.append(request_id)
+
+    def given_back(self, request_ids: Iterable[str]) -> None:
+        """vLLM keeps the blocks of these requests no longer."""
+        self._kept = [one for one in self._kept if one not in set(request_ids)]
 
     def sent(self) -> None:
         """The workers know what to do with all of it."""

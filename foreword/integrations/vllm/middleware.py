@@ -50,6 +50,7 @@ from foreword.integrations.vllm.agent_sessions import SESSION_KEY
 from foreword.integrations.vllm.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
+from foreword.tasks import to_its_end
 
 
 class OpenPrefixBody(Body, kw_only=True):
@@ -283,6 +284,7 @@ class WeightsEndpoints:
 
     def __init__(self, client: Any) -> None:
         self._client = client
+        self._changing = asyncio.Lock()
 
     async def show(self) -> dict[str, Any]:
         """JSON. Raises NotFound."""
@@ -293,18 +295,22 @@ class WeightsEndpoints:
     async def change(self, version: str) -> dict[str, Any]:
         """JSON. Raises NotFound."""
         await self.show()
-        await self._set(version)
+        # A client that goes away cancels this call, which must not leave vLLM between a pause and its end.
+        await to_its_end(self._set(version), "setting the version of the weights")
         return await self.show()
 
     async def _set(self, version: str) -> None:
-        """Paused, vLLM drops all KV of other weights; no step comes before the new version."""
-        paused = await self._client.is_paused()
-        await self._client.pause_generation(mode="keep", clear_cache=True)
-        try:
-            await self._client.update_weight_version(version)
-        finally:
-            if not paused:
-                await self._client.resume_generation()
+        """Paused, vLLM drops all KV of other weights; no step comes before the new version. One at a time, so that none takes
+        the pause of another for an operator's."""
+        async with self._changing:
+            paused = await self._client.is_paused()
+            try:
+                await self._client.pause_generation(mode="keep", clear_cache=True)
+                await self._client.update_weight_version(version)
+            finally:
+                # A pause that fails has begun nevertheless.
+                if not paused:
+                    await self._client.resume_generation()
 
 
 class _Counts:

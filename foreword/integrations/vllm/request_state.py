@@ -34,7 +34,9 @@ class RequestState:
         plan: which blocks of windows and recurrent states are saved; None before the request computes.
         ends: position and key of the recurrent states that were saved at the ends of the prompt and of the turn.
         no_more_loads: a load of this request has failed, and another would fail again.
-        tiers: tokens loaded when it was last scheduled anew, by the label of the tier.
+        tiers: tokens loaded when it was last scheduled anew, by the label of the tier; until a load ends, those that it is to
+            load.
+        awaited: tokens that the last lookup has found and that are neither loaded nor counted as not loaded.
         actions: the request's cache control; `retained` are the positions that it keeps.
     """
 
@@ -54,6 +56,7 @@ class RequestState:
     ends: dict[int, bytes] = field(default_factory=dict)
     no_more_loads: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
+    awaited: int = 0
     actions: Sequence[CacheAction] = ()
     retained: Sequence[int] = ()
 

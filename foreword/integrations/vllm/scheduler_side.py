@@ -19,7 +19,7 @@ from foreword.blocks.resume import GroupKind
 from foreword.blocks.salt import tenant_digest
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
-from foreword.integrations.vllm.connector_metrics import ForewordStats, StatsReader
+from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
 from foreword.integrations.vllm.due_requests import DueRequests
 from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.rank_stores import StoreLookup
@@ -35,7 +35,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
-from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
+from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine, may_change_weights
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -76,13 +76,17 @@ class ForewordConnectorScheduler:
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
         self._load_began: dict[str, float] = {}
+        # Of requests that have ended, where the worker is in another process: their last windows, and their ids. vLLM keeps
+        # their blocks until a worker has copied them.
         self._last_saves: list[BlockSave] = []
         self._finished: list[str] = []
+        self._pool: Any = None
         # Positions from which requests continued, whose windows and states were saved for that.
         self._proven: Newest[bytes, None] = Newest(_MAX_PROVEN)
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
+        follow_engine(info.config, "collective_rpc", self.called_workers, before=True)
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
@@ -102,6 +106,7 @@ class ForewordConnectorScheduler:
         assert stores is not None
         self._stores = stores
         stores.costs.fixed.first = _FIRST_FIXED_SECONDS
+        self._found = FoundCounts()
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
         self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
@@ -139,6 +144,10 @@ class ForewordConnectorScheduler:
         if state is None:
             return 0, False
         state.start_over(self._info, num_computed_tokens)
+        if self._version.stale and not self._settled():
+            state.saves = False
+            self._refuse(request, LookupOutcome.NOT_ALLOWED)
+            return 0, False
         if self._spoilt and num_computed_tokens and request.lora_request is None:
             self._keep_unsaved(state)
         if num_computed_tokens >= limit or state.no_more_loads or not allowed:
@@ -146,6 +155,7 @@ class ForewordConnectorScheduler:
         if state.search is None or num_computed_tokens < state.searched_from:
             keys = state.chain.keys_to(limit // self._info.key_size)
             root = state.chain.root
+            self._not_loaded(state, FoundEnd.REPEATED)
             state.search = self._stores.find_position(self._groups, root, keys, num_computed_tokens, limit)
             state.searched_from, state.found = num_computed_tokens, None
         if state.found is None:
@@ -153,6 +163,8 @@ class ForewordConnectorScheduler:
                 return None, False
             self._note_miss(state, limit)
             state.found = self._with_producer(state, limit)
+            state.awaited = max(state.found.position - num_computed_tokens, 0)
+        state.awaited = min(state.awaited, max(state.found.position - num_computed_tokens, 0))
         state.reach = state.found.reach
         if state.reach > state.found.position and hasattr(request, "shared_prefix_boundary"):
             # vLLM ends a chunk there, so that a recurrent state exists which the next request can continue from.
@@ -265,6 +277,7 @@ class ForewordConnectorScheduler:
         # vLLM calls this whenever it admits the request. While the request waits for its load, it is not scheduled.
         self._due.watch(request.request_id)
         found, state.search, state.found = state.found, None, None
+        self._not_loaded(state, FoundEnd.SLOWER, state.awaited - num_external_tokens)
         if not num_external_tokens or found is None:
             self._handoff.release(request)
             return
@@ -318,8 +331,7 @@ class ForewordConnectorScheduler:
     def build_connector_meta(self, output: Any) -> ForewordConnectorMetadata:
         """The workers' instructions for the step that vLLM has scheduled."""
         loads, self._to_load = self._to_load, []
-        saves, self._last_saves = self._last_saves, []
-        finished, self._finished = self._finished, []
+        saves, finished = self.take_last()
         metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
         metadata.deletes, self._to_delete = self._to_delete, []
         metadata.retired = self.sessions.take_retired()
@@ -496,10 +508,17 @@ class ForewordConnectorScheduler:
                 self._load_began.pop(request_id, None)
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
-                state.cut_to(self._info, 0 if request_id in failed else lost[0])
+                kept = 0 if request_id in failed else lost[0]
+                state.cut_to(self._info, kept)
                 self._due.watch(request_id)
+                state.note_cached(kept)
+                self._correct(state, load, kept)
         for request_id in output.finished_recving or ():
-            self._note_loaded(request_id)
+            load = self._note_loaded(request_id)
+            if load is not None and request_id in self._requests:
+                state = self._requests[request_id]
+                self._found.note(FoundEnd.LOADED, state.awaited)
+                state.awaited = 0
         if output.finished_sending:
             self._handoff.sent(output.finished_sending)
         reported = getattr(output, "kv_connector_worker_meta", None)
@@ -509,12 +528,29 @@ class ForewordConnectorScheduler:
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
 
-    def _note_loaded(self, request_id: str) -> None:
+    def _note_loaded(self, request_id: str) -> BlockLoad | None:
         """A load has ended: measure what it took, unless it has brought less than it should have."""
         load, began = self._loading.pop(request_id, None), self._load_began.pop(request_id, None)
         if load is not None and began is not None and request_id in self._requests:
             blocks = ((part.group, place) for part in load.parts for place in part.places)
             self._stores.costs.note_load(blocks, time.monotonic() - began)
+        return load
+
+    def _correct(self, state: RequestState, load: BlockLoad, kept: int) -> None:
+        """A load has brought the request only to position `kept`."""
+        loaded = max(kept - load.held, 0)
+        self._not_loaded(state, FoundEnd.CUT, state.awaited - loaded)
+        # With several groups all or nothing is loaded, with one group whole blocks in order.
+        count = loaded // self._info.step
+        parts = [dataclasses.replace(part, places=part.places[:count]) for part in load.parts if count]
+        state.tiers = self._tokens_by_tier(state, parts, loaded)
+
+    def _not_loaded(self, state: RequestState, why: FoundEnd, tokens: int | None = None) -> None:
+        """Of what was found for a request, `tokens` tokens, or all of them, are not loaded."""
+        tokens = state.awaited if tokens is None else tokens
+        if tokens > 0:
+            self._found.note(why, tokens)
+            state.awaited -= tokens
 
     @property
     def expects_events(self) -> bool:
@@ -532,16 +568,35 @@ class ForewordConnectorScheduler:
         state = self._requests.pop(request.request_id, None)
         self._all_ended = not self._requests
         self._refused.discard(request.request_id)
+        if state is not None and request.request_id in self._loading:
+            state.tiers = {}  # vLLM cancels the load
         self._note_usage(request, state)
+        if state is not None:
+            self._not_loaded(state, FoundEnd.ENDED)
         last = self._end_of_turn(state, ids) if state is not None else []
         if state is not None and state.ends:
             self._replace_checkpoints(state)
         params = self._handoff.finished(request, state, ids)
-        self._last_saves += last
-        if last and params is None:
-            self._finished.append(request.request_id)
+        waits = params is not None
+        if last and self._worker is not None:
+            self._worker.save_blocks(last)  # a step that may not come is not needed
+        elif last:
+            self._last_saves += last
+            if params is None:
+                self._finished.append(request.request_id)
+                waits = True
         answers = self._answers(state, ids) if state is not None and request.status in _ENDED else {}
-        return bool(last) or params is not None, {**(params or {}), **answers} or None
+        return waits, {**(params or {}), **answers} or None
+
+    def take_last(self) -> tuple[list[BlockSave], list[str]]:
+        """The last windows that no step has been told to save, and the requests whose blocks vLLM keeps for that."""
+        saves, self._last_saves = self._last_saves, []
+        finished, self._finished = self._finished, []
+        return saves, finished
+
+    def loading(self) -> list[str]:
+        """Requests whose loads have begun, and whose end vLLM has not reported."""
+        return list(self._loading)
 
     def _note_usage(self, request: Any, state: RequestState | None) -> None:
         """Write a line for a request that has ended. Of a prompt without an answer, what was computed counts."""
@@ -624,6 +679,10 @@ class ForewordConnectorScheduler:
         if self._unsafe:
             found = found or ForewordStats()
             found.data["counts"]["unsafe_requests"], self._unsafe = self._unsafe, 0
+        ends = self._found.take()
+        if ends:
+            found = found or ForewordStats()
+            found.data["found"] = ends
         return found
 
     def set_workers(self, workers: Mapping[int, WorkerHandshake]) -> None:
@@ -643,26 +702,77 @@ class ForewordConnectorScheduler:
             return {"external_unspecified": num_external_tokens} if num_external_tokens else {}
         return counts
 
+    # Versions of the weights
+
+    def bind_pool(self, pool: Any) -> None:
+        """vLLM's block pool; None if it shows none."""
+        self._pool = self.sessions.pool = pool
+        if self.events is not None:
+            self.events.hash_size = pool.hash_block_size if pool is not None else 0
+
+    @property
+    def _empty(self) -> bool | None:
+        """Whether vLLM's own cache holds nothing: no block is in use or cached. None where this vLLM does not show its pool."""
+        if self._pool is None:
+            return None
+        in_use = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # vLLM itself uses a block of zeros
+        return not in_use and not len(self._pool.cached_block_hash_to_block)
+
     def reset(self) -> None:
         """From now on nothing is found that was saved before, unless the weights get the name of a version."""
-        self._version.reset()
+        empty = self._empty
+        self._version.reset(empty is not False)
         self._start_version()
+        if self._version.stale:
+            self._say_stale("vLLM did not reset its own cache")
 
     def set_weights_version(self, name: str) -> None:
         """The weights are those of version `name`: what was saved under it is found again."""
-        if not self._version.set(name):
-            logger.warning(
-                "Foreword: KV was computed since vLLM's caches were last reset, so weights version %r is not trusted, and "
-                "nothing saved under it is used; pause vLLM, or reset its caches with the connector, before you set it",
-                name,
-            )
+        if not self._version.set(name, self._empty):
+            self._say_stale(f"weights version {name!r} is not trusted")
         self._start_version()
+
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
+        """vLLM is about to call a method of its workers, which may change weights."""
+        if may_change_weights(method) and self._version.changed(self._empty):
+            self._start_version()
+            logger.info(
+                "Foreword: the weights may have changed: KV of before is not used until their version has a name"
+            )
+            if self._version.stale:
+                self._say_stale("they may have changed while vLLM's own cache had KV")
+
+    def _say_stale(self, why: str) -> None:
+        if not self._version.stale:
+            logger.warning(
+                "Foreword: %s: KV was computed since vLLM's caches were last reset, so what is saved has no name; pause "
+                "vLLM, or reset its caches with the connector, before you set a version",
+                why,
+            )
+            return
+        logger.warning(
+            "Foreword: %s: blocks in it may be of other weights. Nothing is saved or loaded until vLLM's cache is empty: "
+            "reset it with reset_running_requests, pause vLLM with clear_cache, or set the version with POST "
+            "/v1/foreword/weights_version",
+            why,
+        )
+
+    def _settled(self) -> bool:
+        """Whether vLLM's cache is empty by now, so that all KV will be of the present weights."""
+        if not self._empty:
+            return False
+        name = self._version.settle()
+        self._start_version()
+        logger.info("Foreword: vLLM's cache is empty; KV is saved and loaded under weights %s", repr(name or "unnamed"))
+        return True
 
     def _start_version(self) -> None:
         """Running requests were computed with other weights, so what they fill is not saved; a request that starts again is."""
         self._handoff.reset()
         self._proven.clear()
         for state in self._requests.values():
+            if state.search is not None:
+                self._not_loaded(state, FoundEnd.RESET)
             state.search, state.found, state.saves = None, None, False
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 

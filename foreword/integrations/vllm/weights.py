@@ -5,6 +5,7 @@ A fingerprint comes from the files: equal in every folder, different after any c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
@@ -141,11 +142,14 @@ def _recorded(load: Callable[..., Any]) -> Callable[..., Any]:
     return from_local_checkpoint
 
 
-def follow_engine(vllm_config: Any, method: str, told: Callable[..., object]) -> bool:
+def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *, before: bool = False) -> bool:
     """Call `told` after each call of a method of vLLM's `EngineCore`, with its arguments, in the engine's thread.
 
     vLLM tells connectors neither the version of the weights (`set_weight_version`) nor that encoder outputs are reset
     (`reset_encoder_cache`), so this wraps the methods. False if this vLLM has no such method, or the engine is elsewhere.
+
+    Args:
+        before: call it before the method, with the `EngineCore` before the arguments.
     """
     try:
         from vllm.v1.engine.core import EngineCore
@@ -158,16 +162,22 @@ def follow_engine(vllm_config: Any, method: str, told: Callable[..., object]) ->
     if listeners is None:
         listeners = []
         setattr(EngineCore, method, _announced(wrapped, listeners))
-    listeners.append((vllm_config.model_config, told))
+    listeners.append((vllm_config.model_config, told, before))
     return True
 
 
-def _announced(wrapped: Callable[..., Any], listeners: list[tuple[Any, Callable[..., object]]]) -> Callable[..., Any]:
+def _announced(
+    wrapped: Callable[..., Any], listeners: list[tuple[Any, Callable[..., object], bool]]
+) -> Callable[..., Any]:
     @functools.wraps(wrapped)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        following = [(told, before) for model, told, before in listeners if model is self.vllm_config.model_config]
+        for told, before in following:
+            if before:
+                told(self, *args, **kwargs)
         result = wrapped(self, *args, **kwargs)
-        for model, told in listeners:
-            if model is self.vllm_config.model_config:
+        for told, before in following:
+            if not before:
                 told(*args, **kwargs)
         return result
 
@@ -175,33 +185,91 @@ def _announced(wrapped: Callable[..., Any], listeners: list[tuple[Any, Callable[
     return call
 
 
+# Methods of vLLM's workers that change weights. Others of vLLM's own do not; a function, or a method that an extension of the
+# worker adds, may do anything.
+_CHANGES = frozenset(
+    {
+        "apply_model",
+        "checkpoint_restore",
+        "elastic_ep_execute",
+        "finish_weight_update",
+        "load_model",
+        "reload_weights",
+        "reset_weights",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "update_draft_weights",
+        "update_weights",
+    }
+)
+
+
+def may_change_weights(method: str | Callable[..., Any]) -> bool:
+    """Whether `EngineCore.collective_rpc` of this method may leave other weights in the workers' memory."""
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    if not isinstance(method, str) or method in _CHANGES:
+        return True
+    own: list[type] = [WorkerBase]
+    with contextlib.suppress(ImportError):
+        from vllm.v1.worker.gpu_worker import Worker
+
+        own.append(Worker)
+    return not any(hasattr(one, method) for one in own)
+
+
 class WeightsVersion:
     """The version of weights that are updated in place, as part of the keys.
 
-    At first it is that of the files. A reset begins a version without a name, which only this process knows. A name that is set
-    before anything is computed with the new weights takes its place: under it, KV is found again when the same name returns.
+    At first it is that of the files. A reset begins a version without a name, which only this process knows. A name takes its
+    place if nothing is left of other weights: under it, KV is found again when the same name returns.
 
     Attributes:
         salt: for `chain_salt`; b"" for the weights in the files.
+        stale: vLLM's own cache may hold KV of other weights, so what requests compute from it belongs to no version.
     """
 
     def __init__(self, name: str = "") -> None:
         self.salt = _named(name) if name else b""
+        self.stale = False
+        self._waiting = ""  # the name to be used once vLLM's cache is empty
         self._computed = False
 
-    def reset(self) -> None:
-        """The weights may have changed, and vLLM has dropped its own cache."""
-        self.salt, self._computed = b"\x00reset\x00" + os.urandom(16), False
+    def reset(self, empty: bool = True) -> None:
+        """The weights may change, and vLLM has dropped its own cache; it has not if that is not `empty`."""
+        self._begin(_unnamed(), stale=not empty)
 
-    def set(self, name: str) -> bool:
-        """The weights are those of version `name`. False if vLLM's cache may hold KV of others: it was not reset, or computed
-        since; the version is then one without a name."""
-        if self.salt == _named(name):
+    def _begin(self, salt: bytes, *, stale: bool = False, waiting: str = "") -> None:
+        self.salt, self.stale, self._waiting, self._computed = salt, stale, waiting, False
+
+    def set(self, name: str, empty: bool | None = None) -> bool:
+        """The weights are those of version `name`. False if vLLM's cache may hold KV of others; the version is then one without
+        a name, until `settle`.
+
+        Args:
+            empty: whether nothing is cached or in use in vLLM's cache. None: not known; then whether nothing was computed since
+                the last reset decides.
+        """
+        if self.salt == _named(name) and not self.stale:
             return True
-        if self._computed:
-            self.salt = b"\x00reset\x00" + os.urandom(16)
+        if empty or (empty is None and not self._computed):
+            self._begin(_named(name))
+            return True
+        self._begin(_unnamed(), stale=empty is not None, waiting=name)
+        return False
+
+    def settle(self) -> str:
+        """vLLM's cache was seen empty: all that is computed from now on is of the present weights. The version's name."""
+        name = self._waiting
+        self._begin(_named(name) if name else self.salt)
+        return name
+
+    def changed(self, empty: bool | None = None) -> bool:
+        """The weights may have changed without a word about their version. False if the version stays: it has its name, and
+        nothing was computed since it got it."""
+        if not self._computed and self.salt.startswith(_NAMED):
             return False
-        self.salt = _named(name)
+        self._begin(_unnamed(), stale=empty is False)
         return True
 
     def note_computed(self) -> None:
@@ -209,5 +277,12 @@ class WeightsVersion:
         self._computed = True
 
 
+_NAMED = b"\x00version\x00"
+
+
 def _named(name: str) -> bytes:
-    return b"\x00version\x00" + name.encode()
+    return _NAMED + name.encode()
+
+
+def _unnamed() -> bytes:
+    return b"\x00reset\x00" + os.urandom(16)

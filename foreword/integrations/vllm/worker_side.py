@@ -314,6 +314,20 @@ class ForewordConnectorWorker:
         for load in loads.values():
             load.discard()
 
+    def end_loads(self, request_ids: Iterable[str]) -> set[str]:
+        """End the loads of these requests now, as failed. Returns the requests that had one whose end was not reported yet: it
+        is not reported any more, and on return nothing is written into their blocks."""
+        names = set(request_ids)
+        ended = {load.request_id for load in self._refused if load.request_id in names}
+        self._refused = [load for load in self._refused if load.request_id not in names]
+        for request_id in names & self._loading.keys():
+            self._loading.pop(request_id).discard()
+            reader = self._lease_readers.pop(request_id, None)
+            if reader is not None and self._instances is not None:
+                self._instances.producers.close_reader(reader)
+            ended.add(request_id)
+        return ended
+
     def _store_load(self, load: BlockLoad) -> StoreLoad:
         assert self.offload is not None
         units = self.offload.units
@@ -402,13 +416,7 @@ class ForewordConnectorWorker:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
         if metadata.empty:
             return
-        with self.offload.saving():
-            for save in metadata.saves:
-                if self._saves[save.group] and self._may_save(save):
-                    where = save.depth, save.blocks, save.group
-                    args = (save.root, save.keys, save.parent)
-                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
-                    self.offload.note_dropped(len(save.blocks) - done)
+        self.save_blocks(metadata.saves)
         self._saved_requests.update(metadata.finished)
         if metadata.deletes:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
@@ -425,6 +433,17 @@ class ForewordConnectorWorker:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):
                     self._leases.add(lease)
+
+    def save_blocks(self, saves: Iterable[BlockSave]) -> None:
+        """Copy computed blocks, and queue them for the stores. On return vLLM may give them to other requests."""
+        assert self.offload is not None
+        with self.offload.saving():
+            for save in saves:
+                if self._saves[save.group] and self._may_save(save):
+                    where = save.depth, save.blocks, save.group
+                    args = (save.root, save.keys, save.parent)
+                    done = self.offload.save(*args, *where, prompt=save.prompt, again=save.again)
+                    self.offload.note_dropped(len(save.blocks) - done)
 
     def _may_save(self, save: BlockSave) -> bool:
         return self._mapped and self._adapters.may_save(save.adapter)

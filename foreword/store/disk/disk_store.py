@@ -62,7 +62,7 @@ from foreword.store.disk.files import (
 )
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
-from foreword.store.disk.locks import folder_lock, is_alive
+from foreword.store.disk.locks import folder_lock, is_alive, remove_dead_locks
 from foreword.store.disk.opener import IndexOpener
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockBudget, BlockWriter, in_groups
 from foreword.store.frame import Frame
@@ -457,6 +457,7 @@ class DiskStore(Store):
         self._index.read_known(time.monotonic() + _LOAD_SECONDS)
         self._writer.release_liveness(if_missing=True)
         self._records.remove_incomplete(self._is_dead)
+        remove_dead_locks(self.path)
 
     def _is_dead(self, token: str) -> bool:
         return not is_alive(self.path, token)

@@ -20,6 +20,7 @@ from foreword.errors import StoreError, StoreReadOnly, StoreTimeout, StoreUnavai
 from foreword.store.base import Name, StoredBlock, time_left
 from foreword.store.disk.files import DiskFull
 from foreword.store.disk.index_rows import (
+    CLOCKS,
     IN_LIST,
     SCHEMA,
     VERSION,
@@ -171,6 +172,7 @@ class DiskIndex:
             if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
                 raise BrokenIndex("the database is not an index of Foreword")
             connection.executescript(f"BEGIN IMMEDIATE;{SCHEMA}COMMIT;")
+            self._begin_clock(connection)
             return
         if not 0 < version < _MAX_VERSION:
             raise BrokenIndex("the index has no valid version")
@@ -179,6 +181,24 @@ class DiskIndex:
         if version != VERSION:
             raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
         (check if os.path.getsize(self.file) <= _CHECKED_BYTES else check_sample)(connection)
+        if not self.read_only:
+            self._begin_clock(connection)
+
+    def _begin_clock(self, connection: sqlite3.Connection) -> None:
+        """Begin the index's clock if it has none: at the time of the index's file, which is the file system's and not this
+        process's. Times of tenants that are later become that time."""
+        if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'clocks'").fetchone() is None:
+            files = (self.file + suffix for suffix in ("", "-wal"))
+            began = max(os.stat(file).st_mtime for file in files if os.path.exists(file))
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                connection.execute(CLOCKS)
+                connection.execute("INSERT INTO clocks VALUES ('', 0.0, ?)", (began,))
+                connection.execute("UPDATE tenants SET used_at = min(used_at, ?)", (began,))
+                connection.execute("COMMIT")
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
 
     def check(self, deadline: float) -> None:
         """Check the whole index while others use it. Raises BrokenIndex."""
@@ -317,10 +337,10 @@ class DiskIndex:
             if self._writer is not None:
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def compared(self, deadline: float, host: str = "", boot: str = "") -> bool:
-        """Whether the index was compared with the files: since it was made, or in this boot of the host if one is named."""
-        boots = dict(self._read("SELECT host, boot FROM hosts", (), deadline))
-        return bool(boots) and boots.get(host, boot) == boot
+    def compared(self, deadline: float, boot: str = "") -> bool:
+        """Whether the index was compared with the files: since it was made, or in this boot if one is named."""
+        boots = {boot for (boot,) in self._read("SELECT boot FROM hosts", (), deadline)}
+        return boot in boots if boot else bool(boots)
 
     def listed(self, deadline: float) -> bool:
         """Whether all blocks are in the index, or at least their bytes."""

@@ -4,8 +4,12 @@ A block about to be written gets a row in `writing`, which moves to `blocks` whe
 after its file. The sizes in both tables are therefore never less than the bytes on disk, even if a process is killed.
 Blocks in `writing` are neither visible nor evicted until their writer has finished or is dead.
 
-`used` counts transactions and is not a time, since clocks may jump. It starts at the microseconds since the epoch when
-the index was created: blocks that are found in a folder without an index are ordered by the times of their files.
+`used` counts transactions and is not a time, since clocks may jump. `tenants.used_at` is in seconds of the index's own clock:
+it continues from process to process and from boot to boot, at the rate of the machines' monotonic clocks, and no wall clock
+moves it (`IndexTransaction.now`).
+
+`used` starts at the microseconds since the epoch when the index was created: blocks that are found in a folder without an index
+are ordered by the times of their files.
 
 A row 0 in `writing` stands for the files that a scan has listed and not yet added: for their bytes.
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 import itertools
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -31,6 +36,7 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
 from foreword.store.frame import Frame, Header
+from foreword.store.machine import clock_id
 
 VERSION: Final = 4
 SCHEMA: Final = f"""
@@ -54,12 +60,17 @@ CREATE TABLE totals (
 INSERT INTO totals VALUES (0, 0, 0, CAST((julianday('now') - 2440587.5) * 86400e6 AS INTEGER));
 PRAGMA user_version = {VERSION};
 """
+# Indexes of earlier builds get this table when they are opened. Per monotonic clock (`store/machine.py`): what to add to it for
+# the index's own, and when it was used last. The row without a name is where the index's clock began.
+CLOCKS: Final = "CREATE TABLE clocks (clock TEXT PRIMARY KEY, ahead REAL NOT NULL, used_at REAL NOT NULL)"
 IN_LIST: Final = "id IN (SELECT value FROM json_each(?))"
 RECOUNT: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
     coalesce(sum(pinned * size), 0) FROM blocks"""
 _LARGEST: Final = 1 << 62
 _SAMPLES: Final = 16
 _SAMPLE_ROWS: Final = 128
+_KEPT: Final = 64  # boots and clocks that are remembered
+_CLOCK_STEP: Final = 1.0  # seconds after which the index's clock is written again
 _ROWS_AT_ONCE: Final = 64  # SQLite before 3.32 takes 999 values in a statement
 _WRONG: Final = f"""typeof(id) != 'integer' OR typeof(children) != 'integer' OR children < 0 OR pinned NOT IN (0, 1)
     OR typeof(used) != 'integer' OR typeof(size) != 'integer' OR size < 0 OR typeof(above) != 'integer'
@@ -156,6 +167,32 @@ class IndexTransaction:
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
         self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
+        self._now: float | None = None
+
+    def now(self) -> float:
+        """The time of this transaction on the index's own clock.
+
+        No process has seen a later one: a clock that is behind, as that of a machine which was away, is set to what others have
+        noted.
+        """
+        if self._now is None:
+            found = self._execute("SELECT clock, ahead, used_at FROM clocks").fetchall()
+            latest = max((used_at for _, _, used_at in found), default=0.0)
+            here = time.monotonic()
+            ahead = next((ahead for clock, ahead, _ in found if clock == clock_id()), None)
+            self._now = now = latest if ahead is None else max(here + ahead, latest)
+            if ahead is None:
+                self._keep_newest("clocks", (clock_id(), now - here, now))
+            elif now - latest > _CLOCK_STEP or now > here + ahead:
+                self._execute("UPDATE clocks SET ahead = ?, used_at = ? WHERE clock = ?", (now - here, now, clock_id()))
+        return self._now
+
+    def _keep_newest(self, table: str, row: Sequence[object]) -> None:
+        """Write a row, and forget those that were written long ago."""
+        self._execute(f"INSERT OR REPLACE INTO {table} VALUES ({','.join('?' * len(row))})", row)
+        self._execute(
+            f"DELETE FROM {table} WHERE rowid NOT IN (SELECT rowid FROM {table} ORDER BY rowid DESC LIMIT {_KEPT})"
+        )
 
     def save(self) -> None:
         """Write the totals. The last step before the commit."""
@@ -199,7 +236,7 @@ class IndexTransaction:
         self._insert_rows(f"writing ({_PENDING})", rows)
         for row in rows:
             self._add_bytes(row.name, row.size)
-            self.note_tenant(tenant_id(row.name), clock)
+            self.note_tenant(tenant_id(row.name), self.now())
         return rows
 
     def _add_bytes(self, name: Name, size: int) -> None:
@@ -208,9 +245,9 @@ class IndexTransaction:
         self.bytes += size
         self._more[tenant] = self._more.get(tenant, 0) + size
 
-    def note_tenant(self, tenant: int, clock: float) -> None:
-        """Note that a tenant used the store."""
-        self._uses[tenant] = max(self._uses.get(tenant, 0.0), clock)
+    def note_tenant(self, tenant: int, used_at: float) -> None:
+        """Note that a tenant used the store, at a time of the index's clock."""
+        self._uses[tenant] = max(self._uses.get(tenant, 0.0), used_at)
 
     def finish(self, done: Iterable[PendingRow]) -> None:
         """Make blocks visible: their files are complete."""
@@ -225,7 +262,7 @@ class IndexTransaction:
         self._insert(rows)
         for row in rows.values():
             self._add_bytes(row.name, row.size)
-            self.note_tenant(tenant_id(row.name), row.stored_at)
+            self.note_tenant(tenant_id(row.name), min(row.stored_at, self.now()))
 
     def unlisted(self) -> int:
         """The bytes of files that a scan has listed and not added yet, 0 if none are known."""
@@ -314,23 +351,23 @@ class IndexTransaction:
         self.pinned_bytes -= row.size if row.pinned else 0
 
     def victim(
-        self, before: int, budget: int, clock: float, to_write: Mapping[int, int], tenants: Sequence[int] = ()
+        self, before: int, budget: int, to_write: Mapping[int, int], tenants: Sequence[int] = ()
     ) -> BlockRow | None:
         """The leaf to evict next: not pinned, last used before the time `before`, the deepest of equals.
 
         It is the least recently used one of the tenant that `fair_share` chooses, among `tenants` if there are any. `to_write`
         are bytes of tenants.
         """
-        usage = self._tenants()
+        usage, now = self._tenants(), self.now()
         for tenant, size in to_write.items():
-            usage[tenant] = usage.get(tenant, TenantUse(0, clock)).plus(size)
+            usage[tenant] = usage.get(tenant, TenantUse(0, now)).plus(size)
         for group in [tenants] if tenants else [compared(usage), usage]:
             rows = {one: row for one in group if (row := self._oldest_leaf(one, before)) is not None}
             if len(rows) == 1:
                 return next(iter(rows.values()))
             if rows:
                 oldest = {one: row.used for one, row in rows.items()}
-                return rows[choose(oldest, usage, share(usage.values(), budget, clock), clock)]
+                return rows[choose(oldest, usage, share(usage.values(), budget, now), now)]
         return None
 
     def tenant_bytes(self, tenant: int) -> int:
@@ -368,7 +405,7 @@ class IndexTransaction:
 
     def check_leaves(self) -> None:
         """Raises BrokenIndex if there are blocks, but none without a child: then the numbers of children are wrong."""
-        if self.blocks and not self.pinned_bytes and self.victim(_LARGEST, 1, 0.0, {}) is None:
+        if self.blocks and not self.pinned_bytes and self.victim(_LARGEST, 1, {}) is None:
             raise BrokenIndex("no block of the index is the last of its chain")
 
     def touch(self, ids: Iterable[int], used: int) -> None:
@@ -408,12 +445,12 @@ class IndexTransaction:
 
     # Recovery
 
-    def boots(self) -> dict[str, str]:
-        """The boot in which each host last used the index."""
-        return dict(self._execute("SELECT host, boot FROM hosts").fetchall())
+    def boots(self) -> set[str]:
+        """The boots in which the index was used since it was made and compared with the files, the last few of them."""
+        return {boot for (boot,) in self._execute("SELECT boot FROM hosts")}
 
-    def note_boot(self, host: str, boot: str) -> None:
-        self._execute("INSERT OR REPLACE INTO hosts VALUES (?, ?)", (host, boot))
+    def note_boot(self, boot: str) -> None:
+        self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
 
 
 def read_totals(connection: sqlite3.Connection) -> tuple[int, int, int, int]:

@@ -34,11 +34,14 @@ class LivenessLock:
     def __init__(self, folder: str) -> None:
         make_folder(f"{folder}/writers")
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64]
-        self.token = f"{host}-{os.getpid()}-{secrets.token_hex(6)}"
-        self._path = f"{folder}/writers/{self.token}"
         try:
-            self._handle = os.open(self._path, WRITE, 0o600)
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while True:
+                self.token = f"{host}-{os.getpid()}-{secrets.token_hex(6)}"
+                self._path = f"{folder}/writers/{self.token}"
+                self._handle = os.open(self._path, WRITE, 0o600)
+                if _locks(self._handle) and self.exists():
+                    break
+                os.close(self._handle)  # removed as a dead writer's, between its creation and its lock
         except OSError as error:
             raise store_error(error) from error
 
@@ -71,6 +74,30 @@ def is_alive(folder: str, token: str) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _locks(handle: int) -> bool:
+    """Lock a file. False if another process has it locked. Raises OSError where files cannot be locked."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def remove_dead_locks(folder: str) -> None:
+    """Remove the liveness locks of all dead writers. What else they have left must be removed before, or be listed in the
+    index."""
+    with contextlib.suppress(OSError):
+        for token in os.listdir(f"{folder}/writers"):
+            with contextlib.suppress(OSError):
+                handle = os.open(f"{folder}/writers/{token}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    # Its creator looks for it again when it has the lock (`LivenessLock`).
+                    if _locks(handle):
+                        os.unlink(f"{folder}/writers/{token}")
+                finally:
+                    os.close(handle)
 
 
 def remove_dead_lock(folder: str, token: str) -> None:

@@ -138,7 +138,8 @@ class FolderScan:
 
     def run(self, fresh: bool) -> bool:
         """Compare everything, unless another process did. False if it was stopped before the end. Raises StoreError."""
-        if self._index.compared(_soon(), *boot_of_host()):
+        _, boot = boot_of_host()
+        if boot and self._index.compared(_soon(), boot):
             return True
         if fresh and self._files.remove_format_1():
             log.warning(
@@ -164,7 +165,7 @@ class FolderScan:
             return False
         with self._index.write(_soon()) as transaction:
             transaction.set_unlisted(None)
-            transaction.note_boot(*boot_of_host())
+            transaction.note_boot(boot)
         return True
 
     def _check_rows(self) -> None:

@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from foreword.errors import StoreUnavailable
@@ -14,6 +13,7 @@ from foreword.store.disk.files import BlockFiles, remove_file, skip
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import IndexTransaction
 from foreword.store.disk.locks import is_alive, remove_dead_lock
+from foreword.store.machine import boot_id
 
 _OLDEST_OF: Final = 4096
 
@@ -36,23 +36,18 @@ class OpenedIndex:
 def open_index(index: DiskIndex, files: BlockFiles, deadline: float) -> OpenedIndex:
     """Open the index. The caller holds the folder lock. Raises StoreError."""
     index.open(deadline)
-    host, boot = boot_of_host()
+    _, boot = boot_of_host()
     with index.write(deadline) as transaction:
         boots = transaction.boots()
-        # After a crash of the machine, SQLite's last transactions may be lost.
-        complete = bool(boots) and boots.get(host, boot) == boot
-        if complete:
-            transaction.note_boot(host, boot)
+        # After a crash of the machine, SQLite's last transactions may be lost. Names of hosts say nothing of that: a container
+        # has a new one after each start, also in the same boot.
+        complete = bool(boot) and boot in boots
         return OpenedIndex(recover_dead_writers(transaction, files, ours=0), complete, not boots)
 
 
 def boot_of_host() -> tuple[str, str]:
     """The name of the host and the id of its current boot ("" if the system has none)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return socket.gethostname(), boot
+    return socket.gethostname(), boot_id()
 
 
 def quarantine_index(file: str) -> None:

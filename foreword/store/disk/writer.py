@@ -190,7 +190,7 @@ class BlockBudget:
         `tenants`: those to evict from; (): any. With `prune`, the block's folders are removed too if they are empty.
         """
         for _ in range(_STUCK):
-            row = transaction.victim(now, self.size, time.time(), to_write, tenants)
+            row = transaction.victim(now, self.size, to_write, tenants)
             if row is None:
                 return False
             try:
@@ -213,7 +213,7 @@ class UpdateBatch:
         uses: by block id: the order of the last use in this batch, the number of uses, and the time of the last use.
         written, dropped: rows whose files are complete, or were given up.
         removed: blocks whose files were removed without the index.
-        tenants: the time of the last use by each tenant.
+        tenants: when each tenant used the store last, on this machine's monotonic clock.
         order: the order of the latest use.
     """
 
@@ -230,8 +230,9 @@ class UpdateBatch:
             clock = transaction.clock
             transaction.note_uses((clock + order, hits, at, id_) for id_, (order, hits, at) in self.uses.items())
             transaction.clock += self.order
+            now, here = transaction.now(), time.monotonic()
             for tenant, used_at in self.tenants.items():
-                transaction.note_tenant(tenant, used_at)
+                transaction.note_tenant(tenant, now - (here - used_at))
         if self.removed:
             for gone in transaction.find(block_id(name) for name in self.removed).values():
                 if files.size(gone.name) < 0:
@@ -267,7 +268,7 @@ class PendingUpdates:
         with self._lock:
             batch = self._batch
             batch.order += 1
-            batch.tenants[tenant_id(names[0])] = clock
+            batch.tenants[tenant_id(names[0])] = time.monotonic()
             for name in names:
                 id_ = block_id(name)
                 _, hits, _ = batch.uses.get(id_, (0, 0, 0.0))
