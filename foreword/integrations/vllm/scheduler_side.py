@@ -514,8 +514,7 @@ class ForewordConnectorScheduler:
                 state.note_cached(kept)
                 self._correct(state, load, kept)
         for request_id in output.finished_recving or ():
-            load = self._note_loaded(request_id)
-            if load is not None and request_id in self._requests:
+            if self._note_loaded(request_id) and request_id in self._requests:
                 state = self._requests[request_id]
                 self._found.note(FoundEnd.LOADED, state.awaited)
                 state.awaited = 0
@@ -528,13 +527,13 @@ class ForewordConnectorScheduler:
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
 
-    def _note_loaded(self, request_id: str) -> BlockLoad | None:
-        """A load has ended: measure what it took, unless it has brought less than it should have."""
+    def _note_loaded(self, request_id: str) -> bool:
+        """A load has ended: measure what it took, unless it has brought less than it should have. False if there was none."""
         load, began = self._loading.pop(request_id, None), self._load_began.pop(request_id, None)
         if load is not None and began is not None and request_id in self._requests:
             blocks = ((part.group, place) for part in load.parts for place in part.places)
             self._stores.costs.note_load(blocks, time.monotonic() - began)
-        return load
+        return load is not None
 
     def _correct(self, state: RequestState, load: BlockLoad, kept: int) -> None:
         """A load has brought the request only to position `kept`."""
