@@ -1013,6 +1013,57 @@ def step_kernels(context: Context) -> Iterator[Row]:
                 raise RuntimeError(f"attention in {name} differs by {max(errors):.3g}")
 
 
+def step_checksum(context: Context) -> Iterator[Row]:
+    """The checksum of frames on the device (offload/device_checksum.py), which no tier uses yet: right, and how fast."""
+    import torch
+
+    from foreword.offload.device_checksum import DeviceChecksums, heads
+    from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+
+    device, chance = context.device, random.Random(3)
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield row("left out: Triton runs on CUDA, or interpreted", "TRITON_INTERPRET=1")
+        return
+    size = 600 if context.tiny else 2 << 20  # of a block of the 8B model
+    stride = -(-(size + HEADER_BYTES) // 64) * 64
+    count = 3 if context.tiny else 16
+    host = torch.zeros(count, stride, dtype=torch.uint8)
+    names = []
+    for number in range(count):
+        view = memoryview(cast(Any, host[number].numpy())).cast("B")
+        view[:size] = chance.randbytes(size)
+        layout, root, key, parent = (chance.randbytes(length) for length in (16, 16, 32, 32))
+        header = Header(layout, root, key, parent, number, RAW, size, size)
+        seal(header, view[: size + HEADER_BYTES])
+        names.append(header.name)
+    checksums, slots = DeviceChecksums(device), torch.arange(count, device=device)
+    frames, wanted = host.to(device), heads(names).to(device)
+    frames[:, size + HEADER_BYTES - 32 : size + HEADER_BYTES] = 9
+    checksums.seal(frames, slots, size)
+    same = int((frames.cpu() == host).all(dim=1).sum())
+    frames[0, size // 2] += 1
+    found = checksums.check(frames, slots, size, wanted).tolist()
+    yield row(
+        "frames sealed as the host seals them", f"{same} of {count}", f"one byte changed: {found.count(0)} refused"
+    )
+    if same < count or found != [0] + [1] * (count - 1):
+        raise RuntimeError(f"{same} of {count} frames are sealed as on the host; of those checked {found}")
+    if device.type != "cuda":
+        return
+    for many in (512, 16):  # a prefix of 8,192 tokens, and the 32 MiB that a load reads at once
+        frames = torch.zeros(many, stride, dtype=torch.uint8, device=device)
+        slots, wanted = torch.arange(many, device=device), torch.zeros(many, 72, dtype=torch.uint8, device=device)
+        for how, one in (
+            ("4 KiB ahead, 1 warp", checksums),
+            ("8 KiB ahead, 2 warps", DeviceChecksums(device, ahead=8, warps=2)),
+        ):
+            if one is not checksums and context.left() < 4.0:
+                break
+            seconds = seconds_of(functools.partial(one.check, frames, slots, size, wanted), device)
+            figure = f"{many * size / seconds / 1e9:,.0f} GB/s"
+            yield row(f"checked on the device, {many} frames of 2 MiB, {how}", figure, f"{seconds * 1e3:.2f} ms")
+
+
 # Bytes over the host's memory bus
 
 

@@ -162,13 +162,13 @@ class EngineCore:
         _check_retentions(request)
         _check_output(request, longest)
 
-    def compile(self, params: SamplingParams) -> CompiledOutput | None:
-        """Compile what the text must match; None if that is any text. From any thread. Raises BadRequest."""
+    def compile(self, params: SamplingParams, salt: Salt) -> CompiledOutput | None:
+        """Compile what the text must match; None if that is any text. From any thread. Raises BadRequest, QueueFull."""
         if params.structured is None:
             return None
         if self._grammars is None:
             raise BadRequest("this engine has no structured output", param="response_format")
-        return self._grammars.compile(params.structured)
+        return self._grammars.compile(params.structured, salt.tenant)
 
     def add(
         self,
@@ -186,7 +186,7 @@ class EngineCore:
         """
         self.validate(request)
         self._check_id(request.id)
-        compiled = compiled or self.compile(request.params)
+        compiled = compiled or self.compile(request.params, request.salt)
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
@@ -209,7 +209,7 @@ class EngineCore:
         `add`."""
         self.validate(request)
         self._check_id(request.id)
-        return self._open(request, seed, compiled or self.compile(request.params), None)
+        return self._open(request, seed, compiled or self.compile(request.params, request.salt), None)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._by_id:

@@ -169,19 +169,19 @@ class AsyncEngine:
         async def prepare() -> None:
             nonlocal compiled, constraint
             self.prefixes.follow_public()
-            compiled = await self.compile(request.params)
+            compiled = await self.compile(request.params, request.salt)
             if compiled is not None and request.output:
                 work = partial(self._core.constraint_after, request, compiled)
                 constraint = await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
         return self._stream(request.id, begin, request.params.n, unread, prepare)
 
-    async def compile(self, params: SamplingParams) -> CompiledOutput | None:
+    async def compile(self, params: SamplingParams, salt: Salt = NO_SALT) -> CompiledOutput | None:
         """Compile what the text must match, off the event loop and off the engine's thread. Raises BadRequest; `generate`
         does the same at its first step."""
         if params.structured is None:
             return None
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._core.compile, params)
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._core.compile, params, salt)
 
     def follow(
         self, request_id: str, unread: Callable[[Delta], None] = lambda delta: None
