@@ -324,6 +324,8 @@ class _Counts:
 
     def ignored(self, route: str) -> None: ...
 
+    def unexpected(self, error: BaseException) -> None: ...
+
 
 def make_front(
     prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint, sessions: SessionEndpoint
