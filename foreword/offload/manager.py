@@ -160,25 +160,6 @@ class OffloadManager:
 
     # Loading
 
-<<<<<<< HEAD
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
-    ) -> StoreLoad:
-        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result.
-
-        `before` are the keys of the blocks before them, which are on the device.
-        """
-        names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
-
-        def look_up(search: TierSearch, inline: bool) -> Result:
-            places = self.store.locate(names, search=search, inline=inline, before=ahead)
-            return places, len(places) * self._block_size
-
-        store_load = StoreLoad(names, 0.0, root, patient=patient)
-        return self.lookups.start(store_load, len(keys) * self._block_size, look_up)[0]
-
-=======
->>>>>>> main
     def find_position(
         self,
         groups: Sequence[StoredGroup],
