@@ -61,10 +61,11 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     It supports vLLM's hybrid KV cache manager: models with several KV cache groups keep it.
 
-    Saves copy whole blocks after the step (`wait_for_save`), before vLLM can give them to another request, so preemption needs
-    no further care. The last window of a request is copied when it ends. Where the worker is in another process, vLLM keeps the
-    request's blocks until the next step, or until it resets its cache if that comes first (`give_back.py`). Saving layer by
-    layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill that filled them.
+    Saves copy whole blocks after the step (`wait_for_save`), before vLLM can give them to another request. What has no room
+    waits while vLLM keeps the blocks (`late_saves.py`). The last window of a request is copied when it ends. If the worker is
+    in another process, vLLM keeps the request's blocks until the next step, or until it resets its cache if that comes first
+    (`give_back.py`). Saving layer by layer would gain little: the copy takes 10 ms per 48 MB, less than 0.3 % of the prefill
+    that filled them.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -266,7 +267,14 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker_side.begin_step(metadata)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Nothing reads a preempted request's blocks: what is saved was copied in the step that filled it."""
+        """From now on nothing reads a preempted request's blocks."""
+        if isinstance(kv_connector_metadata, ForewordConnectorMetadata):
+            self._take_back(kv_connector_metadata)
+
+    @hook(lambda *_: None)
+    def _take_back(self, metadata: ForewordConnectorMetadata) -> None:
+        if metadata.ended and self._worker_side is not None:
+            self._worker_side.drop_late(metadata.ended)
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         if not self._idle:
