@@ -14,7 +14,7 @@ def _found() -> Callable[[int], object]:
     except (OSError, AttributeError):
         return lambda _: None
     trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    return trim  # type: ignore[no-any-return]
+    return trim
 
 
 _trim: Final = _found()
