@@ -22,7 +22,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -49,6 +49,7 @@ from foreword.integrations.vllm.namespace import (
     unmeasured,
 )
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
+from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
@@ -243,6 +244,7 @@ class EncoderReader:
         self._version = settings.version_of(vllm_config)
         follow_engine(vllm_config, "set_weight_version", self._version.set)
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
+        follow_engine(vllm_config, "collective_rpc", self.called_workers, before=True)
         self._pool.submit(self._store.describe, str(vllm_config.model_config.model))
         self._pool.submit(self._store.follow)
 
@@ -328,6 +330,15 @@ class EncoderReader:
         self._version.reset()
         self._reads.clear()
         self._in_vllm.clear()
+
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
+        """vLLM is about to call a method of its workers, which may change weights."""
+        return notice_changes(core, method, self._changed)
+
+    def _changed(self) -> None:
+        """vLLM keeps the outputs that it has itself."""
+        if self._version.changed():
+            self._reads.clear()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

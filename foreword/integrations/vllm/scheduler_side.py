@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
-from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine, may_change_weights
+from foreword.integrations.vllm.weight_changes import notice_changes
+from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -99,6 +100,8 @@ class ForewordConnectorScheduler:
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
         self._lookup = None if self._worker is not None else StoreLookup(info, settings)
+        if self._worker is not None:
+            self._worker.tell_of_changes(self.weights_changed)
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
@@ -699,8 +702,10 @@ class ForewordConnectorScheduler:
         """Whether vLLM's own cache holds nothing: no block is in use or cached. None where this vLLM does not show its pool."""
         if self._pool is None:
             return None
-        in_use = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # vLLM itself uses a block of zeros
-        return not in_use and not len(self._pool.cached_block_hash_to_block)
+        if self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() != 1:  # vLLM itself uses a block of zeros
+            return False
+        cached = getattr(self._pool, "cached_block_hash_to_block", None)
+        return None if cached is None else not len(cached)
 
     def reset(self) -> None:
         """From now on nothing is found that was saved before, unless the weights get the name of a version."""
@@ -716,15 +721,17 @@ class ForewordConnectorScheduler:
             self._say_stale(f"weights version {name!r} is not trusted")
         self._start_version()
 
-    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
         """vLLM is about to call a method of its workers, which may change weights."""
-        if may_change_weights(method) and self._version.changed(self._empty):
+        return notice_changes(core, method, self.weights_changed)
+
+    def weights_changed(self) -> None:
+        """The weights have changed, or are about to, without a word about their version."""
+        if self._version.changed(self._empty):
             self._start_version()
-            logger.info(
-                "Foreword: the weights may have changed: KV of before is not used until their version has a name"
-            )
+            logger.info("Foreword: the weights have changed: KV of before is not used until their version has a name")
             if self._version.stale:
-                self._say_stale("they may have changed while vLLM's own cache had KV")
+                self._say_stale("they have changed while vLLM's own cache had KV")
 
     def _say_stale(self, why: str) -> None:
         if not self._version.stale:
