@@ -1,7 +1,8 @@
 """Foreword: a KV-cache system for LLM serving. The KV of a shared prefix is computed once and reused.
 
-`LLM` runs offline batches, `AsyncEngine` serves requests, `PrefixCache` is the block bookkeeping for other engines. The first
-two need torch and transformers (`pip install foreword[engine]`) and are imported on first use.
+`Cache` finds, loads, saves, keeps and forgets the KV of prefixes in stores. `LLM` runs offline batches, `AsyncEngine` serves
+requests, `PrefixCache` is the block bookkeeping for other engines. `LLM` and `AsyncEngine` need torch and transformers
+(`pip install foreword[engine]`). All are imported on first use.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ from foreword.errors import ForewordError
 
 if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
+    from foreword.cache import Cache
     from foreword.engine.request import Request, SamplingParams
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.llm import LLM
     from foreword.process_config import EngineConfig
 
 __version__ = "0.2.0.dev0"
-__all__ = ["LLM", "AsyncEngine", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
+__all__ = ["LLM", "AsyncEngine", "Cache", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
 
 _MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
+    "Cache": "foreword.cache",
     "EngineConfig": "foreword.process_config",
     "PrefixCache": "foreword.blocks.prefix_cache",
     "Request": "foreword.engine.request",

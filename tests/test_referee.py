@@ -143,9 +143,13 @@ def test_the_standard_set() -> None:
     assert rare not in Plan(target, 1, ("identity",)).claims() and list(Plan(target, 1, (rare,)).claims()) == [rare]
 
 
-def test_every_broken_connector_has_a_claim() -> None:
-    """Each connector of `mutants/connectors.py` says what is broken and names a claim that exists."""
-    tree = ast.parse((CHECKOUT / "tests" / "mutants" / "connectors.py").read_text(encoding="utf-8"))
+BROKEN = {"connectors": 32, "crossed_connectors": 20}
+
+
+@pytest.mark.parametrize(("module", "least"), BROKEN.items(), ids=BROKEN)
+def test_every_broken_connector_has_a_claim(module: str, least: int) -> None:
+    """Each broken connector says what is broken and names a claim that exists."""
+    tree = ast.parse((CHECKOUT / "tests" / "mutants" / f"{module}.py").read_text(encoding="utf-8"))
     claims = Plan(Target({}, sys.executable, None), 1, models=tuple(KINDS), long=True).claims()
     named = {
         one.name: ast.literal_eval(item.value)
@@ -154,7 +158,7 @@ def test_every_broken_connector_has_a_claim() -> None:
         for item in one.body
         if isinstance(item, ast.Assign) and ast.unparse(item.targets[0]) == "claim"
     }
-    assert len(named) >= 32 and set(named.values()) <= set(claims)
+    assert len(named) >= least and set(named.values()) <= set(claims)
 
 
 def set_attributes(path: Path) -> set[str]:
@@ -163,9 +167,10 @@ def set_attributes(path: Path) -> set[str]:
     return {one.attr for one in stored if isinstance(one.ctx, ast.Store) and ast.unparse(one.value) == "self"}
 
 
-def test_broken_connectors_break_nothing_else() -> None:
-    """What the connectors of `mutants/connectors.py` keep has other names than what Foreword's keeps."""
-    broken = set_attributes(CHECKOUT / "tests" / "mutants" / "connectors.py")
+@pytest.mark.parametrize("module", BROKEN)
+def test_broken_connectors_break_nothing_else(module: str) -> None:
+    """What broken connectors keep has other names than what Foreword's keeps."""
+    broken = set_attributes(CHECKOUT / "tests" / "mutants" / f"{module}.py")
     whole = set_attributes(CHECKOUT / "foreword" / "integrations" / "vllm" / "connector.py")
     assert broken and whole and not broken & whole
 
@@ -347,6 +352,19 @@ def test_the_embedded_engine() -> None:
 def test_broken_connectors_are_caught() -> None:
     """Connectors that save too early, too late and in the wrong order fail their claims, and Foreword's passes these."""
     command = [sys.executable, str(CHECKOUT / "tests" / "mutants" / "run.py"), "--only", "Saves"]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
+    assert done.returncode == 0 and "3 of 3 caught" in done.stdout, done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM, reason="FOREWORD_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.timeout(600)
+def test_defects_that_need_two_things_are_caught() -> None:
+    """Connectors that are wrong only where an abort, a preemption or a reset meets something else fail crossed claims."""
+    names = ("SaltLostAfterPreemption", "AbortFreesEarly", "ResetForgetsRunning")
+    only = [word for name in names for word in ("--only", name)]
+    command = [sys.executable, str(CHECKOUT / "tests" / "mutants" / "run.py"), *only]
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
     assert done.returncode == 0 and "3 of 3 caught" in done.stdout, done.stdout + done.stderr[-2000:]

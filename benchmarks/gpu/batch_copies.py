@@ -60,6 +60,9 @@ def register(memory: Tensor, device: torch.device) -> bool:
         return False
     code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
     if code:
+        # CUDA would report the error again at the next launch of a kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
         raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: error {code}")
     return True
 
@@ -80,14 +83,22 @@ def huge_memory(size: int) -> Tensor:
 
 
 class CopyCall:
-    """Queues copies from address to address in a stream. `name` says by which call of the driver."""
+    """Queues copies from address to address in a stream.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        driver: CUDA's driver; by default that of a CUDA device.
+
+    Attributes:
+        name: the call of the driver.
+    """
+
+    def __init__(self, device: torch.device, driver: ctypes.CDLL | None = None) -> None:
         self.name = "memmove, no CUDA"
         self._batch: Callable[..., int] | None = None
         self._single: Callable[..., int] | None = None
-        if device.type == "cuda":  # pragma: no cover - needs a GPU
+        if device.type == "cuda" and driver is None:  # pragma: no cover - needs a GPU
             driver = ctypes.CDLL("libcuda.so.1")
+        if driver is not None:
             self._batch = _batch_call(driver)
             self.name = "cuMemcpyBatchAsync"
             if self._batch is None:
@@ -97,16 +108,18 @@ class CopyCall:
 
     def __call__(self, targets: Tensor, sources: Tensor, sizes: Tensor, stream: Any, *, in_order: bool) -> None:
         """Copy. All three are int64 on the host, one number for each copy. `in_order`: the sources are read when the stream is
-        there, not before. Raises RuntimeError."""
+        there, not before. Raises RuntimeError, and ValueError for lists of different lengths."""
         count = len(sizes)
+        if not len(targets) == len(sources) == count:
+            raise ValueError(f"{len(targets)} targets, {len(sources)} sources, {count} sizes")
         if not count:
             return
         if stream is None:
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 ctypes.memmove(target, source, size)
             return
-        handle = ctypes.c_void_p(stream.cuda_stream)  # pragma: no cover - needs a GPU
-        if self._batch is not None:  # pragma: no cover - needs a GPU
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        if self._batch is not None:
             attributes = _Attributes(source_order=_IN_STREAM_ORDER if in_order else _ANY_ORDER)
             first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
             arrays = targets.data_ptr(), sources.data_ptr(), sizes.data_ptr()
@@ -115,16 +128,14 @@ class CopyCall:
             if code:
                 raise RuntimeError(f"cuMemcpyBatchAsync of {count} copies: error {code} at {failed.value}")
             return
-        assert self._single is not None  # pragma: no cover - needs a GPU
-        for target, source, size in zip(  # pragma: no cover - needs a GPU
-            targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
-        ):
+        assert self._single is not None
+        for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             code = self._single(target, source, size, handle)
             if code:
                 raise RuntimeError(f"cuMemcpyAsync: error {code}")
 
 
-def _batch_call(driver: ctypes.CDLL) -> Callable[..., int] | None:  # pragma: no cover - needs a GPU
+def _batch_call(driver: ctypes.CDLL) -> Callable[..., int] | None:
     """cuMemcpyBatchAsync of the driver; None if it has none."""
     found, status = ctypes.c_void_p(), ctypes.c_int()
     try:
@@ -134,6 +145,15 @@ def _batch_call(driver: ctypes.CDLL) -> Callable[..., int] | None:  # pragma: no
     find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p]
     code = find(b"cuMemcpyBatchAsync", ctypes.addressof(found), _VERSION, 0, ctypes.addressof(status))
     return None if code or not found.value else _BATCH(found.value)
+
+
+def _host_memory(size: int, device: torch.device) -> tuple[Tensor, bool]:
+    """Memory that a device copies from and to, and whether it is registered; where that is refused, CUDA allocates it."""
+    memory = huge_memory(size)
+    try:
+        return memory, register(memory, device)
+    except RuntimeError:  # pragma: no cover - needs a GPU
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True), False
 
 
 class Transfer:
@@ -172,18 +192,21 @@ class BatchCopies:
     Args:
         tensors: of the device, `[blocks, ...]` each, with contiguous rows.
         blocks: host blocks, each with room for a row of every tensor.
+
+    Attributes:
+        block_bytes, copies: of a block, in all tensors.
+        registered: the host memory was registered in place.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], blocks: int, device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], blocks: int) -> None:
         self.blocks = blocks
-        self._device = device
+        self._device = device = tensors[0].device
         self._rows = torch.tensor([tensor.stride(0) * tensor.element_size() for tensor in tensors])
         self._there = torch.tensor([tensor.data_ptr() for tensor in tensors])
-        self._kept = tensors
+        self._kept, self.copies = tensors, len(tensors)
         self.block_bytes = int(self._rows.sum())
         # One registration for all tensors of the host: registering takes a fixed time too.
-        self._memory = huge_memory(self.block_bytes * blocks)
-        self.registered = register(self._memory, device)
+        self._memory, self.registered = _host_memory(self.block_bytes * blocks, device)
         starts = torch.cumsum(self._rows, 0) - self._rows
         self._here = self._memory.data_ptr() + starts * blocks
         self.call = CopyCall(device)

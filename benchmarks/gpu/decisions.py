@@ -289,6 +289,7 @@ class Cell:
     gaps: list[float] = field(default_factory=list)
     equal: int = 0
     compared: int = 0
+    steps: list[int] = field(default_factory=list)
     loaded: int = 0
     blocks: int = 0
     cpu: float = 0.0
@@ -308,6 +309,8 @@ class Cell:
             notes.append(f"{self.cpu / (self.bytes / GIB):.2f} processor s per GiB")
         if self.compared:
             notes.append(f"first tokens as after an own hit {self.equal} of {self.compared}")
+        if self.steps:
+            notes.append(f"{median(self.steps):.0f} steps, {max(self.steps)} at most")
         if self.gaps:
             notes.append(f"ITL of the others {milliseconds(self.gaps)}")
         keys |= {"p50": p50, "p99": percentile(self.seconds, 0.99), "loaded": self.loaded / max(self.blocks, 1)}
@@ -342,12 +345,14 @@ class TtftRun:
         if busy:
             self.others.ready(64 if not self.context.tiny else 4)
         wait(self.context.device)
-        cpu, bench.gaps = time.process_time() - time.thread_time(), []
+        steps, bench.gaps = bench.core.steps, []
+        cpu = time.process_time() - time.thread_time()
         seconds, token = bench.first_token(prompt)
         cell.seconds.append(seconds)
         cell.cpu += time.process_time() - time.thread_time() - cpu
         if busy:
             cell.gaps += bench.gaps
+            cell.steps.append(bench.core.steps - steps)
         bench.gaps = None
         if expected is not None:
             cell.compared += 1
@@ -537,6 +542,10 @@ def resident_share(path: Path) -> float:
     return -1.0 if failed else sum(one & 1 for one in there) / pages
 
 
+def _memory(copies: Any) -> str:
+    return "registered memory" if copies.registered else "memory that CUDA allocated, if there is CUDA"
+
+
 def step_ttft_copies(context: Context) -> Iterator[Row]:
     """TTFT where blocks come back as vLLM's SimpleCPUOffloadConnector brings them: a rival in the same engine."""
     from benchmarks.gpu.batch_copies import BatchCopies
@@ -545,7 +554,7 @@ def step_ttft_copies(context: Context) -> Iterator[Row]:
     shapes, bench = context.shapes, context.engine()
     bench.attach(None)
     size = bench.config.block_size
-    copies = BatchCopies(tensors_of(bench.runner.layers), max(shapes.lengths) // size, context.device)
+    copies = BatchCopies(tensors_of(bench.runner.layers), max(shapes.lengths) // size)
     run = TtftRun(context, "vLLM's way", [1] * len(shapes.lengths))
     run._cells = 2 * len(shapes.lengths)
     try:
@@ -568,14 +577,16 @@ def step_ttft_copies(context: Context) -> Iterator[Row]:
                     if bench.blocks_of(prompt) != blocks:
                         raise RuntimeError("the prompt's blocks were evicted")
                     wait(context.device)
-                    bench.gaps, begin = [], time.perf_counter()
+                    steps, bench.gaps, begin = bench.core.steps, [], time.perf_counter()
                     transfer = copies.load(blocks, places)
                     while not transfer.done():
                         if busy:
                             bench.step()  # an engine asks once in a step
                     _, token = bench.first_token(prompt)
                     cell.seconds.append(time.perf_counter() - begin)
-                    cell.gaps += bench.gaps if busy else []
+                    if busy:
+                        cell.gaps += bench.gaps
+                        cell.steps.append(bench.core.steps - steps)
                     cell.compared, cell.equal = cell.compared + 1, cell.equal + (token == expected)
                     if time.monotonic() > until:
                         break
@@ -584,7 +595,9 @@ def step_ttft_copies(context: Context) -> Iterator[Row]:
             bench.finish()
             bench.cache.clear()
         yield row(
-            "its call, and the bytes of a copy", copies.call.name, f"{copies.block_bytes // len(copies._kept):,} bytes"
+            "its call, and the bytes of a copy",
+            f"{copies.call.name}, {copies.block_bytes // copies.copies:,} bytes",
+            _memory(copies),
         )
     finally:
         bench.gaps = None
@@ -788,7 +801,7 @@ class SavingLikeVllm:
         from foreword.offload.staging import tensors_of
 
         tensors = tensors_of(context.engine().runner.layers)
-        self._copies = BatchCopies(tensors, 64 if context.tiny else 2048, context.device)
+        self._copies = BatchCopies(tensors, 64 if context.tiny else 2048)
         self._next = 0
         self._last: Transfer | None = None
 
@@ -866,8 +879,7 @@ def step_copies(context: Context) -> Iterator[Row]:
         )
 
     def registered() -> Row:
-        memory = huge_memory(size)
-        begin = time.perf_counter()
+        memory, begin = huge_memory(size), time.perf_counter()
         locked = register(memory, device)
         seconds = time.perf_counter() - begin
         try:
@@ -878,13 +890,14 @@ def step_copies(context: Context) -> Iterator[Row]:
             )
             return row("the same, memory registered with cudaHostRegister", both(memory), note)
         finally:
-            unregister(memory, device)
+            if locked:
+                unregister(memory, device)
 
     def slots() -> Row:
         block = bench.runner.bytes_per_block
         stride, count = block + SLOT_PADDING, size // block
         memory, ring = huge_memory(stride * count), torch.empty(stride * count, dtype=torch.uint8, device=device)
-        register(memory, device)
+        locked = register(memory, device)
         call, stream = CopyCall(device), torch.cuda.Stream() if cuda else None  # type: ignore[no-untyped-call]
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1))
         here, over = memory.data_ptr() + stride * order, ring.data_ptr() + stride * torch.arange(count)
@@ -895,7 +908,8 @@ def step_copies(context: Context) -> Iterator[Row]:
             figure = f"{block * count / up / 1e9:.1f} / {block * count / down / 1e9:.1f} GB/s"
             return row(f"the same, {count} scattered frames of {block >> 10:,} KiB", figure, call.name)
         finally:
-            unregister(memory, device)
+            if locked:
+                unregister(memory, device)
 
     arena = context.arena()
     count = min(size // bench.runner.bytes_per_block, arena.slots, bench.blocks)
@@ -915,13 +929,15 @@ def step_copies(context: Context) -> Iterator[Row]:
         )
 
     def like_vllm() -> Row:
-        copies = BatchCopies(tensors_of(bench.runner.layers), count, device)
+        copies = BatchCopies(tensors_of(bench.runner.layers), count)
         try:
             down = seconds_of(lambda: copies.save(blocks, places).wait(), device)
             up = seconds_of(lambda: copies.load(blocks, places).wait(), device)
             figure = f"{moved / up / 1e9:.1f} / {moved / down / 1e9:.1f} GB/s"
             return row(
-                "the same, vLLM's way of copying", figure, f"{copies.call.name}, {len(copies._kept) * count:,} copies"
+                "the same, vLLM's way of copying",
+                figure,
+                f"{copies.call.name}, {copies.copies * count:,} copies, {_memory(copies)}",
             )
         finally:
             copies.close()
@@ -975,7 +991,7 @@ def step_kernels(context: Context) -> Iterator[Row]:
         return same("bytes through the staging arena", save, lambda: arena.scatter(places, blocks))
 
     def like_vllm() -> Row:
-        copies = BatchCopies(tensors, count, context.device)
+        copies = BatchCopies(tensors, count)
         try:
             return same(
                 "bytes by vLLM's way of copying",

@@ -118,7 +118,7 @@ def work(names: Sequence[str], device_name: str, tiny: bool, disk: Path) -> int:
     if device_name.startswith("cuda") and not torch.cuda.is_available():
         tell(no_gpu=True)
         return 0
-    device = torch.device(device_name)
+    device = torch.device("cuda:0" if device_name == "cuda" else device_name)  # some calls need its number
     context = Context(device, tiny, disk)
     tell(facts=decisions.facts_of(device, tiny))
     for name in names:
@@ -175,7 +175,10 @@ class Worker:
         with contextlib.suppress(ProcessLookupError):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
-        return self.process.wait()
+        try:
+            return self.process.wait(10.0)
+        except subprocess.TimeoutExpired:  # the system still writes what it had in its cache
+            return -signal.SIGKILL
 
 
 # The table
@@ -338,11 +341,14 @@ class Plan:
     def _follow(self, worker: Worker, names: list[str]) -> None:
         """Take the rows of a process until its end, or until a step is cut off."""
         begun, limit = time.monotonic(), self._limit(names[0])
+        started = True  # the time of a process's start is that of its first step
         while names:
             try:
                 event = worker.next(limit - time.monotonic())
             except queue.Empty:
                 return self._failed(names[0], begun, f"cut off after {time.monotonic() - begun:.0f} s")
+            if event is None and not started:
+                return None  # a step that failed has made the device unusable for this process
             if event is None:
                 return self._failed(
                     names[0], begun, f"the process ended with status {worker.close()}: see gpu-plan.log"
@@ -355,7 +361,7 @@ class Plan:
                 print(", ".join(f"{name} {value}" for name, value in event["facts"].items()), flush=True)
                 self.table.write()
             elif "begin" in event:
-                begun, limit = time.monotonic(), self._limit(event["begin"])
+                begun, limit, started = time.monotonic(), self._limit(event["begin"]), True
             elif "row" in event:
                 self.table.add(names[0], event["row"])
                 print(
@@ -365,6 +371,7 @@ class Plan:
             else:
                 self.table.end(names[0], event["seconds"], event["error"])
                 self._left.remove(names.pop(0))
+                limit, started = self._last, False
                 if event["error"]:
                     print(f"{event['end']}: FAILED: {event['error']}", flush=True)
         return None

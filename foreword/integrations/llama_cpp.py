@@ -30,8 +30,8 @@ import numpy as np
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
-from foreword.integrations.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.integrations.weight_files import file_digest
+from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore

@@ -20,7 +20,7 @@ from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import Any
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES, block_names, key_of
+from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES, Layout, block_names, key_of
 from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
@@ -334,6 +334,18 @@ def forget_chain(store: TieredStore, root: bytes, key: bytes, depth: int) -> Rec
     return erasure.receipt(f"chain {key.hex()}")
 
 
+def forget_chains(store: TieredStore, layout: Layout, root: bytes, keys: Sequence[bytes] = ()) -> Receipt:
+    """Erase blocks of one layout with the root key `root`: given the keys of a prefix's blocks, those that no other chain in
+    the stores needs, with all that continues the prefix or may do so; else all. The receipt says what failed."""
+    erasure, fingerprint, start = _Erasure(store), layout.fingerprint, root[:ROOT_BYTES]
+    chosen = None
+    if keys:
+        chosen = erasure.stored_chains(start, fingerprint).of_prefix(block_names(fingerprint, start, keys))
+    erasure.sweep([(fingerprint, start)], lambda _: False, chosen)
+    what = f"{len(keys)} blocks of a prefix" if keys else "all blocks"
+    return erasure.receipt(f"{what} of the layout {fingerprint.hex()}")
+
+
 class _Erasure:
     """One erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
 
@@ -419,7 +431,7 @@ class _Erasure:
     def prefix(self, root: bytes, last: bytes, wanted: Callable[[str], bool], builds: Mapping[bytes, bytes]) -> None:
         """Delete a named prefix, given its tenant, the key of its last block, which record keys it has, and what names the KV
         in its model's layouts. Where that is not as in the layouts of the last block, any block may be one of its text."""
-        chains = self._chains(root)
+        chains = self.stored_chains(root)
         # A tenant may have a name for public blocks, which are not its own.
         lent = is_public(last) and not root.startswith(PUBLIC_ROOT)
         chosen = chains.behind(last) if lent else chains.with_prefix(last)
@@ -433,18 +445,18 @@ class _Erasure:
     def chain(self, root: bytes, key: bytes, depth: int) -> None:
         """Delete a block and all that may continue it, given its tenant, its key and its position."""
         root = roots_behind(root)
-        chains = self._chains(root)
+        chains = self.stored_chains(root)
         starts = {name for name in chains.blocks if key_of(name) == key}
         chosen = chains.descendants(starts) | chains.behind(key) | chains.behind_gaps(depth)
         self.sweep([(b"", root)], lambda _: False, chains.of_all_groups(chosen))
 
-    def _chains(self, root: bytes) -> StoredChains:
-        """The blocks of a root in all tiers that can be scanned."""
+    def stored_chains(self, root: bytes, layout: bytes = b"") -> StoredChains:
+        """The blocks of a root, and of one layout if it is given, in all tiers that can be scanned."""
         found: list[StoredBlock] = []
 
         def work(tier: StoreTier) -> None:
             for block in tier.stream(lambda: tier.store.scan(deadline=time.monotonic() + SCAN_WITHIN)):
-                if block.name.startswith(root, FINGERPRINT_BYTES):
+                if block.name.startswith(layout) and block.name.startswith(root, FINGERPRINT_BYTES):
                     found.append(block)
 
         self._each(self._store.tiers, work)
@@ -544,6 +556,16 @@ class StoredChains:
             chosen |= self.unshared_ancestors(end, chosen)
         depth = min(self.blocks[end].depth for end in ends)
         return self.of_all_groups(chosen | self.behind_gaps(depth))
+
+    def of_prefix(self, names: Sequence[Name]) -> set[Name]:
+        """The blocks of a prefix, given in the order of their chain, that no other chain needs, and all that may continue the
+        last one. Blocks that are not stored are passed over."""
+        chosen = self.descendants([names[-1]]) | self.behind_gaps(len(names) - 1)
+        for name in reversed(names[:-1]):
+            if any(child not in chosen for child in self._children.get(name, ())):
+                break
+            chosen.add(name)
+        return chosen & self.blocks.keys()
 
     def reached(self) -> set[Name]:
         """The blocks whose chains have no gap before them."""

@@ -14,13 +14,15 @@ from typing import Any, Final
 
 from foreword.compiled_code import processor_field
 from foreword.errors import ConfigError, did_you_mean
-from foreword.referee import faults, identity, reuse, schedules
+from foreword.referee import crossed, faults, identity, reuse, schedules
 from foreword.referee.models import KINDS, Kind, kind_named
 from foreword.referee.process import Failed, Refused
 from foreword.referee.session import Check, Evidence, RandomPrompts, Session, Target, environment_note
 from foreword.referee.settings import PAIRS, pair_claim
 
 STANDARD_MODELS: Final = ("Gemma 3", "gpt-oss", "Granite 4")
+# Kinds whose weights change in memory: the first in the standard set.
+_UPDATED: Final = ("Gemma 3", "Granite 4", "Llama 4", "Mistral", "DeepSeek V2", "Llama")
 _CLAIMS: Final[dict[str, Check]] = {
     "reuse.cold": reuse.cold,
     "reuse.own": reuse.own,
@@ -55,11 +57,27 @@ _CLAIMS: Final[dict[str, Check]] = {
     "schedule.pressed": schedules.pressed,
     "schedule.many": schedules.many,
     "schedule.drafted": schedules.drafted,
+    "crossed.salts-preempted": crossed.salts_preempted,
+    "crossed.salts-aborted": crossed.salts_aborted,
+    "crossed.loads-aborted": crossed.loads_aborted(KINDS["Llama"]),
+    "crossed.loads-pressed": crossed.loads_pressed,
+    "crossed.shared-aborted": crossed.shared_aborted,
+    "crossed.updated-running": crossed.updated_while(running=False),
+    "crossed.updated-preempted": crossed.updated_while(running=True),
+    "crossed.updated-loading": crossed.updated_loading(running=False),
+    "crossed.updated-refused": crossed.updated_loading(running=True),
+    "crossed.adapters-preempted": crossed.adapters_preempted,
+    "crossed.loads-aborted-windows": crossed.loads_aborted(KINDS["Gemma 3"]),
+    **{f"crossed.updated.{name}": crossed.updated_kind(KINDS[name]) for name in _UPDATED},
     **{f"pooling.{kind.lower()}": reuse.pooling_claim(kind) for kind in ("LAST", "MEAN", "CLS")},
 }
 # Claims that are checked only with `Plan.long`, or if they are named.
 _LONG: Final = frozenset(
-    ("identity.adapter-windows", *(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard))
+    (
+        "identity.adapter-windows",
+        *(f"identity.settings.{pair.name}" for pair in PAIRS if not pair.standard),
+        *(f"crossed.updated.{name}" for name in _UPDATED[1:]),
+    )
 )
 # What the embedded engine's worker can be asked for.
 _ENGINE_CLAIMS: Final = tuple(name for name in _CLAIMS if name.startswith(("reuse.", "fault.", "identity.salt")))

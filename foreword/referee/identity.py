@@ -6,13 +6,11 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from foreword.referee.damage import swap_layers, swap_layers_in_place
 from foreword.referee.models import IMAGES, Kind
-from foreword.referee.session import Check, Evidence, RandomPrompts, Session, arguments
-
-_LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+from foreword.referee.session import LORA, Check, Evidence, RandomPrompts, Session, arguments
 
 
 def salt(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
@@ -33,7 +31,7 @@ def adapter_claim(kind: Kind) -> Check:
     """The claim that a prompt stored under one adapter of a kind of model is not found under another, nor without one."""
 
     def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
-        asked, given = draw.prompts(), arguments(kind, **_LORA)
+        asked, given = draw.prompts(), arguments(kind, **LORA)
         model = session.model(kind.name)
         one, other = (["one", 1, str(session.adapter(1, model))], ["other", 2, str(session.adapter(2, model))])
         alone = session.alone(model, **given)
@@ -56,15 +54,15 @@ def adapter_version(session: Session, draw: RandomPrompts, evidence: Evidence) -
     """A LoRA adapter whose files are replaced under the same name and path, after a restart."""
     asked = draw.prompts()
     used = session.folder / "adapter-used"
-    right = session.alone(**_LORA).ask_all(asked, adapter=["new", 3, str(session.adapter(2))])
+    right = session.alone(**LORA).ask_all(asked, adapter=["new", 3, str(session.adapter(2))])
     shutil.copytree(session.adapter(1), used, dirs_exist_ok=True)
     name = ["used", 1, str(used)]
-    worker = session.connected(**_LORA)
+    worker = session.connected(**LORA)
     session.store(worker, asked, adapter=name)
     evidence.must_hit(session.store(worker, asked, adapter=name), "before the change")
     session.end(connected=True)
     shutil.copytree(session.adapter(2), used, dirs_exist_ok=True)
-    found = session.connected(**_LORA).ask_all(asked, adapter=name)
+    found = session.connected(**LORA).ask_all(asked, adapter=name)
     evidence.must_compute(found, "after the change", right)
 
 
@@ -76,9 +74,9 @@ def mixed(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         ["one", 1, str(session.adapter(1))],
         ["other", 2, str(session.adapter(2))],
     )
-    alone = session.alone(**_LORA)
+    alone = session.alone(**LORA)
     right = [alone.ask_all(asked, adapter=each) for each in adapters]
-    worker = session.connected(**_LORA)
+    worker = session.connected(**LORA)
     for each in adapters[1:]:  # both are in memory, so that there is one which may be mistaken for none
         worker.ask_all([draw.tokens("first", 40)], adapter=each)
     every = [(prompt, each) for prompt in asked for each in adapters]

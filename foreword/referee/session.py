@@ -36,6 +36,8 @@ from foreword.referee.process import (
 
 BLOCK: Final = 32
 KV_BYTES: Final = 256 << 20
+# vLLM's arguments for two adapters.
+LORA: Final[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 # In float32 a hit and a computation differ in the last bits only; tokens are compared exactly. Where vLLM is batch-invariant,
 # no bit may differ.
 _LOGPROB_WITHIN: Final = 0.0 if vllm_batch_invariant() else 1e-3

@@ -13,11 +13,21 @@ weights of the first and the last layer change places in memory, and vLLM resets
 "vllm:foreword_"}`, vLLM's counters and gauges with names that start so; `{"end": true}`. Times are seconds; TTFT counts from a
 request's arrival. A warm-up of 40 tokens does not count; `"warm_up": false` in the first line leaves it out. Every answer has
 `cpu`, the processor seconds of this process.
+
+Requests step by step, so that what disturbs them meets them where a claim wants it (`crossed.py`): `{"add": [{"name": "a",
+"prompt": [token, ...], "salt": null, "adapter": null, "new_tokens": 8}, ...]}`; `{"step": N, "until": {"computed": tokens}}`
+(or `loading`: requests whose KV is being loaded; `answered`: requests with an output token; `preempted`, so far), at most N
+steps, has as answer the same counts; `{"abort": [name, ...]}`; `{"preempt": true}`, all that run; `{"hold": true}`, what loads
+read is not written into KV until `{"hold": false}` (Foreword's connector only; the answer says whether it can);
+`{"finish": [name, ...]}`, all to their ends, and the answers of these; `{"reset": true, "connector":
+false}`, vLLM's cache, once.
 """
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +48,10 @@ class VllmEngine:
         self._pools = job["llm"].get("runner") == "pooling"
         self._count = self._drafted = 0
         self._preemptions: dict[str, int] = {}
+        self._ended: dict[str, Any] = {}
+        self._released = threading.Event()
+        self._released.set()
+        self._held = False
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
         # A new prompt each time: a connector may have kept, or lost, what it was asked before.
@@ -133,6 +147,70 @@ class VllmEngine:
             self._drafted += len(request.spec_token_ids)
             self._preemptions[name] = request.num_preemptions
 
+    def add(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Add requests without a step."""
+        for one in requests:
+            params = self._params(
+                max_tokens=one.get("new_tokens", 8), temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0
+            )
+            salt = {"cache_salt": one["salt"]} if one.get("salt") else {}
+            [adapter] = _adapters(one.get("adapter"), 1)
+            given = {**_prompt(one["prompt"]), **salt}
+            self._llm.llm_engine.add_request(one["name"], given, params, lora_request=adapter)
+        return {"added": len(requests)}
+
+    def step(self, most: int, until: dict[str, int]) -> dict[str, Any]:
+        """Step until a count is reached, at most `most` times."""
+        steps = 0
+        while steps < most and not any(self._counts()[name] >= count for name, count in until.items()):
+            if not self._llm.llm_engine.has_unfinished_requests():
+                break
+            self._step(self._ended)
+            steps += 1
+        return {"steps": steps, **self._counts()}
+
+    def _counts(self) -> dict[str, int]:
+        requests = list(self._requests().values())
+        return {
+            "computed": sum(one.num_computed_tokens for one in requests),
+            "loading": sum(one.status.name == "WAITING_FOR_REMOTE_KVS" for one in requests),
+            "answered": sum(one.num_output_tokens > 0 for one in requests),
+            "running": sum(one.status.name == "RUNNING" for one in requests),
+            "preempted": sum(self._preemptions.values()),
+        }
+
+    def abort(self, names: list[str]) -> dict[str, Any]:
+        """Abort requests. vLLM may add something of its own to the names."""
+        self._llm.llm_engine.abort_request(names)
+        return self._counts()
+
+    def preempt(self) -> dict[str, Any]:
+        """Preempt all requests that run. Those whose KV is being loaded keep their blocks, and so does vLLM's cache."""
+        done = self.reset(connector=False, running=True)["done"]
+        return {"reset": done, **self._counts()}
+
+    def hold(self, held: bool) -> dict[str, Any]:
+        """Hold loads open, between their reads and their writes into KV, or let them continue."""
+        if not held:
+            self._released.set()
+            return {"held": False}
+        cache = self._foreword()
+        if cache is None:
+            return {"held": False}
+        self._released.clear()
+        if not self._held:
+            self._held = True
+            # A load that is held looks slower than computing, in place of which later ones would not be tried.
+            cache.costs.prefill_rate = lambda: 0.0
+            _wait_behind_reads(cache.store, self._released)
+        return {"held": True}
+
+    def finish(self, names: list[str]) -> dict[str, Any]:
+        """All requests to their ends; the answers of these."""
+        self._run(self._ended)
+        ended, self._ended = self._ended, {}
+        return {"results": [_result(ended[name], 0.0) for name in names], **self._counts()}
+
     def settle(self, seconds: float) -> dict[str, Any]:
         """Wait until Foreword's connector has written everything; with others, where it cannot be known, for `seconds`."""
         began = time.perf_counter()
@@ -173,21 +251,64 @@ class VllmEngine:
         found = [one for one in self._llm.get_metrics() if one.name.startswith(start) and hasattr(one, "value")]
         return {"metrics": [[one.name, one.labels, one.value] for one in found]}
 
-    def exchange(self) -> dict[str, Any]:
-        """Exchange the weights of the first and the last layer of a Llama, as an update of weights in place would."""
+    def exchange(self, running: bool = False) -> dict[str, Any]:
+        """Exchange the weights of two layers of equal parts, as an update of weights in place would, and reset both caches.
+        `running`: requests that run are preempted, and computed anew."""
         self._llm.apply_model(_exchange_layers)
-        return {"done": bool(self._llm.reset_prefix_cache(reset_connector=True))}
+        return self.reset(True, running)
+
+    def reset(self, connector: bool, running: bool = False) -> dict[str, Any]:
+        """Reset vLLM's cache, once, and perhaps the connector's with it."""
+        try:
+            done = self._llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        except RuntimeError:  # vLLM's own refusal, while KV of requests is being loaded
+            done = False
+        return {"done": bool(done)}
+
+
+def _wait_behind_reads(store: Any, released: threading.Event) -> None:
+    """Let each read of a load wait before its blocks are used: those of a tier that lends its memory too."""
+    fetch = store.fetch
+
+    def held_fetch(*args: Any, **more: Any) -> Any:
+        found = fetch(*args, **more)
+        released.wait()
+        return found
+
+    def held_lend(lend: Callable[..., Any]) -> Callable[..., Any]:
+        @contextlib.contextmanager
+        def held(*args: Any, **more: Any) -> Any:
+            with lend(*args, **more) as found:
+                released.wait()
+                yield found
+
+        return held
+
+    store.fetch = held_fetch
+    for tier in store.tiers:
+        tier.lend = held_lend(tier.lend)
 
 
 def _exchange_layers(model: Any) -> None:
-    # Whole modules: kernels for CPUs keep packed copies of the weights in them.
-    first, last = model.model.layers[0], model.model.layers[-1]
-    for one, other, names in (
-        (first, last, ("mlp", "input_layernorm", "post_attention_layernorm")),
-        (first.self_attn, last.self_attn, ("qkv_proj", "o_proj")),
-    ):
-        for name in names:
-            mine, theirs = getattr(one, name), getattr(other, name)
+    """The weights of the first layer and of the last one that has parts of the same types change places. Whole modules move:
+    kernels for CPUs keep packed copies of the weights in them. What holds KV, and so has a layer's name, stays."""
+    layers = model.model.layers
+    first = layers[0]
+    last = next(one for one in reversed(layers) if _parts(one) == _parts(first))
+    _exchange(first, last)
+
+
+def _parts(module: Any) -> list[tuple[str, type]]:
+    return [(name, type(part)) for name, part in module.named_modules()]
+
+
+def _exchange(one: Any, other: Any) -> None:
+    for name, mine in list(one.named_children()):
+        theirs = getattr(other, name)
+        if any(hasattr(part, "kv_cache") for part in mine.modules()):
+            if not hasattr(mine, "kv_cache"):
+                _exchange(mine, theirs)
+        else:
             setattr(one, name, theirs)
             setattr(other, name, mine)
 
@@ -270,7 +391,14 @@ def serve(start: Callable[[dict[str, Any]], Any]) -> None:
         "ask": engine.ask,
         "settle": lambda line: engine.settle(line["settle"]),
         "forget": lambda line: engine.forget(),
-        "exchange": lambda line: engine.exchange(),
+        "exchange": lambda line: engine.exchange(line.get("running", False)),
+        "reset": lambda line: engine.reset(line["connector"]),
+        "add": lambda line: engine.add(line["add"]),
+        "step": lambda line: engine.step(line["step"], line.get("until", {})),
+        "abort": lambda line: engine.abort(line["abort"]),
+        "preempt": lambda line: engine.preempt(),
+        "hold": lambda line: engine.hold(line["hold"]),
+        "finish": lambda line: engine.finish(line["finish"]),
         "stored": lambda line: engine.stored(),
         "metrics": lambda line: engine.metrics(line["metrics"]),
     }

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.gpu.batch_copies import BatchCopies, CopyCall
+from benchmarks.gpu.decisions import forget_pages, resident_share
 from benchmarks.gpu.plan import DECISIONS, LONG, STEPS, TOTAL, Plan, PlanStep
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +159,9 @@ SCRIPT = """
         if name == "dies":
             os.kill(os.getpid(), 9)
         tell(row={"what": f"{name}, second", "figure": "2"})
-        tell(end=name, seconds=0.0, error="ValueError: wrong" if name == "raises" else None)
+        tell(end=name, seconds=0.0, error="ValueError: wrong" if name in ("raises", "breaks") else None)
+        if name == "breaks":
+            sys.exit("the device is unusable")
 """
 
 
@@ -172,11 +180,10 @@ def scripted(folder: Path, names: dict[str, float], total: float = TOTAL, alone:
 
 def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> None:
     """What it has found stays; the others run, in a new process where the old one is gone."""
-    plan = scripted(
-        tmp_path,
-        {"hangs": 3.0, "works": 60.0, "dies": 60.0, "raises": 60.0, "ends": 60.0, "lone": 60.0},
-        alone=("lone",),
-    )
+    seconds = dict.fromkeys(("hangs", "works", "dies", "raises", "ends", "breaks", "follows", "lone"), 60.0) | {
+        "hangs": 3.0
+    }
+    plan = scripted(tmp_path, seconds, alone=("lone",))
     assert plan.run() == 1
     found = results_of(tmp_path)
     rows = {name: [row["what"] for row in one["rows"]] for name, one in found.items()}
@@ -184,12 +191,13 @@ def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> 
         name: [f"{name}, first", *([] if name in ("hangs", "dies") else [f"{name}, second"])] for name in found
     }
     errors = {name: one["error"] for name, one in found.items() if one["error"]}
-    assert set(errors) == {"hangs", "dies", "raises"}
+    assert set(errors) == {"hangs", "dies", "raises", "breaks"}
     assert "cut off" in errors["hangs"] and "-9" in errors["dies"] and errors["raises"] == "ValueError: wrong"
-    # A row replaces the one with the same words. Its figure is the process: the first is gone, and the second.
+    # A row replaces the one with the same words. Its figure is the process: what hangs, dies or breaks is the last of one.
     process = {name: one["rows"][0]["figure"] for name, one in found.items()}
-    assert len({process[name] for name in ("hangs", "works", "raises", "lone")}) == 4
-    assert process["works"] == process["dies"] and process["raises"] == process["ends"]
+    groups = (("hangs",), ("works", "dies"), ("raises", "ends", "breaks"), ("follows",), ("lone",))
+    assert [{process[name] for name in group} for group in groups] == [{process[group[0]]} for group in groups]
+    assert len(set(process.values())) == len(groups)
     assert not any(alive(int(pid)) for pid in process.values())
 
 
@@ -229,6 +237,102 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+# The calls of CUDA's driver that `CopyCall` makes, with the types of cuda.h (13.0): what it gives them is what they read.
+DRIVER = r"""
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+typedef struct { unsigned type; int id; } Location;
+typedef struct { unsigned order; Location source, target; unsigned flags; } Attributes;
+int calls, last_order;
+static int batch(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, Attributes *attributes, size_t *first,
+                 size_t number, size_t *failed, void *stream) {
+  calls++;
+  last_order = attributes->order;
+  if (stream != (void *)77 || number != 1 || *first || attributes->flags || attributes->source.type) return 1;
+  for (size_t i = 0; i < count; i++) {
+    if (sizes[i] > 1000) { *failed = i; return 2; }
+    memcpy((void *)targets[i], (void *)sources[i], sizes[i]);
+  }
+  return 0;
+}
+int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void *stream) {
+  calls++;
+  if (stream != (void *)77) return 1;
+  memcpy((void *)target, (void *)source, size);
+  return 0;
+}
+#ifdef BATCH
+int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags, int *status) {
+  *status = 0;
+  if (strcmp(name, "cuMemcpyBatchAsync") || version != 12080 || flags) return 1;
+  *found = (void *)batch;
+  return 0;
+}
+#else
+void *unused = (void *)batch;
+#endif
+"""
+
+
+@pytest.mark.parametrize("has_batch", [True, False])
+def test_copies_by_calls_of_the_driver(tmp_path: Path, has_batch: bool) -> None:
+    """With the batch call, which an old driver does not have, and with a call for each block: scattered rows arrive."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
+    source.write_text(DRIVER)
+    defined = ["-DBATCH"] if has_batch else []
+    subprocess.run([compiler, "-shared", "-fPIC", *defined, "-o", str(library), str(source)], check=True)
+    driver = ctypes.CDLL(str(library))
+    call = CopyCall(torch.device("cpu"), driver)
+    assert call.name == ("cuMemcpyBatchAsync" if has_batch else "cuMemcpyAsync for each block")
+    stream = types.SimpleNamespace(cuda_stream=77)
+    rows, copied = torch.randint(0, 255, (9, 64), dtype=torch.uint8), torch.zeros(9, 64, dtype=torch.uint8)
+    order = torch.randperm(9)
+    sources, targets = rows.data_ptr() + 64 * order, copied.data_ptr() + 64 * torch.arange(9)
+    for in_order in (True, False):
+        copied.zero_()
+        call(targets, sources, torch.full((9,), 64), stream, in_order=in_order)
+        assert torch.equal(copied, rows[order])
+        if has_batch:
+            assert ctypes.c_int.in_dll(driver, "last_order").value == (1 if in_order else 3)
+    assert ctypes.c_int.in_dll(driver, "calls").value == (2 if has_batch else 18)
+    call(targets[:0], sources[:0], targets[:0], stream, in_order=True)
+    wrong = types.SimpleNamespace(cuda_stream=78)
+    with pytest.raises(RuntimeError, match="error 1"):
+        call(targets, sources, torch.full((9,), 64), wrong, in_order=True)
+
+
+def test_batches_come_back_and_what_fails_is_raised() -> None:
+    """Blocks that are saved and loaded in random order have their bytes; a thread's error reaches the caller."""
+    tensors = [torch.randint(0, 1000, (12, 5), dtype=torch.int32), torch.randint(0, 99, (12, 3, 7), dtype=torch.int16)]
+    copies = BatchCopies(tensors, 6)
+    try:
+        assert copies.block_bytes == 5 * 4 + 21 * 2 and not copies.registered
+        wanted = [tensor[[7, 0, 11]].clone() for tensor in tensors]
+        copies.save([7, 0, 11], [5, 2, 0]).wait()
+        for tensor in tensors:
+            tensor.zero_()
+        copies.load([7, 0, 11], [5, 2, 0]).wait()
+        assert all(torch.equal(tensor[[7, 0, 11]], before) for tensor, before in zip(tensors, wanted, strict=True))
+        assert not any(tensor[[1, 2, 3]].any() for tensor in tensors)
+        with pytest.raises(ValueError, match="4 targets, 6 sources"):
+            copies.load([1, 2], [0, 1, 2]).wait()
+    finally:
+        copies.close()
+
+
+def test_forgotten_pages_are_counted(tmp_path: Path) -> None:
+    """A file that was just written is in the page cache, all of it; an empty folder says that it knows nothing."""
+    assert forget_pages(tmp_path) == -1.0
+    path = tmp_path / "block"
+    path.write_bytes(os.urandom(1 << 20))
+    assert resident_share(path) == 1.0
+    assert 0.0 <= forget_pages(tmp_path) <= 1.0
 
 
 @pytest.mark.slow

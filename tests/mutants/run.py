@@ -3,8 +3,9 @@
     python tests/mutants/run.py [--only TEXT] [--first NUMBER] [--timeout SECONDS]
 
 A mutant of `mutants.py`, in a copy of the sources, is caught if its tests fail, and its tests pass without it. A connector of
-`connectors.py` is caught if its claim of `foreword conform` fails, and passes with Foreword's own connector. Connectors need
-FOREWORD_VLLM_PYTHON, an interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is not caught.
+`connectors.py` or `crossed_connectors.py` is caught if its claim of `foreword conform` fails, and passes with Foreword's own.
+Connectors need FOREWORD_VLLM_PYTHON, an interpreter with vLLM, and are left out without it. Exit status 1 if a mutant is not
+caught.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from foreword.referee.models import KINDS
 from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 
 ROOT = Path(__file__).resolve().parents[2]
+_MODULES = ("connectors", "crossed_connectors")
 VLLM = os.environ.get("FOREWORD_VLLM_PYTHON", "")
 
 
@@ -101,7 +103,7 @@ class Connectors:
 
     def _target(self, name: str) -> Target:
         files = self._folder / "kv" / name
-        module = "foreword.integrations.vllm" if name == "ForewordConnector" else "connectors"
+        module = "foreword.integrations.vllm" if name == "ForewordConnector" else module_of(name)
         extra = {"store": [f"disk://{files}?size=1GiB"], "lookup_timeout": 60, "load_timeout": 120}
         transfer = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
         return Target({**transfer, "kv_connector_extra_config": extra}, VLLM, files)
@@ -134,7 +136,16 @@ class Connectors:
 
 def connectors() -> dict[str, str]:
     """The broken connectors and the claim that must catch each. They are not imported, because they need vLLM."""
-    tree = ast.parse((Path(__file__).parent / "connectors.py").read_text(encoding="utf-8"))
+    return {name: claim for module in _MODULES for name, claim in _claims_of(module).items()}
+
+
+def module_of(connector: str) -> str:
+    """The module that has a broken connector."""
+    return next(module for module in _MODULES if connector in _claims_of(module))
+
+
+def _claims_of(module: str) -> dict[str, str]:
+    tree = ast.parse((Path(__file__).parent / f"{module}.py").read_text(encoding="utf-8"))
     return {
         one.name: ast.literal_eval(item.value)
         for one in tree.body

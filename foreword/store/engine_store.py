@@ -1,5 +1,5 @@
-"""Blocks of one layout and one tenant in the stores, for integrations that run in the engine's process: found, loaded and saved
-in the order of their chain."""
+"""Blocks of one layout and one tenant in the stores, for what runs in the engine's process (`foreword.Cache`, integrations):
+found, loaded and saved in the order of their chain."""
 
 from __future__ import annotations
 

@@ -1,0 +1,162 @@
+"""The KV cache as a library: KV of prefixes in stores, by the tokens that it belongs to; without an engine, torch or HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from foreword.blocks.layout import Layout
+from foreword.errors import BadRequest
+from foreword.prefixes.erasure import Receipt, forget_chains
+from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
+from foreword.store.frame import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# A batch is copied once before it is saved, and lies in memory once while it is loaded.
+_BATCH_BYTES: Final = 32 << 20
+
+
+class Cache:
+    """KV of prefixes in stores, by the tokens that it belongs to.
+
+    A block is the KV of `block_tokens` consecutive tokens, `block_bytes` bytes in any order that the engine likes. It is found
+    by its tokens *and all tokens before them*, so equal text behind another start is another block. What is loaded was
+    verified: it has the bytes that were saved for these tokens, this model and this tenant. A store that fails, is slow or has
+    a damaged block finds, loads and saves less, and raises nothing. Any number of threads may use a cache, and any number of
+    processes its stores.
+
+    Args:
+        stores: URLs, the fastest first: `memory://?size=1GiB`, `disk:///var/cache/kv?size=20GiB`, `redis://host:6379/0`.
+        model: names the weights and everything else that KV depends on, such as its dtype and arrangement. Other names share
+            no blocks.
+        block_tokens: tokens per block.
+        block_bytes: bytes of KV per block.
+        tenant: whose KV it is. Tenants share no blocks.
+        timeout: limit of each call in seconds. What is not found, loaded or saved by then is a miss.
+
+    Raises:
+        BadRequest: a size is not positive, or the model has no name.
+        StoreError: a wrong URL, or a store that cannot be opened.
+    """
+
+    def __init__(
+        self,
+        *stores: str,
+        model: str,
+        block_tokens: int,
+        block_bytes: int,
+        tenant: str = "",
+        timeout: float = 10.0,
+    ) -> None:
+        for name, value in (("block_tokens", block_tokens), ("block_bytes", block_bytes)):
+            if value < 1:
+                raise BadRequest(f"{name} is {value}; it must be at least 1", param=name)
+        if not model:
+            raise BadRequest("the model has no name: KV of different models must never be mixed up", param="model")
+        self.block_tokens = block_tokens
+        self.block_bytes = block_bytes
+        self._timeout = timeout
+        digest = sha256(b"foreword/cache\x00" + model.encode()).digest()
+        layout = Layout(digest, block_tokens, (), "uint8", order="opaque", opaque_bytes=block_bytes)
+        self._blocks = EngineStore(layout, stores, tenant.encode())
+
+    def find(self, tokens: Sequence[int]) -> int:
+        """How many of the leading tokens the stores have KV for, a multiple of `block_tokens`. Nothing is read or verified."""
+        return self._blocks.find(self._blocks.keys(tokens), self._deadline()) * self.block_tokens
+
+    def load(self, tokens: Sequence[int]) -> list[memoryview]:
+        """The verified KV of the leading blocks of these tokens, up to the first that the stores do not have."""
+        keys, deadline = self._blocks.keys(tokens), self._deadline()
+        found: list[memoryview] = []
+        left = keys[: self._blocks.find(keys, deadline)]
+        while batch := left[: self._batch]:
+            rows = self._rows(len(batch))
+            count = self._blocks.load(batch, rows, deadline)
+            found += [row[: self.block_bytes].toreadonly() for row in rows[:count]]
+            if count < len(batch):
+                break
+            left = left[len(batch) :]
+        return found
+
+    def save(self, tokens: Sequence[int], blocks: Sequence[Buffer], *, first: int = 0) -> bool:
+        """Save the KV of consecutive full blocks of these tokens, from block number `first` on. It is copied, and in the stores
+        when the call returns, except where a store is full, fails, or is configured to wait. False if the time was over before
+        all were given to the stores.
+
+        Raises BadRequest for more blocks than the tokens fill, and for a block of another size.
+        """
+        keys, deadline = self._blocks.keys(tokens), self._deadline()
+        if first < 0 or first + len(blocks) > len(keys):
+            raise BadRequest(
+                f"{len(tokens)} tokens fill {len(keys)} blocks of {self.block_tokens}; got blocks {first} to"
+                f" {first + len(blocks) - 1}",
+                param="blocks",
+            )
+        for low, batch in self._batches(blocks):
+            rows = self._rows(len(batch))
+            for number, (row, block) in enumerate(zip(rows, batch, strict=True), first + low):
+                data = memoryview(block).cast("B")
+                if len(data) != self.block_bytes:
+                    raise BadRequest(f"block {number} has {len(data)} bytes, not {self.block_bytes}", param="blocks")
+                row[: self.block_bytes] = data
+            if not self._blocks.save(keys, first + low, rows, deadline):
+                return False
+        return True
+
+    def keep(self, tokens: Sequence[int]) -> int:
+        """Let no store evict the leading blocks of these tokens, until `release`. Returns the tokens that are kept: stores keep
+        no more than a part of their size, and what they do not have is not kept."""
+        return self._pin(tokens, pinned=True)
+
+    def release(self, tokens: Sequence[int]) -> int:
+        """Let stores evict these blocks again. Returns the tokens that are no longer kept."""
+        return self._pin(tokens, pinned=False)
+
+    def forget(self, tokens: Sequence[int] | None = None) -> Receipt:
+        """Erase the KV of these tokens from all stores: of their full blocks those that no other stored prefix needs, and all
+        that continues them. Without tokens: all KV of this model, block size and tenant. Other processes may still write, which
+        the receipt then says. Raises BadRequest for tokens that fill no block."""
+        keys = None if tokens is None else self._blocks.keys(tokens)
+        if keys == []:
+            raise BadRequest(f"{len(tokens or ())} tokens fill no block of {self.block_tokens}", param="tokens")
+        return forget_chains(self._blocks.store, self._blocks.layout, self._blocks.root, keys or ())
+
+    def close(self) -> None:
+        """Write what stores still have to write, and close them."""
+        self._blocks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _batch(self) -> int:
+        return max(min(BATCH_BLOCKS, _BATCH_BYTES // self.block_bytes), 1)
+
+    def _batches(self, blocks: Sequence[Buffer]) -> Iterator[tuple[int, Sequence[Buffer]]]:
+        for low in range(0, len(blocks), self._batch):
+            yield low, blocks[low : low + self._batch]
+
+    def _rows(self, count: int) -> list[memoryview]:
+        """Memory for blocks, each with room for its header."""
+        size = self.block_bytes + HEADER_BYTES
+        memory = memoryview(bytearray(count * size))
+        return [memory[low : low + size] for low in range(0, len(memory), size)]
+
+    def _pin(self, tokens: Sequence[int], *, pinned: bool) -> int:
+        deadline = self._deadline()
+        keys = self._blocks.keys(tokens)
+        names = self._blocks.names(keys[: self._blocks.find(keys, deadline)])
+        return self._blocks.store.pin(names, pinned=pinned, deadline=deadline) * self.block_tokens if names else 0
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout
