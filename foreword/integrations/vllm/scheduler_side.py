@@ -709,16 +709,15 @@ class ForewordConnectorScheduler:
 
     def reset(self) -> None:
         """From now on nothing is found that was saved before, unless the weights get the name of a version."""
-        empty = self._empty
-        self._version.reset(empty is not False)
+        self._version.reset(self._empty is not False)
         self._start_version()
         if self._version.stale:
-            self._say_stale("vLLM did not reset its own cache")
+            self._say_stale("vLLM has not reset its own cache")
 
     def set_weights_version(self, name: str) -> None:
         """The weights are those of version `name`: what was saved under it is found again."""
         if not self._version.set(name, self._empty):
-            self._say_stale(f"weights version {name!r} is not trusted")
+            self._say_stale(f"weights version {name!r} is not trusted over vLLM's own cache")
         self._start_version()
 
     def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
@@ -729,22 +728,14 @@ class ForewordConnectorScheduler:
         """The weights have changed, or are about to, without a word about their version."""
         if self._version.changed(self._empty):
             self._start_version()
-            logger.info("Foreword: the weights have changed: KV of before is not used until their version has a name")
+            logger.info("Foreword: the weights have changed: what was saved before is not used until they have a name")
             if self._version.stale:
-                self._say_stale("they have changed while vLLM's own cache had KV")
+                self._say_stale("the weights have changed under vLLM's own cache")
 
     def _say_stale(self, why: str) -> None:
-        if not self._version.stale:
-            logger.warning(
-                "Foreword: %s: KV was computed since vLLM's caches were last reset, so what is saved has no name; pause "
-                "vLLM, or reset its caches with the connector, before you set a version",
-                why,
-            )
-            return
         logger.warning(
-            "Foreword: %s: blocks in it may be of other weights. Nothing is saved or loaded until vLLM's cache is empty: "
-            "reset it with reset_running_requests, pause vLLM with clear_cache, or set the version with POST "
-            "/v1/foreword/weights_version",
+            "Foreword: %s: its blocks may be of other weights. Until it is empty, nothing is saved or loaded under their name: "
+            "reset it with reset_running_requests, pause vLLM with clear_cache, or POST /v1/foreword/weights_version",
             why,
         )
 

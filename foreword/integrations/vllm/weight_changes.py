@@ -19,20 +19,10 @@ import torch
 from torch import Tensor, nn
 
 # Of vLLM's workers.
-_CHANGES: Final = frozenset(
-    {
-        "checkpoint_restore",
-        "elastic_ep_execute",
-        "finish_weight_update",
-        "load_model",
-        "reload_weights",
-        "reset_weights",
-        "start_draft_weight_update",
-        "start_weight_update",
-        "update_draft_weights",
-        "update_weights",
-    }
-)
+_CHANGES: Final = frozenset({
+    "checkpoint_restore", "elastic_ep_execute", "finish_weight_update", "load_model", "reload_weights", "reset_weights",
+    "start_draft_weight_update", "start_weight_update", "update_draft_weights", "update_weights",
+})  # fmt: skip
 _CHUNK: Final = 1 << 22  # words of 8 bytes that are summed at once
 _ODD: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -67,12 +57,11 @@ def _is_vllms(method: str) -> bool:
     """Whether vLLM's own workers have this method; extensions add others."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    own: list[type] = [WorkerBase]
     with contextlib.suppress(ImportError):
         from vllm.v1.worker.gpu_worker import Worker
 
-        own.append(Worker)
-    return any(hasattr(one, method) for one in own)
+        return hasattr(Worker, method) or hasattr(WorkerBase, method)
+    return hasattr(WorkerBase, method)
 
 
 def follow_loads(model: Any, told: Callable[[], object] | None = None) -> None:
