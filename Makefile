@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
 
 setup: $(STAMP)
 
@@ -85,6 +85,11 @@ REQUESTS ?= 200000
 
 fuzz: setup
 	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/serving/fuzz_campaign.py --requests $(REQUESTS) --seed $(SEED) --notes
+
+# Looks for memory that grows with requests, and prints a table: make memory REQUESTS=10000 SEED=7 MORE="--only router --trace"
+memory: REQUESTS = 40000
+memory: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/serving/memory_campaign.py --requests $(REQUESTS) --seed $(SEED) --notes $(MORE)
 
 # Injects faults into a whole system of servers, router and stores: make faults-system SECONDS=3600 SEED=7
 SECONDS ?= 60

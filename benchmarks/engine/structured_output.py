@@ -28,6 +28,7 @@ import jsonschema  # type: ignore[import-untyped, unused-ignore]
 from benchmarks.engine.random_model import SIZES, make
 from benchmarks.harness import machine, set_up, table
 from foreword import LLM, SamplingParams
+from foreword.blocks.salt import NO_SALT
 from foreword.engine.request import Request
 from foreword.engine.structured.structured_output import StructuredOutput
 
@@ -144,7 +145,7 @@ def cost(vocab: int, batches: list[int]) -> None:
         facts = {"model": f"random, {parameters:,} parameters, {llm.info.dtype}", "vocabulary": f"{vocab:,} logits"}
         trained = f"{llm.tokenizer.vocab_size:,} tokens, {tokens:,} of them trained"
         print(set_up({**machine(), **facts, "tokenizer": trained, "rounds": f"{ROUNDS} of {STEPS} steps"}))
-        llm._core.compile(SamplingParams(structured=structured))
+        llm._core.compile(SamplingParams(structured=structured), NO_SALT)
         rows = []
         for batch in batches:
             free, bound = [], []

@@ -17,6 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -122,7 +123,7 @@ class Context:
 
     def manager(self, *stores: Any) -> Any:
         """An offload manager over stores, or URLs of stores, fastest first."""
-        from foreword.offload.manager import OffloadManager
+        from foreword.engine.engine_stores import EngineStores
         from foreword.store.tiered import TieredStore
         from foreword.store.urls import open_store
 
@@ -130,7 +131,7 @@ class Context:
         opened = (
             open_store(list(stores), layout) if all(isinstance(one, str) for one in stores) else TieredStore(stores)
         )
-        return OffloadManager(opened, self.arena(), [layout])
+        return EngineStores(opened, self.arena(), [layout])
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -158,9 +159,12 @@ def inline_queues(device: Any) -> Any:
         def query(self) -> bool:
             return True
 
+    running = threading.Lock()  # the interpreter changes Triton's own functions while a kernel runs in it
+
     class Inline:
         def submit(self, stream: Any, work: Callable[[], object]) -> None:
-            work()
+            with running:
+                work()
 
         def record(self, stream: Any) -> Any:
             return Done()
@@ -649,7 +653,7 @@ def step_saving(which: int, context: Context) -> Iterator[Row]:
             begin = time.monotonic()
             for number, one in enumerate(parts):
                 _measure(one, bench, shapes, count, 1 + turns * len(parts) + number)
-                yield _part_row(one, parts, count, bench)
+                yield _part_row(one, parts, count, shapes.context + shapes.decode, bench)
             turns, took = turns + 1, time.monotonic() - begin
             if context.tiny:
                 break
@@ -695,7 +699,8 @@ def run_batch(bench: Bench, shapes: Shapes, count: int, seed: int) -> SavingRun:
     return SavingRun(seconds, count * shapes.decode / seconds, gaps, cpu, saved, dropped, behind)
 
 
-def _part_row(one: Part, parts: Sequence[Part], count: int, bench: Bench) -> Row:
+def _part_row(one: Part, parts: Sequence[Part], count: int, tokens: int, bench: Bench) -> Row:
+    """A part beside those before it. `tokens`: of one sequence."""
     what = f"{count} at once, {one.name}"
     if one.failed or not one.runs:
         return row(what, "failed", one.failed)
@@ -707,7 +712,7 @@ def _part_row(one: Part, parts: Sequence[Part], count: int, bench: Bench) -> Row
         share = median(a.rate / b.rate for a, b in zip(one.runs, alone.runs, strict=False))
         more = median(a.seconds - b.seconds for a, b in zip(one.runs, alone.runs, strict=False))
         notes.append(f"{share:.1%} of alone, {more * 1e3:+.0f} ms")
-        measured |= {"share": share, "more": more}
+        measured |= {"share": share, "more": more, "tokens": count * tokens}
         before = parts[number - 1]
         if number > 1 and before.runs and one.name.startswith("+"):
             added = median(a.seconds - b.seconds for a, b in zip(one.runs, before.runs, strict=False))
@@ -1011,6 +1016,57 @@ def step_kernels(context: Context) -> Iterator[Row]:
             yield row(f"largest error of attention, {name}", f"{max(errors):.2g}", f"allowed {allowed:g}")
             if not max(errors) <= allowed:
                 raise RuntimeError(f"attention in {name} differs by {max(errors):.3g}")
+
+
+def step_checksum(context: Context) -> Iterator[Row]:
+    """The checksum of frames on the device (offload/device_checksum.py), which no tier uses yet: right, and how fast."""
+    import torch
+
+    from foreword.offload.device_checksum import DeviceChecksums, heads
+    from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+
+    device, chance = context.device, random.Random(3)
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield row("left out: Triton runs on CUDA, or interpreted", "TRITON_INTERPRET=1")
+        return
+    size = 600 if context.tiny else 2 << 20  # of a block of the 8B model
+    stride = -(-(size + HEADER_BYTES) // 64) * 64
+    count = 3 if context.tiny else 16
+    host = torch.zeros(count, stride, dtype=torch.uint8)
+    names = []
+    for number in range(count):
+        view = memoryview(cast(Any, host[number].numpy())).cast("B")
+        view[:size] = chance.randbytes(size)
+        layout, root, key, parent = (chance.randbytes(length) for length in (16, 16, 32, 32))
+        header = Header(layout, root, key, parent, number, RAW, size, size)
+        seal(header, view[: size + HEADER_BYTES])
+        names.append(header.name)
+    checksums, slots = DeviceChecksums(device), torch.arange(count, device=device)
+    frames, wanted = host.to(device), heads(names).to(device)
+    frames[:, size + HEADER_BYTES - 32 : size + HEADER_BYTES] = 9
+    checksums.seal(frames, slots, size)
+    same = int((frames.cpu() == host).all(dim=1).sum())
+    frames[0, size // 2] += 1
+    found = checksums.check(frames, slots, size, wanted).tolist()
+    yield row(
+        "frames sealed as the host seals them", f"{same} of {count}", f"one byte changed: {found.count(0)} refused"
+    )
+    if same < count or found != [0] + [1] * (count - 1):
+        raise RuntimeError(f"{same} of {count} frames are sealed as on the host; of those checked {found}")
+    if device.type != "cuda":
+        return
+    for many in (512, 16):  # a prefix of 8,192 tokens, and the 32 MiB that a load reads at once
+        frames = torch.zeros(many, stride, dtype=torch.uint8, device=device)
+        slots, wanted = torch.arange(many, device=device), torch.zeros(many, 72, dtype=torch.uint8, device=device)
+        for how, one in (
+            ("4 KiB ahead, 1 warp", checksums),
+            ("8 KiB ahead, 2 warps", DeviceChecksums(device, ahead=8, warps=2)),
+        ):
+            if one is not checksums and context.left() < 4.0:
+                break
+            seconds = seconds_of(functools.partial(one.check, frames, slots, size, wanted), device)
+            figure = f"{many * size / seconds / 1e9:,.0f} GB/s"
+            yield row(f"checked on the device, {many} frames of 2 MiB, {how}", figure, f"{seconds * 1e3:.2f} ms")
 
 
 # Bytes over the host's memory bus

@@ -86,6 +86,7 @@ DECISIONS = {
     "ttft-disk": PlanStep(decisions.step_ttft_disk, 55),
     "copies": PlanStep(decisions.step_copies, 20),
     "bytes": PlanStep(decisions.step_bytes, 10),
+    "checksum": PlanStep(decisions.step_checksum, 10),
     "kernels": PlanStep(decisions.step_kernels, 25),
 }
 LONG = {

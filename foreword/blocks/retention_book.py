@@ -31,7 +31,7 @@ class Retained:
     Attributes:
         root: root key of its chain.
         keys: of its blocks.
-        expires: seconds since the epoch; infinite if it is kept until it is released.
+        expires: on the book's clock; infinite if it is kept until it is released.
         blocks: device blocks that are kept; empty if they had to yield, or if this process never had them.
         stored: it is kept in the stores too.
     """
@@ -80,6 +80,7 @@ class RetentionBook:
         most: retentions of one tenant.
         longest: seconds; a longer ttl is clipped.
         release: takes references to device blocks back. It must not block.
+        clock: seconds that pass, from any time on.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class RetentionBook:
         most: int = 128,
         longest: float = 86_400.0,
         release: Callable[[Sequence[int]], None] = lambda blocks: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.budget = budget
         self.tenant_budget = tenant_budget

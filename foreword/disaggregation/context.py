@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from foreword.blocks.salt import Salt
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.errors import ForewordError
@@ -54,6 +55,7 @@ class EngineContext:
     def compile(
         self,
         params: SamplingParams,
+        salt: Salt,
         done: Callable[[CompiledOutput | None], None],
         failed: Callable[[ForewordError], None],
     ) -> None:
@@ -61,7 +63,7 @@ class EngineContext:
 
         def work() -> None:
             try:
-                compiled = self.core.compile(params)
+                compiled = self.core.compile(params, salt)
             except ForewordError as error:
                 failed(error)
                 return

@@ -115,7 +115,9 @@ class Instance(TransferService):
             def refuse(error: ForewordError) -> None:
                 source.cancel(Reason.REQUEST, error.message)
 
-            self._context.compile(task.params, lambda compiled: self._prefills.begin(source, task, compiled), refuse)
+            self._context.compile(
+                task.params, task.salt, lambda compiled: self._prefills.begin(source, task, compiled), refuse
+            )
 
     def push_requested(self, destination: KVDestination) -> None:
         why = "this instance computes prompts; it takes no requests over"

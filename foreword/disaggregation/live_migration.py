@@ -323,6 +323,7 @@ class Migrations:
         destination.context = incoming = IncomingMigration(self, self._context, destination, offer)
         self._context.compile(
             offer.params,
+            offer.salt,
             lambda compiled: self._consider(incoming, compiled),
             lambda error: _refuse(destination, Reason.REQUEST, error.message),
         )

@@ -23,6 +23,7 @@ from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
+from foreword.engine.engine_stores import EngineStores
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.output_text import OutputText
@@ -45,7 +46,6 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
-from foreword.offload.manager import OffloadManager
 
 if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit
@@ -115,7 +115,7 @@ class EngineCore:
         *,
         history: MissHistory | None = None,
         observers: Iterable[Observer] = (),
-        offload: OffloadManager | None = None,
+        offload: EngineStores | None = None,
         kept: KeptPrefixes | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -162,13 +162,13 @@ class EngineCore:
         _check_retentions(request)
         _check_output(request, longest)
 
-    def compile(self, params: SamplingParams) -> CompiledOutput | None:
-        """Compile what the text must match; None if that is any text. From any thread. Raises BadRequest."""
+    def compile(self, params: SamplingParams, salt: Salt) -> CompiledOutput | None:
+        """Compile what the text must match; None if that is any text. From any thread. Raises BadRequest, QueueFull."""
         if params.structured is None:
             return None
         if self._grammars is None:
             raise BadRequest("this engine has no structured output", param="response_format")
-        return self._grammars.compile(params.structured)
+        return self._grammars.compile(params.structured, salt.tenant)
 
     def add(
         self,
@@ -186,7 +186,7 @@ class EngineCore:
         """
         self.validate(request)
         self._check_id(request.id)
-        compiled = compiled or self.compile(request.params)
+        compiled = compiled or self.compile(request.params, request.salt)
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
@@ -209,7 +209,7 @@ class EngineCore:
         `add`."""
         self.validate(request)
         self._check_id(request.id)
-        return self._open(request, seed, compiled or self.compile(request.params), None)
+        return self._open(request, seed, compiled or self.compile(request.params, request.salt), None)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._by_id:
@@ -322,7 +322,8 @@ class EngineCore:
         if self.offload is not None and self.scheduler.expects_store():
             self.offload.wait(seen, _STORE_WAIT)
             return []
-        if self.transfers is not None and (self.transfers.holds_blocks or self.scheduler.num_admitted):
+        held = self.scheduler.num_admitted or self.scheduler.settles
+        if self.transfers is not None and (self.transfers.holds_blocks or held):
             self.transfers.wait(_PEER_WAIT)
             return []
         return self._end_stuck(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -35,7 +36,7 @@ class RetentionInfo:
 
 
 def describe(one: Retained) -> RetentionInfo:
-    expires = None if one.ttl is None else one.expires
+    expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
     return RetentionInfo(one.key.hex(), one.tokens, one.ttl, one.priority, expires, bool(one.blocks), one.stored)
 
 

@@ -28,6 +28,7 @@ class NamedPrefix:
         bytes: KV that is kept for it; at a router, its content. `ready`: its KV has been computed.
         created, last_used: seconds since the epoch.
         uses, hit_tokens: requests that named it, and the prompt tokens that they found cached.
+        made: at a router, how often it had forgotten a tenant when this version was made.
     """
 
     name: str
@@ -40,6 +41,7 @@ class NamedPrefix:
     hit_tokens: int = 0
     last_used: float | None = None
     ready: bool = False
+    made: int = 0
 
     @property
     def kind(self) -> Kind:

@@ -1,9 +1,9 @@
 """Chains in quarantine: the audit has found their cached KV to be wrong.
 
 A record `quarantine/<model>/<tenant>/<key of the first bad block>` in the stores tells it to all instances. Each of them drops
-the tenant's blocks from its device, and does not reuse or store the chain until the record expires. The instance that found it
-deletes the chain from every tier. Until the record expires, nothing is read from the tier that the block came from: the model
-computes instead.
+the tenant's blocks from its device, and does not reuse or store the chain until an hour has passed since it first saw the
+record, or the record is gone. The instance that found the chain deletes it from every tier. For so long, nothing is read from
+the tier that the block came from: the model computes instead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.store.background import Follower
+from foreword.store.machine import clock_id
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 
@@ -41,13 +42,16 @@ class QuarantinedChain(msgspec.Struct, frozen=True):
         root: hexadecimal root key of the chain; its first 32 digits are the tenant's digest.
         key: hexadecimal key of the first bad block.
         source: where the bad block came from (`Mismatch.source`).
-        until: seconds since the epoch.
+        until: seconds since the epoch, for people and earlier builds.
+        clock, ends_at: as in `RecordKind.ends`.
     """
 
     root: str
     key: str
     source: str
     until: float
+    clock: str = ""
+    ends_at: float = 0.0
 
     def __post_init__(self) -> None:
         bytes.fromhex(self.root + self.key)
@@ -58,7 +62,8 @@ QUARANTINE: Final = RecordKind(
     QuarantinedChain,
     of_tenants=True,
     name=lambda chain: chain.key,
-    ends=lambda chain: chain.until,
+    lasts=lambda chain: QUARANTINE_SECONDS,
+    ends=lambda chain: (chain.clock, chain.ends_at),
     most=MAX_CHAINS,
 )
 
@@ -92,6 +97,7 @@ class ChainQuarantine:
         self._model = fingerprint[:32]
         self._lock = threading.Lock()
         self._chains: dict[str, QuarantinedChain] = {}
+        self._ends: dict[str, float] = {}  # of these, on this process's monotonic clock
         self._own: set[str] = set()  # record keys of what was found here
         self._follower: Follower | None = None
         if store is not None:
@@ -105,11 +111,14 @@ class ChainQuarantine:
     def add(self, mismatch: Mismatch) -> None:
         """Take a chain into quarantine: here at once, in the stores on another thread."""
         key = mismatch.keys[-1].hex()
-        chain = QuarantinedChain(mismatch.root.hex(), key, mismatch.source, time.time() + QUARANTINE_SECONDS)
+        ends = time.monotonic() + QUARANTINE_SECONDS
+        until = time.time() + QUARANTINE_SECONDS
+        chain = QuarantinedChain(mismatch.root.hex(), key, mismatch.source, until, clock=clock_id(), ends_at=ends)
         record = QUARANTINE.key(self._model, chain.root[:32], key)
         with self._lock:
             self._own.add(record)
             self._chains[record] = chain
+            self._ends[record] = ends
             self._publish()
         if self._follower is not None:
             self._follower.do(lambda: self._remove(record, chain, mismatch.block))
@@ -158,18 +167,20 @@ class ChainQuarantine:
         except StoreError as error:
             log.warning("quarantine: the records cannot be read: %s", error.message)
             return
-        now = time.time()
+        now = time.monotonic()
         with self._lock:
             before = self._chains
             chains = {record: one for record, one in before.items() if record in found.keys or record in self._own}
             for record, one in found.values.items():
-                chains[record] = msgspec.structs.replace(one, until=min(one.until, now + QUARANTINE_SECONDS))
-            self._chains = {record: one for record, one in chains.items() if one.until > now}
+                chains[record] = one
+                self._ends[record] = now + self._records.left(record, one)
+            self._chains = {record: one for record, one in chains.items() if self._ends[record] > now}
+            self._ends = {record: self._ends[record] for record in self._chains}
             changed = self._chains.keys() != before.keys()
             if changed:
                 self._publish()
         for record in [*found.expired, *(chains.keys() - self._chains.keys())]:
             with contextlib.suppress(StoreError):  # it is tried again
-                self._records.remove(record)
+                self._records.expire(record)
         if changed:
             self.on_change()

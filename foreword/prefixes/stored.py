@@ -31,11 +31,12 @@ from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import NamedPrefix
 from foreword.store.background import Follower
 from foreword.store.base import Name
+from foreword.store.machine import clock_id
 from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    from foreword.offload.manager import OffloadManager
+    from foreword.engine.engine_stores import EngineStores
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,20 @@ class KeptRecord(msgspec.Struct, frozen=True):
 
 
 class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
-    """A retention in a store. `ttl`, `expires`: as in `Retained`; both None until it is released."""
+    """A retention in a store.
+
+    Attributes:
+        ttl: as in `Retained`.
+        expires: seconds since the epoch, for people and earlier builds. Like `ttl` None if it is kept until it is released.
+        clock, ends_at: as in `RecordKind.ends`.
+    """
 
     ttl: float | None
     expires: float | None
     priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
     format: Literal[2] = 2
+    clock: str = ""
+    ends_at: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,12 +97,12 @@ class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
             raise ValueError("not a retention")
 
     @property
-    def ends(self) -> float:
-        return math.inf if self.expires is None else self.expires
+    def lasts(self) -> float:
+        return math.inf if self.ttl is None else self.ttl
 
-    def retained(self, tenant: str, latest: float) -> Retained:
-        """As it is kept here: until `latest` at most if it has an end."""
-        ends = self.ends if self.ttl is None else min(self.ends, latest)
+    def retained(self, tenant: str, seconds: float) -> Retained:
+        """As it is kept here: for so many seconds."""
+        ends = time.monotonic() + seconds
         root = bytes.fromhex(self.root)
         return Retained(tenant, root, self.chain, self.num_tokens, self.ttl, self.priority, ends, 0, stored=True)
 
@@ -128,7 +137,8 @@ RETENTIONS: Final = RecordKind(
     RetainedRecord,
     of_tenants=True,
     name=lambda record: record.keys[-KEY_BYTES:].hex(),
-    ends=lambda record: record.ends,
+    lasts=lambda record: record.lasts,
+    ends=lambda record: (record.clock, record.ends_at),
 )
 
 
@@ -213,7 +223,7 @@ class PrefixPins:
 class StorePins(PrefixPins):
     """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
 
-    def __init__(self, offload: OffloadManager, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
+    def __init__(self, offload: EngineStores, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
         super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups], weights)
         self._offload = offload
 
@@ -352,7 +362,7 @@ class StoredRetentions:
     def __init__(self, book: RetentionBook, store: TieredStore, pins: PrefixPins, block_size: int) -> None:
         self._book, self._pins, self._model, self._block_size = book, pins, pins.model[:32], block_size
         self._records = SharedRecords(store, RETENTIONS)
-        self._written: dict[bytes, float] = {}  # until when the record says that it is kept
+        self._written: dict[bytes, float] = {}  # until when the record says that it is kept, on the book's clock
         self._lock = threading.Lock()
         self._due: dict[bytes, Retained] = {}
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
@@ -404,15 +414,25 @@ class StoredRetentions:
             self._scanned = time.monotonic()
 
     def _write(self, one: Retained) -> None:
-        expires = None if one.ttl is None else one.expires
-        chain = one.tokens, self._block_size, one.root.hex(), b"".join(one.keys)
-        self._records.put(self._key(one), RetainedRecord(*chain, ttl=one.ttl, expires=expires, priority=one.priority))
-        self._written[one.key] = math.inf if expires is None else expires
+        expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()
+        record = RetainedRecord(
+            one.tokens,
+            self._block_size,
+            one.root.hex(),
+            b"".join(one.keys),
+            ttl=one.ttl,
+            expires=expires,
+            priority=one.priority,
+            clock="" if expires is None else clock_id(),
+            ends_at=0.0 if expires is None else one.expires,
+        )
+        self._records.put(self._key(one), record)
+        self._written[one.key] = one.expires
         self._pins.pin(one.root, one.keys)
 
     def _remove(self, one: Retained) -> None:
         self._written.pop(one.key, None)
-        if one.expires > time.time():
+        if one.expires > time.monotonic():
             self._records.remove(self._key(one))
         else:
             renewed = self._records.expire(self._key(one))
@@ -445,7 +465,8 @@ class StoredRetentions:
             self._written[one.key] = one.expires
 
     def _retained(self, key: str, record: RetainedRecord) -> Retained:
-        return record.retained(key.split("/")[2], time.time() + self._book.longest)
+        left = self._records.left(key, record)
+        return record.retained(key.split("/")[2], left if math.isinf(left) else min(left, self._book.longest))
 
     def _key(self, one: Retained) -> str:
         return RETENTIONS.key(self._model, one.tenant, one.key.hex())

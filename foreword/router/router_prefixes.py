@@ -80,7 +80,8 @@ class PrefixRegistry:
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._book = PrefixBook()
-        self._forgotten: Newest[str, float] = Newest(_TENANT_PREFIXES)
+        self._forgets = 0
+        self._forgotten: Newest[str, int] = Newest(_TENANT_PREFIXES)  # which of them was the last one of each tenant
         for one in _read_saved(path) if path is not None and path.exists() else ():
             self.put(one.tenant, NamedPrefix(one.name, one.version, one.content, (), one.created))
 
@@ -105,7 +106,7 @@ class PrefixRegistry:
         content, salt = content_of(new.content, new.messages), tenant.encode()
         self._book.check(new.name, content, salt=salt, replace=new.replace)
         version = self._book.version(new.name, salt=salt) + 1
-        prefix = NamedPrefix(new.name, version, content, (), time.time(), _size(content))
+        prefix = NamedPrefix(new.name, version, content, (), time.time(), _size(content), made=self._forgets)
         others = [(owner, one.bytes) for owner, one in self.all() if (owner, one.name) != (tenant, new.name)]
         mine = [size for owner, size in others if owner == tenant]
         room = min(_MAX_BYTES - sum(size for _, size in others), _MAX_BYTES * _TENANT_SHARE - sum(mine))
@@ -115,7 +116,7 @@ class PrefixRegistry:
 
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
-        if prefix.created > self._forgotten.get(tenant, 0.0):
+        if prefix.made >= self._forgotten.get(tenant, 0):
             self._book.commit(prefix, KeptBytes(prefix.bytes or _size(prefix.content)), salt=tenant.encode())
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
@@ -124,7 +125,8 @@ class PrefixRegistry:
 
     def forget(self, tenant: str) -> None:
         """Remove all of a tenant, also what is being registered."""
-        self._forgotten[tenant] = time.time()
+        self._forgets += 1
+        self._forgotten[tenant] = self._forgets
         for prefix in self.of(tenant):
             self.remove(tenant, prefix.name)
 

@@ -72,7 +72,7 @@ async def make_job(
     structured = _structured(request, formats, engine.tokenizer, is_open)
     if structured is not None:
         params = replace(params, structured=structured)
-        await engine.compile(params)
+        await engine.compile(params, Salt.of(tenant.salt, request.cache_salt))
     job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
     if request.continuation is not None:
         output = request.continuation.output

@@ -7,6 +7,10 @@ A record is a JSON object with a checksum over its other fields (docs/reference/
 
 A damaged record is counted by its tier and logged once. It costs only itself: another tier's copy is used if that is sound.
 Only what was read is deleted because its time is over; what cannot be read stays.
+
+No wall clock ends a record (docs/decisions/0039-clocks.md). A record that counts for a time says for how long, and until when
+on the monotonic clock of the machine that wrote it. Processes that read the same clock know when its time is over. All others
+count from when they first saw it: they may keep it longer, up to twice as long, and never end it early for others.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -25,7 +30,9 @@ import xxhash
 
 from foreword.decoders import convert
 from foreword.errors import BadRecord, StoreConfigError, StoreError, StoreTimeout
+from foreword.newest import Newest
 from foreword.store.base import STEP_SECONDS, PartialListing, record_tenant
+from foreword.store.machine import clock_id
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 
@@ -48,7 +55,10 @@ class RecordKind(Generic[Shared]):
         type: what a record says.
         of_tenants: each record belongs to a tenant.
         name: the last part of a record's key, where it follows from what the record says; else None.
-        ends: until when a record counts, seconds since the epoch.
+        lasts: seconds for which a record counts from when it was written.
+        ends: the name of the clock that the writer of a record reads (`store/machine.py`), and until when it counts on that
+        clock;
+            no name in records of earlier builds.
         most: how many records a scan of a tier reads, with those that are known.
     """
 
@@ -56,7 +66,8 @@ class RecordKind(Generic[Shared]):
     type: type[Shared]
     of_tenants: bool = False
     name: Callable[[Shared], str | None] = lambda _: None
-    ends: Callable[[Shared], float] = lambda _: math.inf
+    lasts: Callable[[Shared], float] = lambda _: math.inf
+    ends: Callable[[Shared], tuple[str, float]] = lambda _: ("", 0.0)
     most: int = 16_384
 
     def key(self, *parts: str) -> str:
@@ -100,7 +111,7 @@ class FoundRecords(Generic[Shared]):
 
     Attributes:
         values: sound records whose time is not over, without those that were not to be read.
-        expired: those whose time is over; `SharedRecords.expire` deletes them.
+        expired: those whose time is over, as far as this process can know; `SharedRecords.expire` deletes them.
         keys: of all that the stores have, or may have.
     """
 
@@ -122,6 +133,9 @@ class SharedRecords(Generic[Shared]):
         self._seconds = seconds
         self._written: dict[str, float] = {}
         self._bad: set[str] = set()
+        self._lock = threading.Lock()
+        # When a record was first seen here with this content. Under the lock.
+        self._seen: Newest[str, tuple[bytes, float]] = Newest(kind.most)
 
     def put(self, key: str, value: Shared) -> None:
         """Write a record, replacing the previous one. Raises StoreError if no store takes it."""
@@ -144,10 +158,25 @@ class SharedRecords(Generic[Shared]):
     def expire(self, key: str) -> Shared | None:
         """Delete a record if its time is over; returned if another instance has renewed it. Raises StoreError."""
         found = self.get(key)
-        if found is not None and self.kind.ends(found) <= time.time():
+        if found is not None and self.left(key, found) <= 0:
             self.remove(key)
             return None
         return found
+
+    def left(self, key: str, value: Shared) -> float:
+        """Seconds for which a record still counts, as far as this process can know; negative or 0 if its time is over."""
+        lasts, now = self.kind.lasts(value), time.monotonic()
+        if math.isinf(lasts):
+            return lasts
+        clock, ends_at = self.kind.ends(value)
+        if clock == clock_id():
+            return min(lasts, ends_at - now)
+        content = xxhash.xxh3_128_digest(self.kind.encode(value))
+        with self._lock:
+            known = self._seen.get(key)
+            if known is None or known[0] != content:
+                self._seen[key] = known = content, now
+        return known[1] + lasts - now
 
     def scan(
         self,
@@ -209,7 +238,7 @@ class SharedRecords(Generic[Shared]):
                 continue
             value = None if data is None else self._decoded(tier, key, data)
             if value is not None:
-                (found.values if self.kind.ends(value) > time.time() else found.expired)[key] = value
+                (found.values if self.left(key, value) > 0 else found.expired)[key] = value
 
     def _decoded(self, tier: StoreTier, key: str, data: bytes) -> Shared | None:
         try:

@@ -6,6 +6,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from foreword.engine.kernels.paged_attention import attend_kernel, merge_kernel, write_kernel
+from foreword.offload.checksum_kernel import checksum_kernel
 from foreword.offload.device_kernels import copy_kernel
 
 # Compute capability 9.0: Hopper.
@@ -28,6 +29,15 @@ SHARED = TILE | {"ROWS": 64, "WINDOW": False, "SHARED": True}
 REST = TILE | {"WINDOW": False, "REST": True}
 COPY = {"planes": "*i64", "units": "*i64", "frames": "i64", "frame_stride": "i64"}
 
+CHECKSUM = {
+    "frames": "i64",
+    "frame_stride": "i64",
+    "slots": "*i64",
+    "heads": "*u8",
+    "found": "*i32",
+    "table": "*i64",
+}
+
 
 def compile_kernel(
     kernel: triton.JITFunction, constants: dict[str, object], types: dict[str, str] | None = None
@@ -45,3 +55,6 @@ for tile in (TILE, SHARED, REST):
     compile_kernel(attend_kernel, DIMS | FLAGS | tile)
 compile_kernel(merge_kernel, {"V_DIM": 128, "V_PADDED": 128, "PARTS": 8, "SINKS": True})
 compile_kernel(copy_kernel, {"NUMBERS": 23, "AXES": 6, "WORDS": 1024, "KIND": tl.int64, "GATHER": True}, COPY)
+for short in (False, True):
+    for seal in (False, True):
+        compile_kernel(checksum_kernel, {"SHORT": short, "SEAL": seal, "AHEAD": 4}, CHECKSUM)

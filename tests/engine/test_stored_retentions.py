@@ -93,15 +93,16 @@ def test_an_expiry_while_nothing_runs(engine: Make, tmp_path: Path) -> None:
 
 
 class Hours:
-    """The time of day for retentions, which the test moves on; replaces the module `time`."""
-
-    monotonic = staticmethod(time.monotonic)
+    """The clock of retentions, which the test moves on; replaces the module `time`. The time of day is wrong."""
 
     def __init__(self) -> None:
         self.passed = 0.0
 
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
     def time(self) -> float:
-        return time.time() + self.passed
+        return time.time() - 86_400.0 + 3 * self.passed
 
 
 def test_instances_share_retentions(
@@ -114,12 +115,12 @@ def test_instances_share_retentions(
     options: dict[str, Any] = {"dtype": "float32", "kv_memory": "1024 tokens", "block_size": 4, "threads": 1}
     path, tokens = str(folder("llama")), prompt(81, 1)
     with LLM(path, store=patient(disk(tmp_path)), **options) as one:
-        one._core.kept.book._clock = hours.time
+        one._core.kept.book._clock = hours.monotonic
         one.retain(tokens, 6000.0)
         [begun] = [kept.expires for kept in one._core.kept.book.all()]
         assert one.flush()
         with unhurried(LLM(path, store=patient(disk(tmp_path)), **options)) as two:
-            two._core.kept.book._clock = hours.time
+            two._core.kept.book._clock = hours.monotonic
             hours.passed += 4000.0
             [output] = two.generate(tokens, greedy(1))
             assert output.cached_tokens == 80

@@ -48,6 +48,7 @@ class FakeWorker:
             groups=[SimpleNamespace(layer_names=tuple(self.caches), uneven=False, group=group, facts={})],
             layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), portable=False, separate=False,
             events=False, model=LAYOUT.model, settle=lambda namespace: None, key_size=BLOCK, divisible=True,
+            trusts=False, base=bytes(32), settings="5e" * 32,
         )  # fmt: skip
         settings = vllm("connector_config").ConnectorSettings.read(
             {"store": "memory://?size=1MiB", "load_timeout": WITHIN}
@@ -149,7 +150,7 @@ def test_a_load_in_flight_ends_before_the_memory_goes(worker: FakeWorker, monkey
     failed as a whole, because what was loaded is lost."""
     for number in range(4):
         worker.compute(number, number)
-    gate = Gate(worker.offload._staging, "scatter", monkeypatch)
+    gate = Gate(worker.offload._staging, "start_scatter", monkeypatch)
     worker.load("loading", 8, 9, 10, 11)
     gate.holds_up(worker.connector.unregister_kv_caches)
     worker.sleep()

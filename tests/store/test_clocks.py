@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import time
+from array import array
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import pytest
 from processes import in_child
 
 from foreword.conformance import make_frames, put_all, read, soon
-from foreword.store import machine
+from foreword.engine.hit_audit import Mismatch
+from foreword.prefixes import quarantine as quarantine_module
+from foreword.prefixes.quarantine import QUARANTINE_SECONDS, ChainQuarantine
+from foreword.router.router_prefixes import NewPrefix, PrefixRegistry
+from foreword.store import machine, shared_records
 from foreword.store.disk import index_rows
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.tiered import TieredStore
 
 DAY, HOUR, YEAR = 86_400.0, 3_600.0, 365 * 86_400.0
 SKEWS = {"behind": -DAY, "ahead": 2 * HOUR, "far-ahead": YEAR}
@@ -124,6 +130,59 @@ def test_a_machine_that_cannot_tell_its_boot(monkeypatch: pytest.MonkeyPatch) ->
     machine._clock_id.cache_clear()
     assert machine.clock_id() != first
     machine._clock_id.cache_clear()
+
+
+def quarantine(stack: ExitStack, folder: Path) -> ChainQuarantine:
+    """The quarantine of a server."""
+    store = TieredStore([stack.enter_context(closing(DiskStore(folder, 1 << 20)))], [0])
+    found = ChainQuarantine(store, "ab" * 32)
+    stack.callback(found.close)
+    return found
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_wall_clocks_end_no_quarantine(skew: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain in quarantine stays there, in all servers, for the hour of the server that found it, whatever the clock of
+    another server says that joins, and whatever that of the finder says."""
+    machines = [""]  # the machine of the server that is called now
+    monkeypatch.setattr(shared_records, "clock_id", lambda: machines[-1])
+    monkeypatch.setattr(quarantine_module, "clock_id", lambda: machines[-1])
+    frames = make_frames(1, 2, 100)
+    root, keys = frames[0].header.root, [one.header.key for one in frames]
+    with ExitStack() as stack:
+        machines.append("a")
+        first = quarantine(stack, tmp_path)
+        with shifted(monkeypatch, wall=SKEWS[skew]):
+            first.add(Mismatch(array("I"), root, keys, 0, "disk", (0,), [], [], 0.0, b""))
+            assert first.flush(60)
+        for name, wall in (("b", 0.0), ("c", SKEWS[skew])):
+            machines.append(name)
+            with shifted(monkeypatch, wall=wall):
+                second = quarantine(stack, tmp_path)
+                assert [len(one.chains) for one in (first, second)] == [1, 1]
+                with shifted(monkeypatch, wall=wall, machine_clock=QUARANTINE_SECONDS - 60):
+                    second.scan()
+                    machines.append("a")
+                    first.scan()
+                    assert [len(one.chains) for one in (first, second)] == [1, 1]
+        with shifted(monkeypatch, machine_clock=QUARANTINE_SECONDS + 60):
+            first.scan()
+            second.scan()
+            assert [len(one.chains) for one in (first, second)] == [0, 0]
+
+
+def test_a_router_whose_clock_goes_back() -> None:
+    """What is registered behind an erasure of the tenant is registered, and what was being registered before it is not,
+    whatever the clock did meanwhile."""
+    registry = PrefixRegistry()
+    new = NewPrefix(name="rules", content="Answer briefly.")
+    with pytest.MonkeyPatch.context() as patch, shifted(patch, wall=HOUR):
+        before = registry.make("ann", new)
+        registry.forget("ann")
+    registry.put("ann", before)
+    assert registry.find("ann", "rules") is None
+    registry.put("ann", registry.make("ann", new))
+    assert registry.find("ann", "rules") is not None
 
 
 def write_record(store: DiskStore) -> None:

@@ -26,6 +26,7 @@ from foreword.store import shared_records
 from foreword.store.base import record_tenant
 from foreword.store.data_keys import DataKeys
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.machine import clock_id
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing
 from foreword.store.shared_records import RecordKind, SharedRecords
@@ -63,6 +64,7 @@ BEFORE: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "encoders": ((SCOPE, KEY.hex()), {"model": KEY.hex()}),
 }  # fmt: skip
 ENDS = {"quarantine": "until", "retained": "expires"}
+LASTS = {"quarantine": 3600.0, "retained": 60.0}  # seconds
 
 
 def all_kinds() -> dict[str, RecordKind[Any]]:
@@ -196,6 +198,8 @@ def test_what_cannot_be_read_stays(name: str, stack: ExitStack, tmp_path: Path) 
     flaky = FlakyStore(disk(stack, tmp_path))
     records = SharedRecords(TieredStore([MemoryStore(1 << 20), flaky]), KINDS[name])
     key, value = sample(name, -60.0)
+    if name in ENDS:  # it has an end, and its time is over
+        value = msgspec.structs.replace(value, clock=clock_id(), ends_at=time.monotonic() - 1.0)
     records.put(key, value)
     SharedRecords(TieredStore([records._store.tiers[0].store]), KINDS[name]).remove(key)
     for call in (records.scan, lambda: records.get(key), lambda: records.expire(key)):
@@ -238,21 +242,49 @@ def test_one_record_that_cannot_be_read(name: str, stack: ExitStack, tmp_path: P
 def test_an_end(name: str, stack: ExitStack, tmp_path: Path) -> None:
     """A record whose time is over is not adopted, and the instance that ends it deletes it; one that was renewed stays."""
     records = SharedRecords(TieredStore([disk(stack, tmp_path)]), KINDS[name])
-    key, value = sample(name, -1.0)
+    key, renewed = sample(name)
+    value = msgspec.structs.replace(renewed, clock=clock_id(), ends_at=time.monotonic() - 1.0)
     records.put(key, value)
     found = records.scan()
     assert (found.values, found.expired) == ({}, {key: value})
-    _, renewed = sample(name)
     records.put(key, renewed)
     assert records.expire(key) == renewed and records.get(key) == renewed
     records.put(key, value)
     assert records.expire(key) is None and records.get(key) is None and records.expire(key) is None
 
 
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("clock", ["", "another machine"])
+@pytest.mark.parametrize("wall", [-86_400.0, 7200.0, 365 * 86_400.0])
+def test_only_time_that_was_seen_ends_what_others_wrote(
+    name: str, clock: str, wall: float, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of another machine, or of an earlier build, counts in each process for its whole time from when that process
+    first saw it, whatever the wall clocks say. Then who has seen it for so long ends it. A renewal counts anew."""
+    real, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
+    monkeypatch.setattr(time, "time", lambda: real() + wall)
+    here, there = (SharedRecords(TieredStore([disk(stack, tmp_path)]), KINDS[name]) for _ in range(2))
+    key, value = sample(name)
+    value = msgspec.structs.replace(value, clock=clock, ends_at=5.0)
+    here.put(key, value)
+    assert here.scan().values == {key: value}
+    passed[0] += 0.75 * LASTS[name]
+    assert there.scan().values == {key: value} and 0 < here.left(key, value) <= 0.25 * LASTS[name] + 1
+    passed[0] += 0.5 * LASTS[name]
+    assert there.scan().values == {key: value} == here.scan().expired, "each has its own count"
+    assert there.expire(key) == value, "seen there for half of its time"
+    renewed = msgspec.structs.replace(value, ends_at=6.0)
+    there.put(key, renewed)
+    assert here.expire(key) == renewed and here.scan().values == {key: renewed}
+    passed[0] += 1.25 * LASTS[name]
+    assert here.expire(key) is None and there.scan().keys == set()
+
+
 def test_no_end() -> None:
     """Other kinds have no end."""
     for name in KINDS.keys() - ENDS.keys():
-        assert KINDS[name].ends(sample(name)[1]) == math.inf
+        assert KINDS[name].lasts(sample(name)[1]) == math.inf
 
 
 @every_kind

@@ -1,4 +1,10 @@
-"""Compiles what a text must match to a grammar of llguidance, with limits on size, memory and time; keeps the last results."""
+"""Compiles what a text must match to a grammar of llguidance, with limits on size, memory and time; keeps some of the results.
+
+llguidance does not say how large a grammar is. Its *fuel* bounds that: an expression that the compiler builds costs fuel, and
+takes at most about 100 bytes per unit. So a grammar is compiled with the fuel of a small one first, and with more only if that
+did not do. A larger one than that is refused. While texts are generated, the states of the grammar's lexer add to it, all
+sequences of the grammar together at most `_GROWTH`. `tests/engine/grammar_memory.py` measures both.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from hashlib import sha256
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary, finalize
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from foreword.blocks.bounded import Bounded
 from foreword.engine.structured.closing import ClosingPath, examples
 from foreword.engine.structured.sequence_constraint import Constraint
 from foreword.engine.structured.structured_output import (
@@ -25,7 +36,6 @@ from foreword.engine.structured.structured_output import (
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
 from foreword.futures import complete
-from foreword.newest import Newest
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100
@@ -147,84 +157,146 @@ _WRITERS: Final[dict[str, Callable[[StructuredOutput], str]]] = {
 }
 
 
-_MAX_KEPT: Final = 32
 # Seconds until a grammar is refused. The limits below end a compilation soon after.
 _MAX_SECONDS: Final = 10.0
 # The compiler calls itself once for each level of a schema, references included.
 _STACK_BYTES: Final = 256 << 20
 _MAX_WAITING: Final = 32
-# A state of the lexer takes up to 2 kB; sequences of one grammar share them. A step of 10,000 items takes up to 20 ms, and all
-# sequences of the batch wait for it.
-_LIMITS: Final = LLParserLimits(
-    max_lexer_states=8_000, max_grammar_size=100_000, step_max_items=10_000, verbose_errors=False
-)
+
+
+class _Room(NamedTuple):
+    """Fuel for a compilation, and the bytes that a grammar takes which was compiled with it."""
+
+    fuel: int
+    bytes: int
+
+
+_SMALL, _LARGE = _Room(20_000, 2 << 20), _Room(250_000, 24 << 20)
+# Bytes that the lexer's states add to a grammar while texts are generated, and to that of its endings.
+_GROWTH, _CLOSING_GROWTH = 16 << 20, 4 << 20
+# Bytes of the grammars that are kept for the next request with the same, and of large ones in use. A tenant may use half of
+# the latter.
+KEPT_BYTES: Final = 512 << 20
+LARGE_BYTES: Final = 1 << 30
+
+
+def _limits(room: _Room, states: int, step_fuel: int) -> LLParserLimits:
+    """A state of the lexer takes up to 2 kB; sequences of one grammar share them. A step of 10,000 items takes up to 20 ms,
+    and all sequences of the batch wait for it."""
+    return LLParserLimits(
+        initial_lexer_fuel=room.fuel,
+        step_lexer_fuel=step_fuel,
+        max_lexer_states=states,
+        max_grammar_size=100_000,
+        step_max_items=10_000,
+        verbose_errors=False,
+    )
+
+
+_LIMITS: Final = {room: _limits(room, 8_000, 50_000) for room in (_SMALL, _LARGE)}
+_CLOSING_LIMITS: Final = {room: _limits(room, 2_000, 20_000) for room in (_SMALL, _LARGE)}
+_OUT_OF_FUEL: Final = re.compile("too many expressions|initial lexer configuration .* too big")
 
 
 class CompiledOutput:
-    """A grammar that is ready for use. Sequences get copies of its state at the start of a text."""
+    """A grammar that is ready for use. Sequences get copies of its state at the start of a text.
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None) -> None:
+    Attributes:
+        compiled_bytes: that it takes before a text is generated, at most.
+        most_bytes: that it can take.
+        has_failed: a sequence has come to a limit of its states, which all of them share. The next request needs another.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None, room: _Room = _SMALL
+    ) -> None:
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._closing = closing
         self._lock = threading.Lock()
+        self.is_large = room is _LARGE
+        self.has_failed = False
+        self.compiled_bytes = room.bytes * (1 if closing is None else 2)
+        self.most_bytes = self.compiled_bytes + _GROWTH + (0 if closing is None else _CLOSING_GROWTH)
 
     def open(self) -> Constraint:
         """The constraint of a new sequence."""
         with self._lock:
             closing = None if self._closing is None else self._closing.copy()
-            return Constraint(self._vocabulary, self._matcher.deep_copy(), closing)
+            return Constraint(self._vocabulary, self._matcher.deep_copy(), closing, self._failed)
+
+    def _failed(self) -> None:
+        self.has_failed = True
+
+
+_Key = tuple[bytes, bytes]
 
 
 class GrammarCompiler:
     """Compiles for one model, one at a time, on a thread of its own. From any thread.
 
+    A grammar is found again while a sequence uses it, and after that while it is kept. Tenants share neither: how long a
+    compilation takes says nothing about the formats of others.
+
     Args:
         load: makes the model's vocabulary, at the first use.
+        kept_bytes: limit of the grammars that are kept, whose tenants have equal shares.
+        large_bytes: limit of large grammars in use.
     """
 
-    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+    def __init__(
+        self, load: Callable[[], Vocabulary], *, kept_bytes: int = KEPT_BYTES, large_bytes: int = LARGE_BYTES
+    ) -> None:
         self._load = load
         self._vocabulary: Vocabulary | None = None
-        self._kept: Newest[bytes, CompiledOutput] = Newest(_MAX_KEPT)
+        self._kept: Bounded[_Key, CompiledOutput] = Bounded(
+            "grammars", kept_bytes, size=lambda _, compiled: compiled.most_bytes, owner=lambda key: key[0]
+        )
+        self._used: WeakValueDictionary[_Key, CompiledOutput] = WeakValueDictionary()
+        self._large_bytes = large_bytes
         self._lock = threading.Lock()
         self._turn = threading.Semaphore()
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._has_thread = False
+        finalize(self, self._work.put, None)
         self._waiting = 0
 
-    def compile(self, output: StructuredOutput) -> CompiledOutput:
-        """Blocks for milliseconds to seconds, unless it was compiled before. Raises BadRequest for a grammar that is wrong or
-        too complex, QueueFull if too many wait."""
+    def compile(self, output: StructuredOutput, tenant: bytes = b"") -> CompiledOutput:
+        """Blocks for milliseconds to seconds, unless it was compiled before. Raises BadRequest for a grammar that is wrong,
+        too large or too complex, QueueFull if too many wait or are in use."""
         output = _in_lark(output)
         text = grammar_text(output)
-        key = msgspec.json.encode((text, output.complete))
+        key = tenant, sha256(msgspec.json.encode((text, output.complete))).digest()
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-                return kept
+            found = self._kept.use(key) or self._used.get(key)
+            if found is not None and not found.has_failed:
+                return found
             if self._waiting >= _MAX_WAITING:
                 raise QueueFull("too many grammars wait to be compiled; try again")
             self._waiting += 1
         try:
-            compiled = self._compile_apart(text, output)
+            compiled = self._compile_apart(text, output, tenant)
         finally:
             with self._lock:
                 self._waiting -= 1
         with self._lock:
-            self._kept[key] = compiled
+            self._kept[key] = self._used[key] = compiled
         return compiled
 
-    def _compile_apart(self, text: str, output: StructuredOutput) -> CompiledOutput:
+    def _compile_apart(self, text: str, output: StructuredOutput, tenant: bytes) -> CompiledOutput:
         """On a thread with a large stack, which has its turn until it ends, whether someone waits for it or not."""
         future: Future[CompiledOutput] = Future()
 
         def work() -> None:
-            complete(future, lambda: self._build(text, output))
+            complete(future, lambda: self._build(text, output, tenant))
             self._turn.release()
 
         if not self._turn.acquire(timeout=_MAX_SECONDS):
             raise QueueFull("other grammars are being compiled; try again")
-        _start(work)
+        if not self._has_thread:
+            self._has_thread = True
+            _start(partial(_run, self._work))
+        self._work.put(work)
         try:
             return future.result(_MAX_SECONDS)
         except TimeoutError:
@@ -232,24 +304,58 @@ class GrammarCompiler:
                 f"the grammar takes more than {_MAX_SECONDS:g} s to compile", param="structured_outputs"
             ) from None
 
-    def _build(self, text: str, output: StructuredOutput) -> CompiledOutput:
+    def _build(self, text: str, output: StructuredOutput, tenant: bytes) -> CompiledOutput:
         if self._vocabulary is None:
             self._vocabulary = self._load()
-        vocabulary = self._vocabulary
-        matcher = LLMatcher(vocabulary.tokens, text, log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise BadRequest(f"the grammar is refused: {_first_line(matcher.get_error())}", param="structured_outputs")
+        vocabulary, room = self._vocabulary, _SMALL
+        matcher, error = _matcher(vocabulary, text, room)
+        if _OUT_OF_FUEL.search(error):
+            del matcher
+            self._check_large(tenant)
+            room = _LARGE
+            matcher, error = _matcher(vocabulary, text, room)
+        if _OUT_OF_FUEL.search(error):
+            raise BadRequest(
+                f"the grammar is too large: its expressions may take {room.bytes >> 20} MiB when they are compiled; "
+                "repeat less, or allow any number of repetitions",
+                param="structured_outputs",
+            )
+        if error:
+            raise BadRequest(f"the grammar is refused: {_first_line(error)}", param="structured_outputs")
         if matcher.is_stopped() and not matcher.is_accepting():
             raise BadRequest("no text matches the grammar", param="structured_outputs")
         if output.kind == "grammar":
             text = LLMatcher.grammar_from_lark(vocabulary.grammar_in_bytes(str(output.value)))
-        closing = _closing(vocabulary, text, examples(output)) if output.complete else None
-        return CompiledOutput(vocabulary, matcher, closing)
+        closing = _closing(vocabulary, text, examples(output), room) if output.complete else None
+        return CompiledOutput(vocabulary, matcher, closing, room)
+
+    def _check_large(self, tenant: bytes) -> None:
+        """Room for one more large grammar. Those that are only kept make room."""
+        more = 2 * _LARGE.bytes
+        with self._lock:
+            large = [(key, one.compiled_bytes) for key, one in self._used.items() if one.is_large]
+            if sum(size for _, size in large) + more > self._large_bytes:
+                for key, _ in large:
+                    self._kept.pop(key, None)
+                large = [(key, one.compiled_bytes) for key, one in self._used.items() if one.is_large]
+        own = sum(size for (owner, _), size in large if owner == tenant)
+        if sum(size for _, size in large) + more > self._large_bytes or own + more > self._large_bytes // 2:
+            raise QueueFull("too many large grammars are in use; try again, or ask for a smaller one")
 
 
-def _closing(vocabulary: Vocabulary, text: str, found: Sequence[bytes]) -> ClosingPath | None:
-    matcher = LLMatcher(vocabulary.bytes, text, log_level=0, limits=_LIMITS)
+def _matcher(vocabulary: Vocabulary, text: str, room: _Room) -> tuple[LLMatcher, str]:
+    """A matcher, and why it cannot be used. Its lexer, which copies share, may say that only when a token follows."""
+    matcher = LLMatcher(vocabulary.tokens, text, log_level=0, limits=_LIMITS[room])
+    allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+    if matcher.is_error() or matcher.is_stopped() or not allowed:
+        return matcher, matcher.get_error()
+    copy = matcher.deep_copy()
+    copy.consume_token((allowed & -allowed).bit_length() - 1)
+    return matcher, matcher.get_error() or copy.get_error()
+
+
+def _closing(vocabulary: Vocabulary, text: str, found: Sequence[bytes], room: _Room) -> ClosingPath | None:
+    matcher = LLMatcher(vocabulary.bytes, text, log_level=0, limits=_CLOSING_LIMITS[room])
     if matcher.is_error():
         return None
     closing = ClosingPath(matcher, vocabulary.end_symbol, found)
@@ -258,6 +364,14 @@ def _closing(vocabulary: Vocabulary, text: str, found: Sequence[bytes]) -> Closi
 
 def _first_line(error: str) -> str:
     return error.strip().partition("\n")[0][:300]
+
+
+def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
+    """All compilations of a compiler, as long as it exists. One thread, because malloc gives each an arena of its own, which
+    does not use what is free in others."""
+    while (work := queue.get()) is not None:
+        work()
+        del work
 
 
 def _start(work: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,10 +24,18 @@ class Constraint:
 
     Args:
         matcher, closing: at the start of the text; they belong to this object. Without `closing` the text is not completed.
+        on_failure: called when the grammar cannot be followed any more.
     """
 
-    def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher, closing: ClosingPath | None) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        matcher: LLMatcher,
+        closing: ClosingPath | None,
+        on_failure: Callable[[], None],
+    ) -> None:
         self._vocabulary = vocabulary
+        self._on_failure = on_failure
         self.matcher = matcher
         self._closing = closing
         # With more tokens left than this, the end of the text is far, and searched from time to time only.
@@ -44,7 +52,10 @@ class Constraint:
 
     def error(self) -> str | None:
         """Why the grammar cannot be followed any more; None if it can."""
-        return self.matcher.get_error().partition("\n")[0] if self.matcher.is_error() else None
+        if not self.matcher.is_error():
+            return None
+        self._on_failure()
+        return self.matcher.get_error().partition("\n")[0]
 
     def choose(self, token: int, left: int) -> int:
         """The token, if the text can end in time after it; else one that leads to its end. `left`: tokens that may follow."""

@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,17 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
-from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings
+from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
-from foreword.integrations.vllm.namespace import Observations, ProbeSample, choose
+from foreword.integrations.vllm.namespace import (
+    Observations,
+    ProbeSample,
+    announce,
+    announced,
+    choose,
+    engine_of,
+    note_unmeasured,
+)
 from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
@@ -150,17 +159,25 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers[self._engine] = self
 
-    def open(self, vllm_worker: Any | None) -> bytes:
+    def open(self, vllm_worker: Any | None, *, announced: bool = False) -> bytes:
         """Find out the namespace, and open the stores. Returns the namespace, also when it is called again.
 
-        All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`).
+        All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`). `announced`: no handshake may
+        tell the scheduler the namespace, so the stores do.
         """
         if vllm_worker is not None:
             self._model = vllm_worker.model_runner.get_model()
             follow_loads(self._model)
         if self.offload is None:
-            started = time.monotonic()
-            self._info.settle(self._namespace(vllm_worker))
+            started, info = time.monotonic(), self._info
+            announced = announced and info.separate
+            found = self._namespace(vllm_worker)
+            info.settle(
+                b"" if announced and not any(parse(url).persistent for url in self._settings.store.urls) else found
+            )
+            if announced and not self._rank:
+                with self._persistent() as store:
+                    announce(store, info.base, info.settings, info.model, engine_of(info.config))
             # Threads that are started on this thread inherit its cores.
             with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
                 pool.submit(self._open, started).result()
@@ -171,36 +188,62 @@ class ForewordConnectorWorker:
         follow_loads(self._model, told)
 
     def _namespace(self, vllm_worker: Any | None) -> bytes:
-        """b"" if nothing could be measured."""
+        """b"" where the scheduler is in another process that cannot be told: it and the ranks then have one in common."""
         from vllm.distributed.parallel_state import get_tp_group
 
         info, staging = self._info, self._staging
         assert staging is not None
         if vllm_worker is None:
-            return b""
+            self._warn_unmeasured("vLLM has not asked the connector before the first request: report this")
+            return b"" if info.separate else self._unmeasured()
         follow_stream(staging.device)
-        measured = measure(vllm_worker, info, staging, info.units(self._rank))
+        found = measure(vllm_worker, info, staging, info.units(self._rank))
+        measured, why = found.samples, found.why
         if info.ranks > 1:
             every: list[dict[str, ProbeSample]] = [{} for _ in range(info.ranks)]
             torch.distributed.all_gather_object(every, measured, group=get_tp_group().cpu_group)
             measured = {name: one for rank in every for name, one in rank.items()} if all(every) else {}
-        namespace = self._chosen(vllm_worker, measured) if self._rank == 0 and measured else b""
+        namespace = b""
+        if self._rank == 0 and measured:
+            namespace = self._chosen(vllm_worker, measured, found.behind)
+        elif self._rank == 0:
+            self._warn_unmeasured(why or "another rank could not compute the probe")
+            namespace = self._unmeasured()
         return bytes(get_tp_group().broadcast_object(namespace, src=0)) if info.ranks > 1 else namespace
 
-    def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample]) -> bytes:
-        """The namespace that the records in the stores give to what was measured."""
+    def _warn_unmeasured(self, why: str) -> None:
+        if self._rank:
+            return
+        info = self._info
+        shared = (
+            "trust_unmeasured is set, so it is shared with servers whose settings look the same"
+            if info.trusts
+            else "so it is shared with no other process, and not found after a restart"
+        )
+        logger.warning("Foreword: this server's KV cannot be measured: %s; %s", why, shared)
+
+    def _unmeasured(self) -> bytes:
+        """The namespace of a server that could not measure: no other process's, unless its operator trusts its settings."""
+        info = self._info
+        namespace, engine = (info.trusted(), "") if info.trusts else (os.urandom(32), engine_of(info.config))
+        with self._persistent() as store:
+            note_unmeasured(store, info.base, info.settings, namespace, engine)
+        return namespace
+
+    def _persistent(self) -> AbstractContextManager[TieredStore]:
+        return persistent_tiers(self._settings)
+
+    def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample], behind: Collection[str]) -> bytes:
+        """The namespace that the records in the stores give to what was measured. `behind`: see `ProbeOutcome`."""
         info = self._info
         config, model = info.config.model_config, vllm_worker.model_runner.get_model()
         rotary = rotary_embeddings(model, int(config.max_model_len), config.dtype)
-        resolved = resolved_attributes(model, config)
+        resolved = resolved_attributes(model, info.config)
+        resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
         seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
-        urls = [url for url in self._settings.store.urls if parse(url).persistent]
-        store = open_tiers(urls, self._settings.keys(), (), {})
-        try:
+        with self._persistent() as store:
             return choose(store, info.base, seen)
-        finally:
-            store.close()
 
     def _open(self, started: float) -> None:
         info, config, tensors = self._info, self._settings.store, self._tensors
@@ -279,8 +322,7 @@ class ForewordConnectorWorker:
         """vLLM is about to take the memory from under its KV cache. Once this returns, no thread reads or writes there, until
         `restore_kv_caches`. Loads count as failed, also those that vLLM has not yet heard of: their blocks are lost."""
         self._mapped = False
-        for load in self._loading.values():
-            load.discard()
+        self._discard(self._loading.values())
         if self._leases is not None:
             self._leases.drop_held()
 
@@ -305,8 +347,8 @@ class ForewordConnectorWorker:
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
             numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
-            store_load.blocks = numbers  # one that never starts has loaded none of them
-            start = partial(self.offload.load, store_load, 0, numbers)
+            self.offload.hand_over(store_load, 0, numbers)
+            start = partial(self.offload.start, store_load)
             if load.producer is None or self._instances is None:
                 start()
             else:
@@ -320,8 +362,14 @@ class ForewordConnectorWorker:
     def drop_loads(self) -> None:
         """End all loads: nothing is written into their blocks any more, and none counts as loaded."""
         loads, self._loading, self._refused = self._loading, {}, []
-        for load in loads.values():
+        self._discard(loads.values())
+
+    def _discard(self, loads: Collection[StoreLoad]) -> None:
+        """End loads whose blocks are not the connector's any more when this returns. It waits for copies that have begun."""
+        for load in loads:
             load.discard()
+        if loads and self.offload is not None:
+            self.offload.drain(loads)
 
     def end_loads(self, request_ids: Iterable[str]) -> set[str]:
         """End the loads of these requests now, as failed. Returns the requests that had one whose end was not reported yet: it
@@ -329,8 +377,9 @@ class ForewordConnectorWorker:
         names = set(request_ids)
         ended = {load.request_id for load in self._refused if load.request_id in names}
         self._refused = [load for load in self._refused if load.request_id not in names]
-        for request_id in names & self._loading.keys():
-            self._loading.pop(request_id).discard()
+        loads = {request_id: self._loading.pop(request_id) for request_id in names & self._loading.keys()}
+        self._discard(loads.values())
+        for request_id in loads:
             reader = self._lease_readers.pop(request_id, None)
             if reader is not None and self._instances is not None:
                 self._instances.producers.close_reader(reader)
@@ -350,7 +399,8 @@ class ForewordConnectorWorker:
         return found
 
     def stop_loads(self, request_ids: Iterable[str]) -> None:
-        """Finished requests: nothing is written into their blocks any more. vLLM keeps the blocks until it hears of that."""
+        """Finished requests: no copy into their blocks begins any more. vLLM keeps the blocks until `take_received` has the
+        request, when those that have begun are done: this thread does not wait for them."""
         for request_id in request_ids:
             load = self._loading.get(request_id)
             if load is not None:
@@ -527,6 +577,23 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.offload.close(self._settings.store.flush_seconds)
+
+
+@contextmanager
+def persistent_tiers(settings: ConnectorSettings) -> Iterator[TieredStore]:
+    """The stores that outlive a process."""
+    urls = [url for url in settings.store.urls if parse(url).persistent]
+    store = open_tiers(urls, settings.keys(), (), {})
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def told_by_stores(info: KVCacheInfo, settings: ConnectorSettings) -> bytes:
+    """The namespace that the ranks, in other processes, have announced to this scheduler; b"" if they have not."""
+    with persistent_tiers(settings) as store:
+        return announced(store, info.base, info.settings, engine_of(info.config))
 
 
 def _block_bytes(views: Sequence[torch.Tensor]) -> int:

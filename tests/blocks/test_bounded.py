@@ -1,0 +1,108 @@
+"""The contract of a mapping with a limit in bytes, over seeded sequences of operations."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+
+from foreword.blocks.bounded import ENTRY_BYTES, Bounded, kept_bytes, size_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Slotted:
+    text: str
+    numbers: tuple[int, ...]
+
+
+class _Plain:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_than_the_limit(seed: int) -> None:
+    """Bytes are those of the entries, and at most the limit, after every operation; a key has the value that was set last, or
+    none. Each entry that leaves because of the limit is told, once."""
+    draw, limit = Random(seed), 20_000
+    dropped: list[int] = []
+    kept: Bounded[int, bytes] = Bounded(
+        "test", limit, owner=lambda key: key % 3, most=40, dropped=lambda key, value: dropped.append(key)
+    )
+    truth: dict[int, bytes] = {}
+    for _ in range(2_000):
+        key, action = draw.randrange(60), draw.random()
+        if action < 0.6:
+            value = draw.randbytes(draw.choice((0, 10, 1_000, 30_000)))
+            truth[key] = value
+            kept[key] = value
+        elif action < 0.8:
+            assert kept.use(key) == kept.get(key) == (truth[key] if key in kept else None)
+        elif key in kept:
+            del kept[key]
+            del truth[key]
+        for one in dropped:
+            assert one not in kept and truth.pop(one) is not None
+        dropped.clear()
+        assert dict(kept) == truth and len(kept) == len(truth) <= 40
+        assert kept.bytes == sum(ENTRY_BYTES + size_of(one) + size_of(value) for one, value in truth.items()) <= limit
+        assert sorted(one for owner in range(3) for one in kept.of(owner)) == sorted(truth)
+
+
+def test_the_least_recently_used_leaves_first() -> None:
+    kept: Bounded[str, str] = Bounded("test", 3, size=lambda key, value: 1)
+    for key in "abc":
+        kept[key] = key
+    assert kept.use("a") == "a"
+    kept["d"] = "d"
+    assert list(kept.of(None)) == ["c", "a", "d"]
+    kept["c"] = "new"
+    kept["e"] = "e"
+    assert set(kept) == {"d", "c", "e"}
+
+
+def test_an_owner_within_its_share_loses_nothing() -> None:
+    """However much others set."""
+    kept: Bounded[tuple[str, int], int] = Bounded("test", 100, size=lambda key, value: value, owner=lambda key: key[0])
+    for number in range(5):
+        kept["ann", number] = 10
+    for number in range(500):
+        kept["bob", number] = 10
+    assert [number for _, number in kept.of("ann")] == list(range(5))
+    assert [number for _, number in kept.of("bob")] == list(range(495, 500))
+    kept["ann", 5] = 10  # beyond the share
+    assert [number for _, number in kept.of("ann")] == [1, 2, 3, 4, 5]
+
+
+def test_an_entry_beyond_the_limit_is_not_kept() -> None:
+    """And takes the place of no other; what had its key before is gone."""
+    kept: Bounded[str, bytes] = Bounded("test", 10_000)
+    kept["a"], kept["b"] = b"1", b"2"
+    kept["a"] = bytes(20_000)
+    assert dict(kept) == {"b": b"2"}
+
+
+def test_an_entry_that_has_grown_is_counted_anew() -> None:
+    kept: Bounded[str, list[bytes]] = Bounded("test", 5_000)
+    kept["a"], kept["b"] = [], []
+    kept["b"].append(bytes(4_300))
+    kept.change("b")
+    assert set(kept) == {"b"} and 4_300 < kept.bytes <= 5_000
+
+
+def test_sizes_are_those_of_what_is_within() -> None:
+    assert size_of("x" * 1_000) >= 1_000 and size_of(array("I", range(500))) >= 2_000
+    for value in (["x" * 1_000], {"a": "x" * 1_000}, {"x" * 1_000: None}, ("x" * 1_000,), {"x" * 1_000}):
+        assert 1_000 <= size_of(value) < 2_000
+    assert 1_000 <= size_of(_Slotted("x" * 900, tuple(range(10)))) < 2_000
+    assert 1_000 <= size_of(_Plain("x" * 950)) < 2_000
+
+
+def test_a_count_of_all_mappings() -> None:
+    kept: Bounded[str, bytes] = Bounded("a name of this test", 10_000)
+    kept["a"] = bytes(3_000)
+    assert kept_bytes()["a name of this test"] == kept.bytes > 3_000
+    del kept
+    assert "a name of this test" not in kept_bytes()
