@@ -35,7 +35,6 @@ class Life:
         more = {"distributed_executor_backend": "mp"} if job["where"] == "workers" else {}
         given = {
             "store": store,
-            "connector": "HeldConnector",
             "llm": {**job["llm"], **more, "max_model_len": 1024},
             "kv_bytes": 32 << 20,
         }
@@ -223,18 +222,18 @@ def in_a_child(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     if not child:
         os.environ["HOLD_LOADS"] = job["hold"]
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if job["where"] == "served" else "0"
-        try:
-            life = Life(job, run["store"])
-            found = globals()[run["do"]](life)
-            with os.fdopen(theirs, "w") as pipe:
-                json.dump({**found, "done": True}, pipe)
-            life.core.shutdown()
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-            raise
-        finally:
-            os._exit(0)
+        with os.fdopen(theirs, "w") as pipe:
+            try:
+                life = Life(job, run["store"])
+                json.dump({**globals()[run["do"]](life), "done": True}, pipe)
+                pipe.flush()
+                life.core.shutdown()
+            except BaseException:
+                json.dump({"failed": traceback.format_exc()[-2000:]}, pipe)
+                pipe.flush()
+                raise
+            finally:
+                os._exit(0)
     os.close(theirs)
     with os.fdopen(mine) as pipe:
         text = pipe.read()
