@@ -22,7 +22,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -49,7 +49,7 @@ from foreword.integrations.vllm.namespace import (
     unmeasured,
 )
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
-from foreword.integrations.vllm.weight_changes import notice_changes
+from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
@@ -331,13 +331,9 @@ class EncoderReader:
         self._reads.clear()
         self._in_vllm.clear()
 
-    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
-        """vLLM is about to call a method of its workers, which may change weights."""
-        return notice_changes(core, method, self._changed)
-
-    def _changed(self) -> None:
-        """vLLM keeps the outputs that it has itself."""
-        if self._version.changed():
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
+        """vLLM is about to call a method of its workers. It keeps the outputs that it has itself."""
+        if changes_weights(method) and self._version.changed():
             self._reads.clear()
 
     def close(self) -> None:

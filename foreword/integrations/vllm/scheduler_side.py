@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
-from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
@@ -84,7 +83,6 @@ class ForewordConnectorScheduler:
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
-        follow_engine(info.config, "collective_rpc", self.called_workers, before=True)
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
@@ -719,10 +717,6 @@ class ForewordConnectorScheduler:
         if not self._version.set(name, self._empty):
             self._say_stale(f"weights version {name!r} is not trusted over vLLM's own cache")
         self._start_version()
-
-    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
-        """vLLM is about to call a method of its workers, which may change weights."""
-        return notice_changes(core, method, self.weights_changed)
 
     def weights_changed(self) -> None:
         """The weights have changed, or are about to, without a word about their version."""

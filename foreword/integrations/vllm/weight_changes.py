@@ -37,12 +37,11 @@ def notice_changes(
 
     Returns a function to be called after it, where that shows only then.
     """
-    if isinstance(method, str):
-        if method in _CHANGES:
-            changed()
-            return None
-        if method != "apply_model" and _is_vllms(method):
-            return None
+    if changes_weights(method):
+        changed()
+        return None
+    if isinstance(method, str) and method != "apply_model" and _is_vllms(method):
+        return None
     whole = not isinstance(method, str) or method == "apply_model"
     before = core.model_executor.collective_rpc(weights_mark, args=(whole,))
 
@@ -51,6 +50,11 @@ def notice_changes(
             changed()
 
     return compare
+
+
+def changes_weights(method: str | Callable[..., Any]) -> bool:
+    """Whether this is a method of vLLM's own that changes weights."""
+    return method in _CHANGES
 
 
 def _is_vllms(method: str) -> bool:
@@ -105,7 +109,8 @@ def content_mark(model: nn.Module) -> str:
 
 def _sums(tensor: Tensor) -> list[int]:
     """Sums over the bytes that change with any word, and with the order of words."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().as_subclass(Tensor).contiguous().reshape(-1).view(torch.uint8)
+    flat = flat.clone() if flat.storage_offset() % 8 else flat
     words = flat[: flat.numel() // 8 * 8].view(torch.long)
     found = [int(flat[flat.numel() // 8 * 8 :].sum())]
     order = torch.arange(1, min(_CHUNK, words.numel()) + 1, device=flat.device) * _ODD
