@@ -107,6 +107,7 @@ class ForewordConnectorScheduler:
         assert stores is not None
         self._stores = stores
         stores.costs.fixed.first = _FIRST_FIXED_SECONDS
+        stores.costs.fixed.first_tokens = MEASURED_TOKENS
         self._found = FoundCounts()
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
@@ -506,7 +507,7 @@ class ForewordConnectorScheduler:
                 if block in invalid
             ]
             if lost or request_id in failed:
-                self._load_began.pop(request_id, None)
+                self._measure(load, self._load_began.pop(request_id, None), whole=False)
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
                 kept = 0 if request_id in failed else lost[0]
@@ -529,12 +530,17 @@ class ForewordConnectorScheduler:
                 self._lookup.note_rates(reported.rates)
 
     def _note_loaded(self, request_id: str) -> bool:
-        """A load has ended: measure what it took, unless it has brought less than it should have. False if there was none."""
+        """A load has ended. False if there was none."""
         load, began = self._loading.pop(request_id, None), self._load_began.pop(request_id, None)
-        if load is not None and began is not None and request_id in self._requests:
-            blocks = ((part.group, place) for part in load.parts for place in part.places)
-            self._stores.costs.note_load(blocks, time.monotonic() - began)
+        if load is not None and request_id in self._requests:
+            self._measure(load, began)
         return load is not None
+
+    def _measure(self, load: BlockLoad, began: float | None, *, whole: bool = True) -> None:
+        """Measure what a load took. Not `whole`: it has brought less than it should have."""
+        if began is not None:
+            blocks = ((part.group, place) for part in load.parts for place in part.places)
+            self._stores.costs.note_load(blocks, time.monotonic() - began, whole=whole)
 
     def _correct(self, state: RequestState, load: BlockLoad, kept: int) -> None:
         """A load has brought the request only to position `kept`."""
