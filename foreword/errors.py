@@ -119,6 +119,10 @@ class ReplicaError(ReplicaFailed):
     """A replica answered with an error, of which the request may be the cause."""
 
 
+class RequestEnded(ReplicaError, status=500, code="request_failed", retry=False):
+    """A replica failed at this request alone, and serves on. Another one would fail at it, too."""
+
+
 class DeadlineExceeded(ForewordError, status=504, code="deadline_exceeded", retry=True):
     """The request exceeded its time limit."""
 

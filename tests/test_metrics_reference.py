@@ -106,7 +106,9 @@ def test_router() -> None:
     """The router's table lists every metric with its type and labels."""
     metrics = RouterMetrics()
     audit = SimpleNamespace(results={"equal": 0}, salts={})
-    router: Any = SimpleNamespace(upstreams={}, pools={}, subscriptions={}, audit=audit)
+    router: Any = SimpleNamespace(
+        upstreams={}, pools={}, subscriptions={}, audit=audit, suspects=SimpleNamespace(refused=0)
+    )
     metrics.add_collector(RouterStateCollector(router))
     assert described(collectors(metrics._registry)) == documented("Router")
 

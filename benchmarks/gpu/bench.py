@@ -234,32 +234,29 @@ class Others:
 
     def __init__(self, bench: Bench, count: int, context: int, vocabulary: int) -> None:
         self._bench, self._count, self._context, self._vocabulary = bench, count, context, vocabulary
-        self._left: dict[str, int] = {}
+        self._names: list[str] = []
         self._seed = 1_000_000
-        self._tokens = 0 if not count else bench.config.max_model_len or 0
-        self._new = min(2000, max(self._tokens - context - 1, 1))
+        self._new = min(2000, max((bench.config.max_model_len or 0) - context - 1, 1))
 
     def ready(self, steps: int) -> None:
         """All decode now, and will for `steps` more steps."""
         bench = self._bench
-        running = {sequence.request.id: sequence for sequence in bench.core.scheduler.running}
-        ending = [name for name in self._left if name not in running or running[name].left <= steps]
+        left = {sequence.request.id: sequence.left for sequence in bench.core.scheduler.running}
+        ending = [name for name in self._names if left.get(name, 0) <= steps]
         bench.stop(ending)
-        for name in ending:
-            del self._left[name]
+        self._names = [name for name in self._names if name not in ending]
         waiting = set()
-        while len(self._left) < self._count:
+        while len(self._names) < self._count:
             self._seed += 1
-            name = bench.add(random_tokens(self._context, self._vocabulary, self._seed), self._new)
-            self._left[name] = self._new
-            waiting.add(name)
+            self._names.append(bench.add(random_tokens(self._context, self._vocabulary, self._seed), self._new))
+            waiting.add(self._names[-1])
         while waiting:
             waiting -= {delta.request_id for delta in bench.step() if delta.tokens}
 
     def end(self) -> None:
         """Stop them."""
-        self._bench.stop(self._left)
-        self._left.clear()
+        self._bench.stop(self._names)
+        self._names.clear()
 
 
 def random_tokens(count: int, vocabulary: int, seed: int) -> list[int]:

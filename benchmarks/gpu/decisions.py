@@ -17,6 +17,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -158,9 +159,12 @@ def inline_queues(device: Any) -> Any:
         def query(self) -> bool:
             return True
 
+    running = threading.Lock()  # the interpreter changes Triton's own functions while a kernel runs in it
+
     class Inline:
         def submit(self, stream: Any, work: Callable[[], object]) -> None:
-            work()
+            with running:
+                work()
 
         def record(self, stream: Any) -> Any:
             return Done()
@@ -649,7 +653,7 @@ def step_saving(which: int, context: Context) -> Iterator[Row]:
             begin = time.monotonic()
             for number, one in enumerate(parts):
                 _measure(one, bench, shapes, count, 1 + turns * len(parts) + number)
-                yield _part_row(one, parts, count, bench)
+                yield _part_row(one, parts, count, shapes.context + shapes.decode, bench)
             turns, took = turns + 1, time.monotonic() - begin
             if context.tiny:
                 break
@@ -695,7 +699,8 @@ def run_batch(bench: Bench, shapes: Shapes, count: int, seed: int) -> SavingRun:
     return SavingRun(seconds, count * shapes.decode / seconds, gaps, cpu, saved, dropped, behind)
 
 
-def _part_row(one: Part, parts: Sequence[Part], count: int, bench: Bench) -> Row:
+def _part_row(one: Part, parts: Sequence[Part], count: int, tokens: int, bench: Bench) -> Row:
+    """A part beside those before it. `tokens`: of one sequence."""
     what = f"{count} at once, {one.name}"
     if one.failed or not one.runs:
         return row(what, "failed", one.failed)
@@ -707,7 +712,7 @@ def _part_row(one: Part, parts: Sequence[Part], count: int, bench: Bench) -> Row
         share = median(a.rate / b.rate for a, b in zip(one.runs, alone.runs, strict=False))
         more = median(a.seconds - b.seconds for a, b in zip(one.runs, alone.runs, strict=False))
         notes.append(f"{share:.1%} of alone, {more * 1e3:+.0f} ms")
-        measured |= {"share": share, "more": more}
+        measured |= {"share": share, "more": more, "tokens": count * tokens}
         before = parts[number - 1]
         if number > 1 and before.runs and one.name.startswith("+"):
             added = median(a.seconds - b.seconds for a, b in zip(one.runs, before.runs, strict=False))

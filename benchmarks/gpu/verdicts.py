@@ -13,7 +13,9 @@ _PLACES = (("ttft-memory", "memory"), ("ttft-disk", "disk"))
 def verdicts(results: Sequence[dict[str, Any]]) -> list[str]:
     """The lines."""
     steps = {result["step"]: [one for one in result["rows"] if "measured" in one] for result in results}
-    lines = [*_ttft(steps), *_saving(steps.get("saving-few", [])), *_saving(steps.get("saving-many", []))]
+    lines = [*_ttft(steps)]
+    for step in ("saving-few", "saving-many"):
+        lines += [*_saving(steps.get(step, [])), *_reuse(steps.get(step, []), steps)]
     failed = [result["step"] for result in results if result["error"]]
     if failed:
         lines.append(f"Not shown, since steps failed or were not run: {', '.join(failed)}.")
@@ -70,6 +72,27 @@ def _saving(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             costs.append(f"{name.removeprefix('+ ')} {(more - before) * 1e3:+.0f} ms")
             before = more
         yield f"{count}, what saving adds, part after part: {'; '.join(costs)}; together {before * 1e3:+.0f} ms."
+
+
+def _reuse(rows: Sequence[dict[str, Any]], steps: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """How much of what is saved must be loaded once, so that saving costs no more time than loading saves."""
+    saving = {one["what"].partition(", ")[2]: one["measured"] for one in rows}
+    for (step, _), name in zip(_PLACES, ("+ memory tier", "+ disk tier"), strict=True):
+        loads = [one for one in steps.get(step, ()) if "length" in one["measured"] and "computed" in one["measured"]]
+        busy = next((one for one in loads if not one["what"].endswith("idle")), None)
+        cost = saving.get(name)
+        if busy is None or cost is None or "more" not in cost:
+            continue
+        found = busy["measured"]
+        gained = (found["computed"] - found["p50"]) / found["length"]
+        spent = max(cost["more"], 0.0) / cost["tokens"]
+        what = f"{cost['count']:.0f} at once, {name.removeprefix('+ ')}"
+        if gained <= 0:
+            yield f"Decision, {what}: saving does not pay, since loading ({busy['what']}) saves no time."
+        elif spent > gained:
+            yield f"Decision, {what}: saving does not pay, unless a token is loaded {spent / gained:.1f} times."
+        else:
+            yield f"Decision, {what}: saving pays if {spent / gained:.1%} of the saved tokens are loaded once ({busy['what']})."
 
 
 def _ms(seconds: float) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 from typing import Any, Final, NamedTuple, Protocol
 
-from foreword.errors import BadRequest, ForewordError, NotFound
+from foreword.errors import BadRequest, ForewordError, NotFound, RequestFailed
 from foreword.texts import utf8
 
 MAX_BODY_BYTES: Final = 64 << 20
@@ -73,6 +73,10 @@ def error_response(error: ForewordError, retry_after: float | None = None) -> Er
     if error.retry:
         seconds = retry_after or error.retry_after or _RETRY_AFTER.get(error.status, 1.0)
         headers["retry-after"] = str(max(math.ceil(seconds), 1))
+    elif error.status == 503:  # OpenAI's and Anthropic's clients would retry it
+        headers["x-should-retry"] = "false"
+    if error.code == RequestFailed.code:  # a gateway sees the head only
+        headers["x-foreword-error"] = error.code
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return _response(error.status, error_body(error), headers)

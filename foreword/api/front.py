@@ -276,6 +276,9 @@ class FrontMetrics(Protocol):
     def ignored(self, route: str) -> None:
         """A request had fields without effect. Their names are the client's, so their number has no bound."""
 
+    def unexpected(self, error: BaseException) -> None:
+        """A request ended because something raised that no code expects."""
+
 
 class UsageLog(Protocol):
     """Gets the requests that count against quotas (observability/ledger.py)."""
@@ -362,7 +365,10 @@ class Front:
             return self._refusal(call, error)
         except (ClientGone, asyncio.CancelledError):
             raise
-        except Exception:  # the edge of the process: one request that fails for an unknown reason must not end others
+        except (
+            Exception
+        ) as error:  # the edge of the process: one request that fails for an unknown reason ends no others
+            self.metrics.unexpected(error)
             logger.exception("request %s: %s %s failed", call.id, call.method, call.path)
             if call.streams:
                 raise

@@ -30,7 +30,7 @@ import numpy as np
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadRequest, ModelUnsupported, StoreError
-from foreword.integrations.weight_files import file_digest
+from foreword.integrations.tensor_files import file_digest
 from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome

@@ -1,28 +1,102 @@
-"""Digests of the files of checkpoints and adapters: equal in every folder, different after any change."""
+"""Identity of checkpoints and adapters: equal in every folder and division into files, different after any change.
+
+A checkpoint is its tensors (`tensor_files.py`): those of the files that the engine's load format reads.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
-import xxhash
+from msgspec.structs import replace
 
 from foreword.errors import ModelUnsupported
+from foreword.integrations.tensor_files import TensorContent, digest_of_tensors, file_digest, tensors_of
 
-_READ = 8 << 20
-# Keys of config.json that do not change what a model computes.
-IGNORED_KEYS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+# Keys of config.json that say nothing about KV: names, tools, and what a generation or a head behind all KV does.
+IGNORED_KEYS: Final = frozenset({
+    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation", "architectures",
+    "auto_map", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
+    "transformers.js_config", "unsloth_version", "unsloth_fixed", "gradient_checkpointing", "torchscript", "return_dict",
+    "output_attentions", "output_hidden_states", "initializer_range", "classifier_dropout", "attention_dropout",
+    "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+    "bad_words_ids", "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams",
+    "num_beam_groups", "diversity_penalty", "temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "exponential_decay_length_penalty", "remove_invalid_values", "prefix", "generation_config",
+})  # fmt: skip
+# What each load format of vLLM and SGLang reads of a folder: the first pattern that has files. Other formats, also those of
+# plug-ins, may read anything.
+_HF: Final = ("*.safetensors", "*.bin", "*.pt")
+_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = {
+    "auto": ("consolidated*.safetensors", *_HF),
+    "hf": _HF,
+    "bitsandbytes": _HF,
+    "safetensors": _HF[:1],
+    "fastsafetensors": _HF[:1],
+    "instanttensor": _HF[:1],
+    "runai_streamer": _HF[:1],
+    "mistral": ("consolidated*.safetensors",),
+    "pt": ("*.pt",),
+    "gguf": ("*.gguf",),
+    "dummy": _HF,
+}
+_ANY: Final = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.tensors",
+    "*.npy",
+    "*.npz",
+    "*.msgpack",
+    "*.h5",
+)
+# Files of trainers beside the weights.
+_TRAINING: Final = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+_CONSOLIDATED: Final = "consolidated"
+# Tensors that usually stand behind the last layer with KV: the head, and the norm before it.
+_AROUND: Final = r"^(?:(?:model|language_model|text_model|transformer|gpt_neox|backbone|decoder)\.)*"
+HEADS: Final[Mapping[str, re.Pattern[str]]] = {
+    "head": re.compile(_AROUND + r"(?:lm_head|embed_out|score|output)\."),
+    "norm": re.compile(_AROUND + r"(?:norm|ln_f|norm_f|final_norm|final_layernorm|final_layer_norm)\.(?:weight|bias)$"),
+}
+_EMBEDDING: Final = re.compile(
+    r"(?:^|\.)(?:embed_tokens|tok_embeddings|word_embeddings|wte|embed_in|token_embd|embeddings?)\."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The weights of a model, by content.
+
+    Attributes:
+        weights: 32 bytes: a digest of all tensors without `heads`.
+        heads: digests of the tensors that usually stand behind the last layer with KV, by the names in `HEADS`; b"" where there
+            are none.
+        embeds: the checkpoint has an input embedding of its own, so that none is taken from the head.
+    """
+
+    weights: bytes
+    heads: Mapping[str, bytes]
+    embeds: bool
 
 
 def model_folder(model: str, revision: str | None) -> Path:
-    """The folder that an engine reads a model from. Raises ModelUnsupported if there is none."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
+    """The folder (or the file) that an engine reads a model from. Raises ModelUnsupported if there is none."""
+    path = Path(model)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -34,20 +108,101 @@ def model_folder(model: str, revision: str | None) -> Path:
         ) from error
 
 
-def weights_digest(folder: Path, *, code: bool = False) -> bytes:
-    """32 bytes: SHA-256 over each weight file's name and XXH3-128, and those of Python files where the checkpoint's own `code`
-    is run, also from other repositories ("NAME--MODULE.CLASS", Transformers' `auto_map`). Raises ModelUnsupported."""
-    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
-    if not weights:
-        raise ModelUnsupported(f"there are no weights (*.safetensors, *.bin) in {folder}")
+def weight_paths(folder: Path, load_format: str = "auto", patterns: Iterable[str] | None = None) -> list[Path]:
+    """The files that a load format reads the weights from, as vLLM chooses them. `patterns`: instead of the format's. Raises
+    ModelUnsupported if there are none."""
+    if folder.is_file():
+        parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", folder.name)
+        return sorted(folder.parent.glob(parts)) if parts != folder.name else [folder]
+    chosen = tuple(patterns) if patterns is not None else _PATTERNS.get(load_format)
+    if chosen is None:
+        found = [path for pattern in _ANY for path in folder.rglob(pattern)]
+    else:
+        found = next((some for some in (sorted(folder.glob(pattern)) for pattern in chosen) if some), [])
+        if patterns is None:
+            found = _indexed(folder, found)
+        if not found and load_format == "auto":
+            found = sorted(folder.glob("*.gguf")) or [path for one in _HF for path in sorted(folder.rglob(one))]
+    found = [path for path in found if path.name not in _TRAINING]
+    if not found:
+        raise ModelUnsupported(f"there are no weights for load format {load_format!r} in {folder}")
+    return sorted(found)
+
+
+def _indexed(folder: Path, found: list[Path]) -> list[Path]:
+    """Safetensors files without those that the index of the folder does not name: vLLM does not read them."""
+    if not found or found[0].suffix != ".safetensors":
+        return found
+    before = _CONSOLIDATED if fnmatch.fnmatch(found[0].name, f"{_CONSOLIDATED}*") else "model"
+    index = folder / f"{before}.safetensors.index.json"
+    if not index.is_file():
+        return found
+    try:
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return found
+    return [path for path in found if path.name in named] or found
+
+
+def read_checkpoint(folder: Path, load_format: str = "auto", extra: object = None) -> Checkpoint:
+    """The weights that a load format reads. One that is not known here, such as a plug-in's, is part of them, with its
+    configuration `extra`. Raises ModelUnsupported."""
+    tensors = tensors_of(weight_paths(folder, load_format))
+    heads = {name: [one for one in tensors if pattern.match(one.name)] for name, pattern in HEADS.items()}
+    behind = {one.name for some in heads.values() for one in some}
+    rest = _without_common([one for one in tensors if one.name not in behind])
+    weights = digest_of_tensors(rest)
+    if load_format not in _PATTERNS:
+        given = json.dumps([load_format, extra], sort_keys=True, default=str).encode()
+        weights = hashlib.sha256(b"foreword/load-format\x00" + weights + given).digest()
+    found = {name: digest_of_tensors(_without_common(some)) if some else b"" for name, some in heads.items()}
+    return Checkpoint(weights, found, any(_EMBEDDING.search(one.name) for one in rest))
+
+
+def weights_digest(folder: Path, load_format: str = "auto", *, code: bool = False) -> bytes:
+    """32 bytes: a digest of all tensors that a load format reads, and of Python files where the checkpoint's own `code` is run.
+    Raises ModelUnsupported."""
+    read = read_checkpoint(folder, load_format)
+    digest = hashlib.sha256(b"foreword/weights\x00" + read.weights)
+    for name in sorted(read.heads):
+        digest.update(name.encode() + read.heads[name])
+    return hashlib.sha256(digest.digest() + code_digest(folder)).digest() if code else digest.digest()
+
+
+def code_digest(folder: Path) -> bytes:
+    """32 bytes: a digest of a checkpoint's Python files, also from other repositories ("NAME--MODULE.CLASS", Transformers'
+    `auto_map`). Raises ModelUnsupported."""
     config = folder / "config.json"
-    classes = json.dumps(json.loads(config.read_bytes()).get("auto_map")) if code and config.is_file() else ""
+    classes = json.dumps(json.loads(config.read_bytes()).get("auto_map")) if config.is_file() else ""
     folders = [folder, *(model_folder(name, None) for name in sorted(set(re.findall('"([^"]+)--[^"]*"', classes))))]
-    sources = [path for one in folders for path in sorted(one.rglob("*.py"))] if code else []
-    digest = hashlib.sha256(b"foreword/weights\x00")
-    for path in (*weights, *sources):
+    digest = hashlib.sha256(b"foreword/code\x00")
+    for path in (path for one in folders if one.is_dir() for path in sorted(one.rglob("*.py"))):
         digest.update(path.name.encode() + b"\x00" + file_digest(path))
     return digest.digest()
+
+
+def _without_common(tensors: list[TensorContent]) -> list[TensorContent]:
+    """Tensors without the parts that all of their names begin with, such as `model.`: an export of the model alone has none."""
+    names = [one.name.split(".") for one in tensors]
+    common = 0
+    while names and all(len(parts) > common + 1 and parts[common] == names[0][common] for parts in names):
+        common += 1
+    named = [replace(one, name=".".join(parts[common:])) for one, parts in zip(tensors, names, strict=True)]
+    return sorted(named, key=lambda one: one.name)
+
+
+def is_config(key: str) -> bool:
+    """Whether a key of a configuration holds that of a part of the model, in which the same keys say nothing."""
+    return key.endswith("config")
+
+
+def plain_config(config: Mapping[str, Any], ignored: frozenset[str] = IGNORED_KEYS) -> dict[str, Any]:
+    """A configuration without the keys that say nothing about KV, also in the configurations of parts of the model."""
+    return {
+        key: plain_config(value, ignored) if isinstance(value, Mapping) and is_config(key) else value
+        for key, value in config.items()
+        if key not in ignored
+    }
 
 
 def adapter_files(folder: Path) -> list[Path]:
@@ -64,41 +219,3 @@ def digest_of_files(paths: Iterable[Path]) -> bytes:
         name = path.name.encode()
         digest.update(len(name).to_bytes(4, "little") + name + file_digest(path))
     return digest.digest()
-
-
-def file_digest(path: Path) -> bytes:
-    """XXH3-128 of a file, 16 bytes. It is kept in the user's cache until the file's size or a time changes. Raises OSError."""
-    status = path.stat()
-    # A file that is rewritten in place may keep its size and its modification time (rsync --inplace -t); no tool sets ctime.
-    times = f"{status.st_mtime_ns}\x00{status.st_ctime_ns}"
-    name = hashlib.sha256(f"{path.resolve()}\x00{status.st_size}\x00{times}\x00{status.st_ino}".encode())
-    cached = _cache_folder() / name.hexdigest()
-    try:
-        known = cached.read_bytes()
-    except OSError:
-        known = b""
-    if len(known) == 16:
-        return known
-    state = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while part := file.read(_READ):
-            state.update(part)
-    found = state.digest()
-    _write(cached, found)
-    return found
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "foreword" / "weights"
-
-
-def _write(path: Path, found: bytes) -> None:
-    """If it cannot be written, the file is read again next time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_bytes(found)
-        draft.replace(path)
-    except OSError:
-        return

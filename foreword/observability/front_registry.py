@@ -24,6 +24,8 @@ class FrontRegistry:
         text = "Requests for generated text, by dialect and outcome."
         self._requests = self.counter("requests", text, "dialect", "outcome")
         self._ignored = self.counter("ignored_fields", "Requests with fields that had no effect here.", "route")
+        text = "Requests, and tasks beside them, that ended because something raised that no code expects."
+        self._unexpected = self.counter("unexpected_errors", text, "error")
         self._misses = self.counter("cache_misses", "Requests by the cause of their cache miss.", "cause")
         text = "Recomputed prompt tokens by the cause of the miss, estimated."
         self._lost = self.counter("cache_miss_tokens", text, "cause")
@@ -45,6 +47,10 @@ class FrontRegistry:
     def ignored(self, route: str) -> None:
         """Count a request with fields that had no effect."""
         self.child(self._ignored, route).inc()
+
+    def unexpected(self, error: BaseException) -> None:
+        """Count an exception that no code expects, by its class."""
+        self.child(self._unexpected, type(error).__name__).inc()
 
     def miss(self, cause: str, tokens: int) -> None:
         """Count a request whose miss is explained, and the prompt tokens that were recomputed."""

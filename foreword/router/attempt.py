@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 
@@ -18,6 +18,9 @@ from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery
+
+if TYPE_CHECKING:
+    from foreword.router.suspicious import Flight
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class Attempt:
         begun: the first token was observed, at `first_token_at`.
         span: of its trace, ended with it; None without traces. problem: why it failed.
         first_token_timer: set if the first token cannot be observed; fires when it is expected.
+        flight: what deaths of replicas concern of it; None where they do not. ended: it was ended.
     """
 
     id: str
@@ -54,6 +58,8 @@ class Attempt:
     first_token_timer: asyncio.TimerHandle | None = None
     span: Span | None = None
     problem: str = ""
+    flight: Flight | None = None
+    ended: bool = False
 
     def end_span(self) -> None:
         if self.span is not None:
@@ -76,11 +82,6 @@ def describe_error(error: BaseException) -> str:
 def is_certain(error: BaseException) -> bool:
     """Whether one such error is enough to open the replica's circuit."""
     return isinstance(error, aiohttp.ClientConnectorError)
-
-
-def is_refusal(status: int) -> bool:
-    """Whether a status of 400 or more is about the request, not about the replica: 501 is vLLM's for what a model cannot do."""
-    return status < 500 or status == 501
 
 
 def describe_response(status: int, data: bytes) -> str:

@@ -13,10 +13,10 @@ from typing import Any, Final
 from foreword.api.dialects.answer_reader import AnswerReader
 from foreword.api.request import GenerateRequest
 from foreword.errors import BadRequest, ReplicaFailed
-from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, is_refusal, retry_after
+from foreword.router.attempt import Attempt, describe_error, describe_response, is_certain, retry_after
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import ROUTER_FIELDS, edited, path_of, replica_body
-from foreword.router.replicas import CONNECTION_ERRORS, Upstream
+from foreword.router.replicas import CONNECTION_ERRORS, Upstream, is_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,9 @@ async def _prefill(proxied: ProxiedRequest, prefill: Upstream) -> Mapping[str, A
         body = _prefill_body(proxied)
         response, data = await proxied.send(prefill, body, path_of(proxied.request), streams=False)
     except (*CONNECTION_ERRORS, ReplicaFailed) as error:
+        if not is_certain(error) and await proxied.router.is_dead(prefill):
+            proxied.ask.died(prefill)
+            proxied.ask.check()
         _prefill_failed(proxied, prefill, describe_error(error), certain=is_certain(error))
         return None
     finally:

@@ -24,15 +24,15 @@ from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, UnknownPrefix
+from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, RequestEnded, ShuttingDown, UnknownPrefix
 from foreword.observability.tracing import Span
+from foreword.router.asked import asked_of
 from foreword.router.attempt import (
     Attempt,
     as_header,
     describe_error,
     describe_response,
     is_certain,
-    is_refusal,
     retry_after,
 )
 from foreword.router.auth import request_headers, response_headers
@@ -40,8 +40,9 @@ from foreword.router.misses import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
-from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, read_whole
+from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.service import MAX_STALLS, Router
+from foreword.router.suspicious import Ask
 from foreword.usage import TokenUsage
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
@@ -51,11 +52,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_OVERLOADED: Final = 100
-# A request on which a replica was silent for longer than this, in seconds, may be the reason.
-_SILENT_SECONDS: Final = 1.0
 # For so long after an answer of 5xx a connection that breaks may be one that its server has closed.
 _CLOSING_SECONDS: Final = 1.0
-_MAX_SILENCES: Final = 2
 # About, of a prompt that is not tokenized.
 TOKEN_BYTES: Final = 4
 # Only the request can cause these. Others may be a replica's own: a key, a path or a model that it does not know.
@@ -64,6 +62,8 @@ _ABOUT_REQUEST: Final = (400, 413, 415, 422)
 _ABOUT_KEY: Final = (401, 403)
 # Codes of errors that replicas may rightly disagree about.
 _DIFFERS: Final = frozenset((UnknownPrefix.code, PromptTooLong.code))
+# Codes of 5xx errors of replicas that are alive for certain.
+_ALIVE: Final = frozenset(("queue_full", ShuttingDown.code, RequestEnded.code))
 
 
 @dataclass(eq=False)
@@ -80,6 +80,7 @@ class RoutedRequest:
         span: of its trace; None without traces. trace_headers: of its present attempt, for the replica.
         cache_salt: the client's own, or what the router has changed it to. salt: of its blocks.
         priority: for replicas; None if there is nothing to say.
+        ask: what it asks, and which replicas have died at that.
     """
 
     router: Router
@@ -101,8 +102,10 @@ class RoutedRequest:
     cache_salt: str | None = field(init=False)
     salt: Salt = field(init=False)
     priority: int | None = field(init=False)
+    ask: Ask = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ask = Ask(self.router.suspects, asked_of(self.request, self.pool.model), self.request_id)
         self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
@@ -128,7 +131,7 @@ class RoutedRequest:
         return {name: value for name, value in fields.items() if value is not None}
 
     async def place(self, prompt: TokenizedPrompt | None = None) -> Attempt:
-        """Choose a replica, or wait in the queue for one. Raises NoReplica or QueueFull."""
+        """Choose a replica, or wait in the queue for one. Raises NoReplica, SuspiciousRequest or QueueFull."""
         router, pool, request = self.router, self.pool, self.request
         prompt = prompt or self.prompt
         query = pool.query(
@@ -138,7 +141,8 @@ class RoutedRequest:
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
         repeated = pool.repeats(query)
-        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid))
+        await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
+        attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid, self.ask))
         if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
             # Later requests of a session go where it is: another replica has no use for their prompts.
             router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
@@ -194,7 +198,6 @@ class ProxiedRequest(RoutedRequest):
         translation: to the client's dialect; None if the client gets what replicas send.
         keep: called with a whole response of a replica, if the client may continue it later.
         overloaded: number of attempts that a replica refused as overloaded.
-        silences: number of replicas that it silenced before their first byte.
         repaired: a named prefix that the request needs was registered again.
         refused: the replica that called the request wrong, after which another one was asked; and the kind of its refusal.
         suspects: replicas that returned an error, and the error. They are at fault if another replica succeeds.
@@ -209,7 +212,6 @@ class ProxiedRequest(RoutedRequest):
     keep: Callable[[bytes], None] | None = None
     overloaded: int = 0
     suspects: list[tuple[Upstream, str]] = field(default_factory=list)
-    silences: int = 0
     refused: tuple[Upstream, Hashable] | None = None
     repaired: bool = False
     usage: TokenUsage = field(default_factory=TokenUsage)
@@ -278,19 +280,32 @@ class ProxiedRequest(RoutedRequest):
 
     # Results
 
-    def lost(self, attempt: Attempt, error: BaseException, *, at: Upstream | None = None) -> None:
-        """A replica failed the request: the attempt's, or the replica `at` to which it had migrated."""
+    async def lost(
+        self, attempt: Attempt, error: BaseException, *, at: Upstream | None = None, tokens: int = 0
+    ) -> None:
+        """A replica failed the request, after the client had these tokens: the attempt's, or the replica `at` to which it had
+        migrated."""
         upstream, reason = at or attempt.upstream, describe_error(error)
-        if not attempt.begun and not is_certain(error) and clock() - attempt.sent_at > _SILENT_SECONDS:
-            self.silences += 1
-            if self.silences >= _MAX_SILENCES:
-                self.router.suspicious.add(self.request.body.raw)
+        if not is_certain(error):  # it has had the request
+            await self.judge(attempt, upstream, tokens)
         again = upstream.url in self.avoid  # one request counts once: it may be its fault
         self._failed(attempt, upstream, reason)
         if isinstance(error, ReplicaError) and not attempt.begun:
             self._add_suspect(upstream, reason)
         elif not again:
             self.router.failed(upstream, reason, certain=is_certain(error))
+
+    async def judge(self, attempt: Attempt, upstream: Upstream, tokens: int = 0) -> None:
+        """Find out whether a replica has died at the attempt."""
+        assert attempt.flight is not None
+        replicas = [one for one in (upstream, attempt.prefill) if one is not None]
+        await self.router.judge(self.ask, attempt.flight, replicas, tokens)
+
+    def left(self, attempt: Attempt) -> None:
+        """The client has left, or the deadline has passed."""
+        if self.was_sent and attempt.flight is not None and attempt.flight.waits and not attempt.flight.judged:
+            self.router.judge(self.ask, attempt.flight, [attempt.upstream])
+        self.pool.failed(attempt)
 
     def _failed(self, attempt: Attempt, upstream: Upstream, reason: str) -> None:
         self._ended(attempt, upstream, reason)
@@ -322,7 +337,7 @@ class ProxiedRequest(RoutedRequest):
             self.deadline = math.inf
 
     def may_retry(self) -> bool:
-        return self.attempts < self.router.config.max_attempts and self.silences < _MAX_SILENCES
+        return self.attempts < self.router.config.max_attempts
 
     async def repairs(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
         """Whether the replica had lost a named prefix and has it again. If so the attempt is ended, to be repeated."""
@@ -336,13 +351,20 @@ class ProxiedRequest(RoutedRequest):
         self.previous = f"after {attempt.upstream.url} got the named prefix again"
         return True
 
-    def retries(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
+    async def retries(self, attempt: Attempt, response: aiohttp.ClientResponse, data: bytes) -> bool:
         """Whether an error response is retried on another replica. If so the attempt is ended.
 
-        Raises ReplicaFailed for what no request can cause.
+        Raises ReplicaFailed for what no request can cause, SuspiciousRequest if too many replicas died at the request.
         """
-        status = response.status
-        if status == 429 or (status == 503 and error_of(data).code == "queue_full"):
+        status, code = response.status, error_of(data).code if response.status != 200 else None
+        if (
+            code == RequestEnded.code
+        ):  # its engine has ended this request and serves on, and another one would do the same
+            return False
+        if not is_refusal(status) and code not in _ALIVE:
+            await self.judge(attempt, attempt.upstream)
+            self.ask.check()
+        if status == 429 or (status == 503 and code == "queue_full"):
             return self._retries_overloaded(attempt, response)
         if status == 200:
             return False
@@ -426,7 +448,7 @@ class ProxiedRequest(RoutedRequest):
             if status in (401, 403) and (self.router.auth.uses_own_key or self.router.auth.has_tenants):
                 raise ReplicaFailed("it does not accept the router's or the client's key")
             self.pool.failed(attempt)
-            if not is_refusal(status):
+            if not is_refusal(status) and error_of(data).code != RequestEnded.code:
                 attempt.upstream.recent.problems.append(describe_response(status, data))
             if self.translation is not None:
                 answer = self.translation.error_response(status, data)

@@ -26,6 +26,7 @@ from foreword.router.attempt import Attempt
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes
 from foreword.router.replicas import ReplicaInfo, Upstream, clock
+from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
@@ -47,6 +48,7 @@ class PlacementRequest(Struct, frozen=True):
     Attributes:
         name: unique name of the attempt.
         avoid: URLs of replicas that failed the request.
+        ask: which replicas may get it, because of those that died; None for any.
     """
 
     name: str
@@ -54,6 +56,7 @@ class PlacementRequest(Struct, frozen=True):
     query: PlacementQuery
     prompt: TokenizedPrompt
     avoid: Sequence[str] = ()
+    ask: Ask | None = None
 
 
 _Queued = tuple[PlacementRequest, asyncio.Future[Attempt]]
@@ -73,10 +76,11 @@ class ReplicaPool:
         self.upstreams: dict[str, Upstream] = {}
         self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
-        # Requests whose response has begun, and that wait for a replica to continue it: before the queue, and in order.
+        # Requests that wait for particular replicas, before the queue and in order: those with the weights that began their
+        # response, or those where the same is being asked.
         self._broken: dict[asyncio.Future[Attempt], PlacementRequest] = {}
         self._differing: dict[str, list[str]] = {}
-        self._max_waiting = config.max_waiting
+        self._max_waiting, self._max_queue = config.max_waiting, config.max_queue
         self._timer: asyncio.TimerHandle | None = None
         # The last result of `_key_spaces`, with what it was of.
         self._spaces: tuple[list[ReplicaInfo], str | None, list[KeySpace]] = [], None, []
@@ -248,23 +252,30 @@ class ReplicaPool:
     async def place(self, request: PlacementRequest) -> Attempt:
         """Place a request, after waiting in the queue if necessary. Raises QueueFull or NoReplica."""
         has_begun = request.query.required_weights is not None
-        attempt = self._try_place(request) if has_begun or not len(self.queue) else None
+        bound = has_begun or (request.ask is not None and request.ask.allowed() is not None)
+        attempt = self._try_place(request) if bound or not len(self.queue) else None
         if attempt is not None:
             return attempt
-        return await (self._wait_to_continue(request) if has_begun else self._wait(request))
+        if bound and not has_begun and self.waiting >= self._max_queue:
+            raise QueueFull("The queue is full; retry later")
+        return await (self._wait_for_some(request) if bound else self._wait(request))
 
     def _try_place(self, request: PlacementRequest) -> Attempt | None:
-        """None if all suitable replicas are overloaded. Raises NoReplica if there are none."""
+        """None if all suitable replicas are overloaded. Raises NoReplica if there are none, or if too many died."""
         now = clock()
+        only = self._only(request, now)
+        if only is not None and not any(self._is_free(url, now) for url in only):
+            return None
         for upstream in self.upstreams.values():
             if upstream.pause_until:
                 self.fleet.exclude(upstream.url, upstream.excluded(now))
         query = request.query
-        decision = self.fleet.place(query, now, avoid=request.avoid)
+        closed = () if only is None else tuple(self.upstreams.keys() - only)
+        decision = self.fleet.place(query, now, avoid=(*request.avoid, *closed))
         if decision.replica is None and request.avoid:
-            decision = self.fleet.place(query, now)
+            decision = self.fleet.place(query, now, avoid=closed)
         if decision.replica is None:
-            if any(estimate.excluded.startswith(_OVERLOADED) for estimate in decision.estimates):
+            if only is not None or any(estimate.excluded.startswith(_OVERLOADED) for estimate in decision.estimates):
                 return None
             raise NoReplica(decision.in_words())
         self.fleet.sent(request.name, query, decision, now)
@@ -275,8 +286,43 @@ class ReplicaPool:
         if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
         prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
-        weights = upstream.weights
-        return Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, weights, prefill)
+        if prefill is not None and request.ask is not None and request.ask.spare < MOST_DEATHS:
+            prefill = None
+        attempt = Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, upstream.weights, prefill)
+        if request.ask is not None:
+            attempt.flight = request.ask.sent(upstream.url, *([prefill.url] if prefill is not None else ()))
+        return attempt
+
+    def _only(self, request: PlacementRequest, now: float) -> frozenset[str] | None:
+        """The only replicas that may get a request, because others died at what it asks, or may be about to; None for any.
+        Raises SuspiciousRequest."""
+        ask, weights = request.ask, request.query.required_weights
+        if ask is None or (only := ask.allowed()) is not None or not ask.deaths:
+            return only if ask is not None else None
+        # Where it would cost the least, and where a death would tell that it was this request.
+        carriers = ask.carriers()
+        able = [
+            (url in carriers, one.in_flight, url)
+            for url, one in self.upstreams.items()
+            if url not in request.avoid and self._is_free(url, now) and weights in (None, one.weights)
+        ]
+        return frozenset((min(able)[2],)) if able else None
+
+    def _is_free(self, url: str, now: float) -> bool:
+        """Whether a replica of this URL takes requests to answer them now."""
+        one = self.upstreams.get(url)
+        return (
+            one is not None
+            and one.spec.role != "prefill"
+            and not one.excluded(now)
+            and not self.fleet.replicas[url].is_full
+        )
+
+    def free(self, avoid: Sequence[str], weights: str | None) -> set[str]:
+        """Replicas that take requests to answer them now, but for those to avoid. With `weights` only those that have them."""
+        now = clock()
+        able = (url for url, one in self.upstreams.items() if weights in (None, one.weights))
+        return {url for url in able if url not in avoid and self._is_free(url, now)}
 
     # The queue
 
@@ -290,32 +336,42 @@ class ReplicaPool:
         """Prompt work that is not done yet, in seconds of one replica."""
         return self.fleet.queued_seconds(clock(), self.queue.cost)
 
-    async def _wait_to_continue(self, request: PlacementRequest) -> Attempt:
-        """Its number is bounded by that of the requests in flight: unlike a new request, it is never refused for it."""
+    async def _wait_for_some(self, request: PlacementRequest) -> Attempt:
+        """Wait for particular replicas. The number of responses that have begun is bounded by that of the requests in flight:
+        unlike a new request, none is refused for it."""
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         self._broken[future] = request
         return await self._placed(future, lambda: self._broken.pop(future, None))
 
     def _serve_broken(self) -> None:
-        """Place requests whose response has begun, each while a replica with its weights has room."""
+        """Place requests that wait for particular replicas, each while one of these has room."""
         for future, request in list(self._broken.items()):
             weights = request.query.required_weights
             if future.done() or (self._has_hope(weights) and not self._has_room(weights)):
                 continue
-            try:
-                attempt = self._try_place(request)
-            except NoReplica as error:
-                future.set_exception(error)
-            else:
-                if attempt is not None:
-                    future.set_result(attempt)
+            attempt = self._place_waiting(request, future)
+            if attempt is not None:
+                future.set_result(attempt)
+
+    def _place_waiting(self, request: PlacementRequest, future: asyncio.Future[Attempt]) -> Attempt | None:
+        """Place a request that waits. What that raises is its own error, not that of the request which has made room."""
+        try:
+            return self._try_place(request)
+        except Exception as error:  # noqa: BLE001 - handed to the request that waits
+            future.set_exception(error)
+            return None
 
     async def _wait(self, request: PlacementRequest) -> Attempt:
         future: asyncio.Future[Attempt] = asyncio.get_running_loop().create_future()
         entry, displaced = self.queue.push((request, future), request.tenant, request.query.tokens, clock())
         if displaced is not None:
             _fail(displaced, QueueFull("The queue is full, and this tenant has the largest share of it; retry later"))
-        return await self._placed(future, lambda: self.queue.remove(entry))
+
+        def leave() -> None:
+            self.queue.remove(entry)
+            self._broken.pop(future, None)
+
+        return await self._placed(future, leave)
 
     async def _placed(self, future: asyncio.Future[Attempt], leave: Callable[[], object]) -> Attempt:
         """Wait for a place. `leave` removes what still waits for it."""
@@ -343,15 +399,13 @@ class ReplicaPool:
             request, placed = entry.item
             if placed.done():  # its client disconnected
                 continue
-            try:
-                attempt = self._try_place(request)
-            except NoReplica as error:
-                _fail(entry, error)
-                continue
-            if attempt is None:
-                _fail(entry, NoReplica("No replica could take the request when its turn in the queue came"))
-            else:
+            attempt = self._place_waiting(request, placed)
+            if attempt is not None:
                 placed.set_result(attempt)
+            elif not placed.done() and request.ask is not None and request.ask.allowed() is not None:
+                self._broken[placed] = request
+            else:
+                _fail(entry, NoReplica("No replica could take the request when its turn in the queue came"))
         if len(self.queue) and not self._has_hope():
             while (entry := self.queue.pop(clock())) is not None:
                 _fail(entry, NoReplica("No replica takes requests any more"))
@@ -389,6 +443,8 @@ class ReplicaPool:
 
     def first_token(self, attempt: Attempt) -> None:
         self.fleet.first_token(attempt.id, clock())
+        if attempt.flight is not None and attempt.begun:
+            attempt.flight.waits = False
         if self.waiting:
             self.serve_queue()
 
@@ -409,24 +465,35 @@ class ReplicaPool:
             # Nothing was expected, or the number includes what came from the prefill replica.
             cached = None
         guessed = attempt.first_token_timer is not None
-        if guessed:
-            self.fleet.first_token(attempt.id, clock())
-        self.fleet.finished(attempt.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
-        self._release(attempt)
+        if attempt.flight is not None:
+            attempt.flight.served()
+        try:
+            if guessed:
+                self.fleet.first_token(attempt.id, clock())
+            self.fleet.finished(attempt.id, clock(), cached_tokens=cached, output_tokens=output, guessed=guessed)
+        finally:
+            self._release(attempt)
 
     def failed(self, attempt: Attempt) -> None:
-        """The attempt failed, or the client disconnected."""
-        self.fleet.failed(attempt.id, clock())
-        self._release(attempt)
+        """The attempt failed, or the client disconnected. Without effect if it was ended."""
+        if attempt.ended:
+            return
+        try:
+            self.fleet.failed(attempt.id, clock())
+        finally:
+            self._release(attempt)
 
     def _release(self, attempt: Attempt) -> None:
         upstream = attempt.upstream
+        attempt.ended = True
         attempt.end_span()
         if attempt.first_token_timer is not None:
             attempt.first_token_timer.cancel()
         upstream.in_flight -= 1
         upstream.trial = False
         self.refresh(upstream)
+        if attempt.flight is not None:
+            attempt.flight.left()
 
 
 def _key_spaces(infos: Sequence[ReplicaInfo], required_weights: str | None) -> list[KeySpace]:

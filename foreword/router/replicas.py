@@ -261,6 +261,8 @@ class Upstream:
         awaited: responses that are being awaited or read.
         alive_at: when it last answered a request of the router's own. checked: such a request is in flight.
         erred_at: when it last answered with 5xx.
+        dead: it died `died_at`, and has not answered a probe since. deaths: how often it died. inquest: asks whether it has.
+        crowd: requests that it had when it died last, at which others had died before.
         returns_transfer: False after it computed a prompt for another vLLM server without returning `kv_transfer_params`.
         problem: result of the last failed probe.
         isolation_problem: why it would let tenants share blocks; empty if it would not.
@@ -287,6 +289,11 @@ class Upstream:
     alive_at: float = 0.0
     erred_at: float = -math.inf
     checked: bool = False
+    dead: bool = False
+    died_at: float = -math.inf
+    deaths: int = 0
+    crowd: int = 0
+    inquest: asyncio.Task[str] | None = None
     returns_transfer: bool = True
     problem: str = "it has not answered yet"
     isolation_problem: str = ""
@@ -372,6 +379,11 @@ class AwaitedResponse:
             self.cancel()
 
 
+def is_refusal(status: int) -> bool:
+    """Whether a status of 400 or more is about the request, not about the replica: 501 is vLLM's for what a model cannot do."""
+    return status < 500 or status == 501
+
+
 def stamp_of(weights: str) -> str:
     """The `system_fingerprint` of a Foreword server's responses."""
     return f"fp_{weights[:12]}"
@@ -424,6 +436,28 @@ class ReplicaProbe:
         except CONNECTION_ERRORS as error:
             return ProbeResult(f"the connection broke: {type(error).__name__}", unreachable=True)
         return HEALTHY
+
+    async def death(self, upstream: Upstream) -> str:
+        """Why a replica counts as dead; empty if it is alive: also while it refuses new requests."""
+        try:
+            status, _ = await self._get(f"{upstream.url}/health")
+        except aiohttp.ClientConnectorError as error:
+            return f"cannot connect: {error.strerror or error}"
+        except TimeoutError:
+            return f"no answer within {self._config.health_timeout:g} s"
+        except CONNECTION_ERRORS as error:
+            return f"the connection broke: {type(error).__name__}"
+        return f"/health says {status}" if status >= 500 else ""
+
+    async def has_restarted(self, upstream: Upstream) -> bool:
+        """Whether its process is another one than when it was asked what it serves. False if that is not known."""
+        known = upstream.info.started if upstream.info is not None else None
+        if known is None:
+            return False
+        try:
+            return (await self.metrics(upstream)).started not in (None, known)
+        except CONNECTION_ERRORS:
+            return False
 
     async def post(self, url: str, data: bytes, timeout: aiohttp.ClientTimeout) -> tuple[int, bytes]:
         """Status and body of the answer. Raises what aiohttp raises, and ReplicaFailed."""

@@ -28,7 +28,7 @@ from foreword.api.event_stream import HEADERS, EventStream
 from foreword.api.front import Answer
 from foreword.api.misses.causes import Miss
 from foreword.api.outcomes import ClientGone
-from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed
+from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed, RequestEnded
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
@@ -39,6 +39,7 @@ from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
+from foreword.router.suspicious import SuspiciousRequest
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,17 @@ _EXPLAIN_SECONDS: Final = 2.0
 
 async def proxy_response(proxied: ProxiedRequest) -> Answer | None:
     """The answer; None if it was streamed. Raises ForewordError if nothing was sent to the client."""
-    proxied.router.suspicious.check(proxied.request.body.raw)
+    proxied.ask.check()
     proxy = _ResponseProxy(proxied)
     if proxied.request.stream:
         proxy.client.send_comments()
     try:
         return await proxy.run()
+    except (ForewordError, ClientGone):
+        raise
+    except Exception as error:  # noqa: BLE001 - the edge of one request, whose stream may have begun
+        await proxy.broke(error)
+        return None
     except asyncio.CancelledError:
         if not proxy.client.begun or clock() < proxied.deadline - 0.001:
             raise
@@ -102,6 +108,9 @@ class _ResponseProxy:
         while True:
             try:
                 attempt = await proxied.place(self._prompt)
+            except SuspiciousRequest as error:
+                await self.fail(error)
+                return None
             except NoReplica as error:
                 await self.fail(error if proxied.weights is None else self._impossible(self._broke, error))
                 return None
@@ -118,12 +127,17 @@ class _ResponseProxy:
                 if not isinstance(response, aiohttp.ClientResponse):
                     return response.answer
                 await self._relay(attempt, response)
+                self._succeeded(attempt)
             except ClientGone:
-                proxied.pool.failed(attempt)
+                proxied.left(attempt)
                 raise
+            except (RequestEnded, SuspiciousRequest) as error:
+                proxied.pool.failed(attempt)
+                await self.fail(error)
+                return None
             except (*CONNECTION_ERRORS, ReplicaFailed) as error:
                 # Errors of the client's connection were converted to ClientGone.
-                proxied.lost(attempt, error, at=self._migrated_to)
+                await self._lost(attempt, error)
                 self._migrated_to = None
                 self._broke = describe_error(error)
                 try:
@@ -136,11 +150,27 @@ class _ResponseProxy:
                     return None
                 continue
             except BaseException:
-                proxied.pool.failed(attempt)
+                proxied.left(attempt)
                 raise
-            self._succeeded(attempt)
             await self._close()
             return None
+
+    async def broke(self, error: Exception) -> None:
+        """Something raised that no code expects, for this request alone: its client gets an error, also behind the head."""
+        if not self.client.begun:
+            raise error
+        proxied = self.proxied
+        proxied.router.metrics.unexpected(error)
+        logger.error("request %s failed", proxied.request_id, exc_info=error)
+        await self.fail(ForewordError(f"Internal error; the log has the details under request id {proxied.request_id}"))
+
+    async def _lost(self, attempt: Attempt, error: BaseException) -> None:
+        tokens = self.stream.entries or self.stream.begun
+        try:
+            await self.proxied.lost(attempt, error, at=self._migrated_to, tokens=tokens)
+        except BaseException:
+            self.proxied.pool.failed(attempt)
+            raise
 
     async def _open(self, attempt: Attempt) -> aiohttp.ClientResponse | _Ended | None:
         """Send the request. Returns a stream of the replica, the end of the request, or None to retry."""
@@ -156,7 +186,7 @@ class _ResponseProxy:
         self.stream.holds_end = reports = proxied.wants_report and attempt.upstream.kind != "foreword"
         if data is None:
             return response
-        if await proxied.repairs(attempt, response, data) or proxied.retries(attempt, response, data):
+        if await proxied.repairs(attempt, response, data) or await proxied.retries(attempt, response, data):
             return None
         passed = proxied.translation is None and proxied.dialect in TRANSLATED
         if response.status in (404, 405) and passed and not proxied.pool.speaks(proxied.dialect):
@@ -312,6 +342,7 @@ class _ResponseProxy:
         if stream.finish_reason is not None:
             await self._write(None, stream.end() or b"")
             return True
+        proxied.ask.check()
         if not proxied.may_retry():
             raise ReplicaFailed(f"The request failed {proxied.attempts} times; the last: {describe_error(error)}")
         if not stream.begun:

@@ -21,6 +21,7 @@ class RouterMetrics(FrontRegistry):
         counter, histogram = self.counter, self.histogram
         self._decisions = counter("decisions", "Placement decisions by replica and reason.", "replica", "reason")
         self._failures = counter("failures", "Requests that failed on a replica.", "replica")
+        self._deaths = counter("replica_deaths", "Replicas that died at a request.", "replica")
         self._prompts = counter("usage_prompt_tokens", "Prompt tokens, where usage has the cached ones too.", "replica")
         self._cached = counter("usage_cached_tokens", "Cached prompt tokens as usage has them.", "replica")
         self._retries = counter("retries", "Requests retried on another replica before their first token.")
@@ -53,6 +54,9 @@ class RouterMetrics(FrontRegistry):
 
     def failure(self, replica: str) -> None:
         self.child(self._failures, replica).inc()
+
+    def died(self, replica: str) -> None:
+        self.child(self._deaths, replica).inc()
 
     def usage(self, replica: str, prompt: int, cached: int) -> None:
         self.child(self._prompts, replica).inc(prompt)

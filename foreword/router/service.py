@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,7 +50,7 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.router_prefixes import RouterPrefixes
-from foreword.router.suspicious import SuspiciousRequests, is_alive
+from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 from foreword.tasks import background, shared
@@ -68,6 +69,8 @@ _WEIGHTS_SECONDS: Final = 30.0
 _MAX_WEIGHTS_SECONDS: Final = 600.0
 # Larger bodies are parsed on a thread.
 _INLINE_BYTES: Final = 128 << 10
+# After these pauses a replica that failed a request and is alive is asked again: a process may answer until it has ended.
+_INQUEST_PAUSES: Final = (0.0, 0.1, 0.3, 0.6)
 # The router's event loop counts as stalled if the watchdog wakes this late.
 _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
@@ -75,6 +78,21 @@ MAX_STALLS: Final = 5
 _SCRUBBED_BUCKETS: Final = 256
 # For limits, where no replica says how long its prompts may be.
 _UNKNOWN_MODEL_LEN: Final = 128 << 10
+
+
+@dataclass(slots=True)
+class _Watch:
+    """What the watch of one replica remembers.
+
+    Attributes:
+        stalls: consecutive timeouts that were excused. metrics_read_at: when its metrics were read last.
+        weights_due: when it is asked again for weights that could not be read, and after which `weights_pause` the next time.
+    """
+
+    stalls: int = 0
+    metrics_read_at: float = 0.0
+    weights_due: float = 0.0
+    weights_pause: float = _WEIGHTS_SECONDS
 
 
 class Router:
@@ -97,7 +115,7 @@ class Router:
         self.bodies = RequestBodies(config.server.body_timeout)
         self.work = WorkQueue(inline=_INLINE_BYTES)
         self.front: Front | None = None
-        self.suspicious = SuspiciousRequests()
+        self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
         self.prefixes = RouterPrefixes(self, config.router.prefix_file)
@@ -137,6 +155,9 @@ class Router:
         self._probe_session = self._client_session()
         headers = self.auth.probe_headers()
         self.probe = ReplicaProbe(self.config, self._probe_session, headers)
+        # Of what another connection says, nothing follows for a new one.
+        self._fresh_session = self._client_session(fresh=True)
+        self._fresh_probe = ReplicaProbe(self.config, self._fresh_session, headers)
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
@@ -144,9 +165,11 @@ class Router:
         if self.config.audit_every or self.config.audit_reports is not None:
             self.background(self.audit.run(self._probe_session))
 
-    def _client_session(self, **options: Any) -> aiohttp.ClientSession:
+    def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
+        """`fresh`: each request has a new connection."""
+        reuse: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": _KEEP_ALIVE_SECONDS}
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ttl_dns_cache=5),
+            connector=aiohttp.TCPConnector(limit=0, ttl_dns_cache=5, **reuse),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.config.connect_timeout),
             cookie_jar=aiohttp.DummyCookieJar(),
             **options,
@@ -158,6 +181,7 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.close()
         await self._probe_session.close()
+        await self._fresh_session.close()
         self.prompts.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
@@ -301,6 +325,77 @@ class Router:
         if counts.prompt and counts.cached is not None and attempt.prefill is None:
             self.metrics.usage(attempt.upstream.url, counts.prompt, counts.cached)
 
+    # Deaths
+
+    def judge(self, ask: Ask, flight: Flight, replicas: Sequence[Upstream], tokens: int = 0) -> asyncio.Future[None]:
+        """Find out whether replicas have died at an attempt that failed, after the client had these tokens of it. The result is
+        there once each was asked, which is at once; those that are alive are asked again a few times in the background."""
+        flight.judged = True
+        asked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.background(self._judge(ask, flight, replicas, tokens, asked))
+        return asked
+
+    async def _judge(
+        self, ask: Ask, flight: Flight, replicas: Sequence[Upstream], tokens: int, asked: asyncio.Future[None]
+    ) -> None:
+        try:
+            for pause in _INQUEST_PAUSES:
+                await asyncio.sleep(pause)
+                dead = [one for one in replicas if await self.is_dead(one)]
+                for one in dead:
+                    ask.died(one, tokens)
+                if dead:
+                    return
+                if not asked.done():
+                    asked.set_result(None)
+            for one in replicas:
+                if await self._fresh_probe.has_restarted(one):
+                    self.died(one, "its process is another one")
+                    ask.died(one, tokens)
+        finally:
+            flight.release()
+            if not asked.done():
+                asked.set_result(None)
+
+    async def is_dead(self, upstream: Upstream) -> bool:
+        """Whether a replica is dead by now: it is asked over a new connection, once for all that want to know."""
+        if not upstream.dead:
+            if upstream.inquest is None:
+                upstream.inquest = shared(self._examine(upstream))
+            problem = await asyncio.shield(upstream.inquest)
+            if problem:
+                self.died(upstream, problem)
+        return upstream.dead
+
+    async def _examine(self, upstream: Upstream) -> str:
+        try:
+            for _ in range(MAX_STALLS):
+                began = clock()
+                problem = await self._fresh_probe.death(upstream)
+                in_time = clock() - began < self.config.health_timeout
+                if not problem or in_time or not await self.stalled_since(began):
+                    break
+            return problem
+        finally:
+            upstream.inquest = None
+
+    def died(self, upstream: Upstream, reason: str) -> None:
+        """A replica's process has ended, or says that its engine has."""
+        if upstream.dead:
+            return
+        upstream.dead, upstream.died_at = True, clock()
+        upstream.deaths += 1
+        upstream.crowd = self.suspects.crowd(upstream.url)
+        self.metrics.died(upstream.url)
+        logger.warning("replica %s died: %s", upstream.url, reason)
+        self.failed(upstream, reason, certain=True)
+
+    def _serve_waiting(self) -> None:
+        """Requests may be free to be placed."""
+        for pool in self.pools.values():
+            if pool.waiting:
+                pool.serve_queue()
+
     def paused(self, upstream: Upstream, seconds: float) -> None:
         """The replica replied that it is overloaded."""
         upstream.pause_until = clock() + seconds
@@ -312,33 +407,49 @@ class Router:
     # Health
 
     async def _watch(self, upstream: Upstream) -> None:
-        metrics_read_at, stalls = 0.0, 0
-        weights_due, weights_pause = 0.0, _WEIGHTS_SECONDS
+        watch = _Watch()
         while True:
             upstream.wake.clear()
-            now = clock()
-            if upstream.breaker.due(now):
-                was_open = upstream.breaker.state == "open"
-                result = await self.probe.health(upstream)
-                if result.timed_out and await self.stalled_since(now) and (stalls := stalls + 1) <= MAX_STALLS:
+            if upstream.breaker.due(clock()):
+                try:
+                    again = await self._look(upstream, watch)
+                except Exception as error:  # what one replica answers ends neither its watch nor that of others
+                    logger.exception("watching %s failed", upstream.url)
+                    self.metrics.unexpected(error)
+                    again = False
+                if again:
                     continue
-                stalls = 0
-                # It may have other weights than before it was away.
-                upstream.unconfirmed |= was_open and result.problem is None
-                self._probed(upstream, result)
-                retries = upstream.kind == "vllm" and upstream.weights is None and now >= weights_due
-                asks = upstream.info is None or upstream.unconfirmed or retries or _publishes_late(upstream)
-                if result.problem is None and asks:
-                    await self._learn(upstream)
-                    weights_pause = min(weights_pause * 2, _MAX_WEIGHTS_SECONDS) if retries else _WEIGHTS_SECONDS
-                    weights_due = clock() + weights_pause
-                if result.problem is None and now - metrics_read_at >= _METRICS_SECONDS:
-                    metrics_read_at = now
-                    await self._read_metrics(upstream)
             learned = upstream.info is not None and not upstream.unconfirmed
             await self._pause(
                 upstream, self.config.health_interval if learned else min(self.config.health_interval, 0.5)
             )
+
+    async def _look(self, upstream: Upstream, watch: _Watch) -> bool:
+        """Probe a replica, and ask it what it serves if that is not known. Whether to do it again at once, because the router's
+        event loop stalled."""
+        now, was_open = clock(), upstream.breaker.state == "open"
+        result = await self.probe.health(upstream)
+        if result.timed_out and await self.stalled_since(now):
+            watch.stalls += 1
+            if watch.stalls <= MAX_STALLS:
+                return True
+        watch.stalls = 0
+        # It may have other weights than before it was away.
+        upstream.unconfirmed |= was_open and result.problem is None
+        if result.problem is None and now > upstream.died_at:
+            upstream.dead = False
+        self._probed(upstream, result)
+        if result.problem is not None:
+            return False
+        retries = upstream.kind == "vllm" and upstream.weights is None and now >= watch.weights_due
+        if upstream.info is None or upstream.unconfirmed or retries or _publishes_late(upstream):
+            await self._learn(upstream)
+            watch.weights_pause = min(watch.weights_pause * 2, _MAX_WEIGHTS_SECONDS) if retries else _WEIGHTS_SECONDS
+            watch.weights_due = clock() + watch.weights_pause
+        if now - watch.metrics_read_at >= _METRICS_SECONDS:
+            watch.metrics_read_at = now
+            await self._read_metrics(upstream)
+        return False
 
     async def _pause(self, upstream: Upstream, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -537,7 +648,7 @@ class Router:
             for pool in self.pools.values():
                 pool.fleet.directory.scrub(_SCRUBBED_BUCKETS)
                 pool.report_weights()
-            self.suspicious.forget_old(now)
+            self.suspects.forget_old(now)
 
     def _abort_stalled(self, upstream: Upstream, now: float) -> None:
         down = upstream.unreachable and upstream.breaker.state == "open"
@@ -562,7 +673,7 @@ class Router:
             upstream.alive_at = clock()
             return
         reason = f"{upstream.url} answers neither requests nor a test request within {seconds:g} s"
-        self.failed(upstream, reason, certain=True)
+        self.died(upstream, reason)
         for response in list(upstream.awaited):
             if not response.begun and response.last <= sent:
                 response.abort(reason)

@@ -79,6 +79,8 @@ class RouterStateCollector(Collector):
         served = [(url, name, one.weights or "unknown") for name, pool in pools for url, one in pool.upstreams.items()]
         labels = ("replica", "model_name", "weights")
         yield gauge(_PREFIX + "replica_weights", "1; the label has the weights.", labels, [(one, 1) for one in served])
+        text = "Requests that were refused because replicas died at what they ask."
+        yield counter(_PREFIX + "suspicious_requests", text, (), [((), self._router.suspects.refused)])
         yield self._events()
         yield from self._audit()
 

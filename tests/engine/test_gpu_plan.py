@@ -21,6 +21,7 @@ import torch
 from benchmarks.gpu.batch_copies import BatchCopies, CopyCall
 from benchmarks.gpu.decisions import forget_pages, resident_share
 from benchmarks.gpu.plan import DECISIONS, LONG, STEPS, TOTAL, Plan, PlanStep
+from benchmarks.gpu.verdicts import verdicts
 
 ROOT = Path(__file__).parents[2]
 # What a machine for experiments may not have: importing them fails.
@@ -122,17 +123,18 @@ def test_each_row_is_there_and_a_broken_disk_costs_its_own(tmp_path: Path) -> No
     assert not found["ttft-disk"]["rows"]
     failed = [row["what"] for one in found.values() for row in one["rows"] if row["figure"] == "failed"]
     assert failed == ["2 at once, + disk tier", "3 at once, + disk tier"], said
-    verdicts = "\n".join(json.loads((tmp_path / "gpu-plan.json").read_text())["verdicts"])
+    lines = json.loads((tmp_path / "gpu-plan.json").read_text())["verdicts"]
     for words in (
         "64 tokens from memory, idle: ",
         "computing ",
         "Decision, memory, 2 decode",
         "2 at once, saving to memory",
+        "Decision, 3 at once, memory tier",
+        "ttft-disk",
     ):
-        assert words in verdicts
-    assert "ttft-disk" in verdicts
+        assert any(words in line for line in lines), (words, lines)
     page = (tmp_path / "gpu-plan.md").read_text()
-    assert all(line in page for line in verdicts.splitlines())
+    assert all(line in page for line in lines)
 
     figures = tmp_path / "figures.json"
     figures.write_text((ROOT / "docs" / "figures" / "65-gpu-plan.json").read_text())
@@ -142,6 +144,39 @@ def test_each_row_is_there_and_a_broken_disk_costs_its_own(tmp_path: Path) -> No
     assert published["text"] == text and len(published["rows"]) == 2 + sum(len(one["rows"]) for one in found.values())
     assert all(len(row["cells"]) == len(published["head"]) for row in published["rows"])
     assert "torch" in published["run"][0] and any("Decision" in line for line in published["run"])
+
+
+def run_with(load: float, saving: float) -> list[dict[str, Any]]:
+    """Rows of a run in which computing takes 0.4 s: seconds of a load, and those that saving 1,000 tokens adds."""
+    ttft = {"p50": load, "p99": load, "computed": 0.4, "length": 1000, "loaded": 1.0}
+    alone = {"rate": 1.0, "p50": 0.1, "p99": 0.1, "count": 4}
+    rows = {
+        "ttft-memory": [("1,000 tokens, from memory, 4 decode", ttft)],
+        "saving-few": [
+            ("4 at once, saving nothing", alone),
+            ("4 at once, + memory tier", alone | {"share": 0.9, "more": saving, "tokens": 1000}),
+        ],
+    }
+    return [
+        {"step": step, "error": None, "rows": [{"what": what, "figure": "", "measured": one} for what, one in some]}
+        for step, some in rows.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("load", "saving", "pays", "decision"),
+    [
+        (0.1, 0.03, "from 1,000 tokens on", "saving pays if 10.0% of the saved tokens are loaded once"),
+        (0.1, 0.6, "from 1,000 tokens on", "does not pay, unless a token is loaded 2.0 times"),
+        (0.5, 0.03, "for no length that was tried", "does not pay, since loading"),
+    ],
+)
+def test_verdicts(load: float, saving: float, pays: str, decision: str) -> None:
+    """A tier pays for prompts that load faster than they are computed, and as often as saving costs less than that."""
+    lines = verdicts(run_with(load, saving))
+    assert any(line.startswith("Decision, memory, 4 decode:") and pays in line for line in lines), lines
+    assert any(line.startswith("Decision, 4 at once, memory tier:") and decision in line for line in lines), lines
+    assert not any("vLLM" in line or "disk" in line for line in lines)
 
 
 SCRIPT = """

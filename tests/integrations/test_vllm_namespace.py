@@ -18,12 +18,19 @@ from vllm_process import PYTHON, disk, run
 import foreword
 from foreword.errors import BadRecord, StoreError
 from foreword.integrations.vllm.namespace import (
+    CODE,
     NAMESPACES,
     Observations,
     ProbeSample,
+    announce,
+    announced,
     base_digest,
     choose,
+    configured_attributes,
+    note_unmeasured,
+    plain_dtype,
     recorded,
+    resolved_config,
     tolerance,
 )
 from foreword.integrations.weight_files import weights_digest
@@ -224,50 +231,115 @@ def folder_with(folder: Path, config: dict[str, Any], value: float = 1.0) -> Pat
     return folder
 
 
+def configured(folder: Path, load_format: str = "auto", drafts: Path | None = None, **more: Any) -> Any:
+    model = {"model": str(folder), "revision": None, "dtype": "float32", "quantization": None, **more}
+    draft = None if drafts is None else SimpleNamespace(draft_model_config=SimpleNamespace(model=str(drafts)))
+    load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
+    return SimpleNamespace(model_config=SimpleNamespace(**model), speculative_config=draft, load_config=load)
+
+
 def base_of(folder: Path, **more: Any) -> bytes:
-    model = {
-        "model": str(folder),
-        "revision": None,
-        "dtype": "float32",
-        "quantization": None,
-        "hf_overrides": {},
-        **more,
-    }
-    return base_digest(SimpleNamespace(model_config=SimpleNamespace(**model), speculative_config=None), None)
+    return base_digest(configured(folder, **more), None)
 
 
 def test_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base follows from weights, configuration, and the checkpoint's code if that is run, wherever they stand; not from a
-    folder's or a model's name."""
+    """The base is the weights, wherever they stand. What is configured about them, the checkpoint's code if that is run, and a
+    draft model are attributes, so that the log names the one that differs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain = {"rope_theta": 10_000.0, "rope": {"type": "yarn", "factor": 2}}
-    one = folder_with(tmp_path / "one", plain)
-    two = folder_with(tmp_path / "two", {**plain, "_name_or_path": "x", "transformers_version": "9"})
-    theta = folder_with(tmp_path / "theta", {**plain, "rope_theta": 500.0})
-    assert base_of(one) == base_of(two)
-    assert base_of(one, hf_overrides={"rope_theta": 500.0}) == base_of(theta) == base_of(one, hf_config_path=str(theta))
-    assert base_of(one, hf_overrides={"rope": {"factor": 2}}) == base_of(one)
-    others = [
-        base_of(one), base_of(theta), base_of(folder_with(tmp_path / "three", plain, 2.0)), base_of(one, dtype="bfloat16"),
-        base_of(one, hf_overrides={"rope": {"factor": 4}}), base_of(one, quantization="fp8"),
-        base_of(one, quantization="fp8", quantization_config={"linear": "e5m2"}),
-    ]  # fmt: skip
-    assert len(set(others)) == len(others)
+    one = folder_with(tmp_path / "one", {"rope_theta": 10_000.0})
+    two = folder_with(tmp_path / "two", {"rope_theta": 500.0, "_name_or_path": "x"})
+    three = folder_with(tmp_path / "three", {}, 2.0)
+    assert base_of(one) == base_of(two) == base_of(one, dtype="bfloat16", hf_overrides={"a": 1}) != base_of(three)
+    assert base_digest(configured(one), "ab" * 32) == base_digest(configured(three), "ab" * 32) != base_of(one)
+    usual = configured_attributes(configured(one))
+    for changed, name in [
+        (configured(one, dtype="bfloat16"), "dtype"),
+        (configured(one, quantization="fp8"), "quantization"),
+        (configured(one, quantization_config={"linear": "e5m2"}), "quantization.arguments"),
+        (configured(one, drafts=three), "draft.weights"),
+    ]:
+        found = configured_attributes(changed)
+        assert [key for key in usual if usual[key] != found[key]] == [name]
     (one / "modeling_own.py").write_text("LIMIT = 100")
-    assert base_of(one) == others[0], "code that is not run"
-    ran = base_of(one, trust_remote_code=True)
+    assert configured_attributes(configured(one)) == usual, "code that is not run"
+    ran = configured_attributes(configured(one, trust_remote_code=True))["code"]
     (one / "modeling_own.py").write_text("LIMIT = 200")
-    assert len({*others, ran, base_of(one, trust_remote_code=True)}) == len(others) + 2
+    assert configured_attributes(configured(one, trust_remote_code=True))["code"] != ran
+
+
+def test_a_server_that_could_not_measure(tmp_path: Path) -> None:
+    """Its record is no evidence for others, and tells its own API server its namespace; that of another process does not.
+    Where its operator trusts its settings, any API server with these settings finds it."""
+    store = store_in(tmp_path)
+    mine = evidence()
+    note_unmeasured(store, BASE, mine.settings, bytes(32), "engine 1")
+    assert recorded(store, BASE, mine.settings, "engine 1") == bytes(32)
+    assert recorded(store, BASE, mine.settings, "engine 2") is None
+    assert choose(store, BASE, mine) != bytes(32)
+    note_unmeasured(store, BASE, "77" * 32, BASE, "")
+    assert recorded(store, BASE, "77" * 32, "engine 2") == BASE
+    store.close()
+
+
+def test_a_namespace_that_no_handshake_tells(tmp_path: Path) -> None:
+    """The workers announce it to their own scheduler in the stores: once, and to no other."""
+    store = store_in(tmp_path)
+    for number, engine in enumerate(("engine 1", "engine 2")):
+        announce(store, BASE, "5e" * 32, bytes([number]) * 32, engine)
+    known = choose(store, BASE, evidence())
+    assert announced(store, BASE, "5e" * 32, "engine 3") == b""
+    assert [announced(store, BASE, "5e" * 32, "engine 1") for _ in range(2)] == [bytes(32), b""]
+    assert announced(store, BASE, "5e" * 32, "engine 2") == bytes([1]) * 32
+    assert choose(store, BASE, evidence()) == known and len(store.records("namespaces/", deadline=float("inf"))) == 1
+    store.close()
+
+
+def test_code_is_compared_between_equal_versions(tmp_path: Path) -> None:
+    """Layers with other code have a namespace of their own, and the log says so; another version's code is not compared."""
+    store = store_in(tmp_path)
+    here, there = (f"{CODE}{version} 3.12" for version in ("0.32.0", "0.33.0"))
+    first = choose(store, BASE, evidence(**{here: "aa"}))
+    assert choose(store, BASE, evidence(**{here: "bb"})) != first
+    assert choose(store, BASE, evidence(version="0.33.0", settings="77", **{there: "cc"})) == first
+    store.close()
+
+
+def test_a_dtype_of_kv_is_resolved() -> None:
+    """`auto` is the model's dtype, spelled out or not."""
+    found = {plain_dtype("auto", "torch.bfloat16"), plain_dtype("bfloat16", "torch.float32")}
+    assert found == {"bfloat16"} and plain_dtype("half", "") == "float16" and plain_dtype("fp8_e5m2", "") == "fp8_e5m2"
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        ({"eos_token_id": [2, 5], "id2label": {"0": "a"}, "temperature": 0.5}, True),
+        ({"text_config": {"rope_theta": 1.0, "eos_token_id": 7}}, True),
+        ({"rope_theta": 500.0}, False),
+        ({"rope_parameters": {"temperature": 2.0}}, False),
+        ({"top_k": 3}, False),
+        ({"text_config": {"rope_theta": 2.0}}, False),
+    ],
+)
+def test_keys_of_a_configuration(config: dict[str, Any], same: bool) -> None:
+    """Names and what generates do not count, at the top and in the configurations of parts; anything else does, also under
+    such a name in another object."""
+
+    def resolved(given: dict[str, Any]) -> dict[str, str]:
+        full = {"eos_token_id": 2, "temperature": 1.0, "text_config": {"rope_theta": 1.0, "eos_token_id": 2}, **given}
+        return resolved_config(SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: full)))
+
+    assert (resolved({}) == resolved(config)) == same
 
 
 def test_batch_invariance_is_part_of_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch-invariant vLLM shares KV with others of its kind only, and only where each bit of the measurement is equal: its
     hits give the bits of a computation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder, usual = folder_with(tmp_path / "model", {}), tolerance("bfloat16")
-    without = base_of(folder)
+    vllm, usual = configured(folder_with(tmp_path / "model", {})), tolerance("bfloat16")
+    without = configured_attributes(vllm)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert base_of(folder) != without
+    assert configured_attributes(vllm) != without
     values = np.random.default_rng(5).standard_normal((4, 64)).astype(np.float32)
     other = values.copy()
     other[3, 63] = np.nextafter(other[3, 63], np.float32(9))
@@ -276,7 +348,7 @@ def test_batch_invariance_is_part_of_the_identity(tmp_path: Path, monkeypatch: p
     assert ProbeSample(values, exact).difference(ProbeSample(other, exact))
     assert not ProbeSample(values, usual).difference(ProbeSample(other, usual))
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    assert base_of(folder) == without and tolerance("bfloat16") == usual > 0
+    assert configured_attributes(vllm) == without and tolerance("bfloat16") == usual > 0
 
 
 def test_weights_replaced_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

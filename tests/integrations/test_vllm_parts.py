@@ -46,7 +46,7 @@ SECRET = "a secret of the right length for tests"
 def vllm() -> Iterator[Callable[[str], Any]]:
     """Imports a module of the connector."""
     with stubbed_vllm():
-        yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+        yield lambda name: importlib.import_module(f"foreword.integrations.{name if '.' in name else f'vllm.{name}'}")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_older_vllm(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(importlib.import_module("vllm"), "__version__", version, raising=False)
     package = importlib.import_module("foreword.integrations.vllm")
     if fits:
-        assert package.NamedPrefixes.__module__ == "foreword.integrations.vllm.middleware"
+        assert package.NamedPrefixes.__module__ == "foreword.integrations.vllm_middleware.middleware"
         return
     for name in package.__all__:
         with pytest.raises(ConfigError) as refused:
@@ -251,9 +251,12 @@ class FakeVllm:
 
 def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]:
     """The middleware's routes before those of a fake vLLM, and its prefixes."""
-    storage = MemoryStorage(vllm("prefix_storage"))
-    inner = vllm("vllm_prefixes").InnerServer(fake.app, fake.app, None)
-    prefixes, middleware = vllm("vllm_prefixes").VllmPrefixes(storage, inner), vllm("middleware")
+    storage = MemoryStorage(vllm("vllm_middleware.prefix_storage"))
+    inner = vllm("vllm_middleware.vllm_prefixes").InnerServer(fake.app, fake.app, None)
+    prefixes, middleware = (
+        vllm("vllm_middleware.vllm_prefixes").VllmPrefixes(storage, inner),
+        vllm("vllm_middleware.middleware"),
+    )
     prefetch, sessions = middleware.PrefetchEndpoint(storage, inner), middleware.SessionEndpoint(inner, 1)
     front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch, sessions)
     return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
@@ -349,7 +352,7 @@ def test_the_session_of_a_request(
 ) -> None:
     """The session that a request names goes into its `kv_transfer_params`, beside what is there; nothing else changes."""
     data = f" {json.dumps(body)}\n".encode()
-    changed = json.loads(vllm("middleware").in_session(data, header))
+    changed = json.loads(vllm("vllm_middleware.middleware").in_session(data, header))
     assert changed == (body if params is None else {**body, "kv_transfer_params": params})
 
 
@@ -460,7 +463,7 @@ def test_a_client_that_leaves_during_a_pause(vllm: Callable[[str], Any]) -> None
 
     async def main() -> None:
         fake = FakeVllm()
-        weights = vllm("middleware").WeightsEndpoints(fake)
+        weights = vllm("vllm_middleware.middleware").WeightsEndpoints(fake)
         fake.gate.clear()
         gone = asyncio.create_task(weights.change("one"))
         await fake.reached.wait()

@@ -48,6 +48,7 @@ class FakeWorker:
             groups=[SimpleNamespace(layer_names=tuple(self.caches), uneven=False, group=group, facts={})],
             layouts=lambda rank: (LAYOUT,), units=lambda rank: (whole_blocks(LAYOUT),), portable=False, separate=False,
             events=False, model=LAYOUT.model, settle=lambda namespace: None, key_size=BLOCK, divisible=True,
+            trusts=False, base=bytes(32), settings="5e" * 32,
         )  # fmt: skip
         settings = vllm("connector_config").ConnectorSettings.read(
             {"store": "memory://?size=1MiB", "load_timeout": WITHIN}

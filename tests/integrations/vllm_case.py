@@ -25,7 +25,8 @@ WITHIN = 120.0
 
 
 def make_llm(job: dict[str, Any]) -> Any:
-    """`job`: model, store (None for no connector), connector, role, extra, kv_bytes, llm."""
+    """`job`: model, store (None for no connector), connector, role, extra, kv_bytes, llm, many (a folder for an
+    ExampleConnector, which stands behind this one in a MultiConnector)."""
     from vllm import LLM
     from vllm.v1.executor import multiproc_executor
 
@@ -45,6 +46,17 @@ def make_llm(job: dict[str, Any]) -> Any:
                 **job.get("extra", {}),
             },
         }
+        if job.get("many"):
+            transfer["kv_load_failure_policy"] = "recompute"
+            beside = {
+                "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": job["many"]},
+            }  # fmt: skip
+            both = {"connectors": [transfer, beside]}
+            transfer = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": both,
+                "kv_load_failure_policy": "recompute",
+            }  # fmt: skip
     given = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -6,6 +6,7 @@ with itself. Only what is computed, or how a block is packed, becomes something 
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 
@@ -57,4 +58,32 @@ def usual_kernels() -> None:
     batch_invariant.init_batch_invariance = lambda: None
 
 
-PLANTS = {one.__name__: one for one in (rope_base, one_layer, packing, usual_kernels)}
+def norms() -> None:
+    """RMS norms give values that are 1 % larger."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    inner = RMSNorm.forward
+
+    def larger(self: Any, x: Any, residual: Any = None, *args: Any, **kwargs: Any) -> Any:
+        found = inner(self, x, residual, *args, **kwargs)
+        return (found[0] * 1.01, found[1]) if isinstance(found, tuple) else found * 1.01
+
+    RMSNorm.forward = larger
+
+
+def load_format() -> None:
+    """A load format `planted`, as a plug-in would register it, gives the embeddings of a few tokens other values."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    @register_model_loader("planted")
+    class Planted(DefaultModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(dataclasses.replace(load_config, load_format="safetensors"))
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            model.model.embed_tokens.weight.data[:40] *= 1.5
+
+
+PLANTS = {one.__name__: one for one in (rope_base, one_layer, packing, usual_kernels, norms, load_format)}

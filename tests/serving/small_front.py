@@ -25,6 +25,7 @@ class Counts:
         self.outcomes: list[tuple[str, str]] = []
         self.rejections: list[tuple[str, str]] = []
         self.ignoring: list[str] = []
+        self.unexpected_errors: list[str] = []
 
     def response(self, route: str, status: int) -> None:
         self.responses.append((route, status))
@@ -37,6 +38,9 @@ class Counts:
 
     def ignored(self, route: str) -> None:
         self.ignoring.append(route)
+
+    def unexpected(self, error: BaseException) -> None:
+        self.unexpected_errors.append(type(error).__name__)
 
 
 def route(handler: Handler, method: str = "GET", path: str = "/v1/x", **given: Any) -> Route[Handler]:

@@ -64,15 +64,15 @@ class Fleet:
                 headers = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
                 head = RequestHead.of(headers, self.picker.routes)
                 _, tenant = self.picker.admit(head)
-                return await self.picker.pick(head, tenant, raw)
+                answer = await self.picker.pick(head, tenant, raw)
+                assert answer.placed is not None
+                self.pool.finished(answer.placed[1], None, None)
+                return answer
             finally:
                 await self.router.stop()
 
         answer = asyncio.run(pick())
-        assert answer.placed is not None
-        _, attempt = answer.placed
-        self.pool.failed(attempt)
-        estimates = attempt.decision.estimates
+        estimates = answer.placed[1].decision.estimates
         return answer.headers, {one.replica.removeprefix("http://"): one.reused for one in estimates}
 
 
@@ -91,13 +91,15 @@ def test_only_kv_of_the_same_weights_attracts() -> None:
 
 def test_prefill_and_retries_have_the_same_weights() -> None:
     """The prompt is computed by a replica with the weights of the one that decodes, and the gateway may send the request only
-    to others with these weights."""
+    to others with these weights; to none while it is not known that it ends no servers."""
     fleet = Fleet()
     for name, weights in (("10.0.1.1:1", "aa"), ("10.0.1.2:1", "bb")):
         fleet.add(name, weights, "prefill")
         fleet.stored(name, "GPU")
     for name, weights in (("10.0.0.1:1", "aa"), ("10.0.0.2:1", "bb"), ("10.0.0.3:1", "aa"), ("10.0.0.4:1", "bb")):
         fleet.add(name, weights, "decode")
-    headers, _ = fleet.pick()
     pool = {"10.0.1.1:1": {"10.0.0.1:1", "10.0.0.3:1"}, "10.0.1.2:1": {"10.0.0.2:1", "10.0.0.4:1"}}
+    headers, _ = fleet.pick()
+    assert str(headers[DESTINATION]) in pool[str(headers[PREFILL])]
+    headers, _ = fleet.pick()
     assert set(str(headers[DESTINATION]).split(",")) == pool[str(headers[PREFILL])]

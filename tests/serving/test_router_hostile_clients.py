@@ -262,7 +262,7 @@ def test_a_request_that_silences_replicas(loop: Loop) -> None:
         assert sorted(asked) == [0, 1, 1]
         again = post(router, prompt="poison")
         assert again.status_code == 503 and again.json()["error"]["code"] == "suspicious_request"
-        assert int(again.headers["retry-after"]) > 1
+        assert "retry-after" not in again.headers
         for one in replicas:
             one.mode = ""
         assert post(router, prompt="harmless").status_code == 200

@@ -25,7 +25,16 @@ from foreword.api.output import (
     Usage,
 )
 from foreword.decoders import decode_json, json_decoder
-from foreword.errors import BadRequest, ForewordError, NotFound, PromptTooLong, QueueFull, ReplicaError, ReplicaFailed
+from foreword.errors import (
+    BadRequest,
+    ForewordError,
+    NotFound,
+    PromptTooLong,
+    QueueFull,
+    ReplicaError,
+    ReplicaFailed,
+    RequestEnded,
+)
 from foreword.usage import TokenUsage
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -437,6 +446,8 @@ def _refusal(data: bytes) -> ForewordError:
     found = error_of(data)
     if found.type == "invalid_request_error" or found.code in _CLIENT_ERRORS:
         return read_error(400, data)
+    if found.code == RequestEnded.code:
+        return RequestEnded(read_error(502, data).message)
     return ReplicaError(f"the replica ended the stream with an error: {read_error(502, data).message}")
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from hashlib import sha256
-from pathlib import Path
 from typing import Any, Final
 
 import sglang.version
@@ -30,10 +29,13 @@ from foreword.integrations.weight_files import (
     adapter_files,
     digest_of_files,
     model_folder,
+    plain_config,
     weights_digest,
 )
 
 _CONFIGS: Final = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
+# Keys of the configuration that say nothing. `--dtype auto` follows the dtype, and nothing else says which class computes.
+_IGNORED: Final = IGNORED_KEYS - {"dtype", "torch_dtype", "architectures", "auto_map"}
 # Options that change no KV: where a server listens, how it batches and schedules, memory, logs, tokens and answers; and those
 # whose effect is in the layout or in the digests of files.
 _NEUTRAL: Final = re.compile(
@@ -42,7 +44,7 @@ _NEUTRAL: Final = re.compile(
     r"delete_ckpt_after_loading|dist_\w+|download_dir|enable_(cache_report|cudagraph_gc|hierarchical_cache|metrics\w*|mixed_chunk|"
     r"request_time_stats_logging|trace|strict_thinking)|engine_info_bootstrap_port|export_metrics\w+|extra_metric_labels|"
     r"fastapi_root_path|file_storage_path|forward_pass_metrics\w+|gated_launch_port|gc_\w+|gpu_id_step|grammar_backend|grpc_\w+|"
-    r"hf_chat_template_name|hicache_\w+|host|http2_\w+|kv_events_config|load_balance_method|load_snapshot\w+|log_\w+|lora_paths|"
+    r"hf_chat_template_name|hicache_\w+|host|http2_\w+|kv_events_config|load_balance_method|load_format|load_snapshot\w+|log_\w+|lora_paths|"
     r"max_\w+|mem_fraction_static|min_free_slots_delay|model_path|nccl_port|nnodes|node_rank|numa_node|otlp_\w+|page_size|port|"
     r"preferred_sampling_params|prefill_(max_requests|decode_interval\w*|delayer_\w+)|radix_\w+|random_seed|reasoning_parser|"
     r"return_(input|output)_ids|revision|sampling_\w+|schedule_\w+|scheduler_recv_interval|served_model_name|show_time_cost|"
@@ -109,11 +111,12 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
             "dummy weights are random: give a 'fingerprint' in --hicache-storage-backend-extra-config"
         )
     else:
-        digest = _model(server["model_path"], server["revision"], server["trust_remote_code"])
+        digest = _model(server["model_path"], server["revision"], server["load_format"], server["trust_remote_code"])
     if server["speculative_draft_model_path"] not in (None, server["model_path"]):
         digest += _model(
             server["speculative_draft_model_path"],
             server["speculative_draft_model_revision"],
+            server["load_format"],
             server["trust_remote_code"],
         )
     for one in server["lora_paths"] or ():
@@ -126,12 +129,12 @@ def _files(server: dict[str, Any], fingerprint: str) -> bytes:
     return digest
 
 
-def _model(path: str, revision: str | None, code: bool) -> bytes:
+def _model(path: str, revision: str | None, load_format: str, code: bool) -> bytes:
     folder = model_folder(path, revision)
     config = {name: json.loads((folder / name).read_text("utf-8")) for name in _CONFIGS if (folder / name).is_file()}
-    ignored = IGNORED_KEYS - {"dtype", "torch_dtype"}  # `--dtype auto` follows them
-    plain = {name: {key: one for key, one in found.items() if key not in ignored} for name, found in config.items()}
-    return weights_digest(Path(folder), code=code) + sha256(json.dumps(plain, sort_keys=True).encode()).digest()
+    plain = {name: plain_config(found, _IGNORED) for name, found in config.items()}
+    found = weights_digest(folder, load_format, code=code)
+    return found + sha256(json.dumps(plain, sort_keys=True).encode()).digest()
 
 
 def page_layout(host: Any, name: str, namespace: bytes, config: Any) -> Layout:

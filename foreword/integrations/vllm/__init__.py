@@ -15,16 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
     from foreword.integrations.vllm.encoder_cache import ForewordECConnector
-    from foreword.integrations.vllm.middleware import NamedPrefixes
 
 __all__ = ["ForewordConnector", "ForewordECConnector", "NamedPrefixes"]
 
 OLDEST: Final = (0, 31)
 NEWEST_TESTED: Final = (0, 33)
 _MODULES: Final = {
-    "ForewordConnector": "connector",
-    "ForewordECConnector": "encoder_cache",
-    "NamedPrefixes": "middleware",
+    "ForewordConnector": "vllm.connector",
+    "ForewordECConnector": "vllm.encoder_cache",
+    "NamedPrefixes": "vllm_middleware.middleware",
 }
 
 
@@ -35,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
     version = _checked_version()
     try:
-        return getattr(import_module(f"foreword.integrations.vllm.{_MODULES[name]}"), name)
+        return getattr(import_module(f"foreword.integrations.{_MODULES[name]}"), name)
     except (ImportError, AttributeError) as error:
         if isinstance(error, ImportError) and (error.name or "").partition(".")[0] != "vllm":
             raise

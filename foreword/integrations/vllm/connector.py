@@ -36,7 +36,7 @@ from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCac
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
 from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
 from foreword.integrations.vllm.give_back import give_back
-from foreword.integrations.vllm.kv_probe import calling_worker
+from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
 from foreword.integrations.vllm.step_messages import (
     BlockSave,
@@ -45,7 +45,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.weights import follow_engine
-from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, worker_of
+from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, told_by_stores, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -70,6 +70,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self.degraded = ""
+        # A MultiConnector gives each of its connectors a copy of the configuration, with settings of its own.
+        self._behind_another = calling_multi_connector()
         self._reported = False  # that it is degraded
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
@@ -100,7 +102,11 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin(self, namespace: bytes) -> ForewordConnectorScheduler:
         worker = worker_of(self._engine)
-        self._info.settle(worker.open(None) if worker is not None else namespace)
+        if worker is not None:
+            namespace = worker.open(None)
+        elif self._behind_another:  # the record of a start is read once, also where the handshake says the same
+            namespace = told_by_stores(self._info, self._settings) or namespace
+        self._info.settle(namespace)
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
         side.bind_pool(self._pool)
         follow_engine(self._info.config, "reset_prefix_cache", self.before_reset, before=True)
@@ -212,6 +218,13 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor | list[torch.Tensor]]) -> None:
         assert self._worker_side is not None
         self._worker_side.register_kv_caches(kv_caches)
+        if self._behind_another:
+            open_when_warm(calling_worker(), self._open)
+
+    @hook(lambda *_: None, at_start=True)
+    def _open(self, vllm_worker: Any) -> None:
+        assert self._worker_side is not None
+        self._worker_side.open(vllm_worker, announced=True)
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

@@ -17,7 +17,14 @@ from foreword.blocks.salt import Salt
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
-from foreword.integrations.vllm.namespace import base_digest, settings_digest, unmeasured
+from foreword.integrations.vllm.namespace import (
+    base_digest,
+    engine_of,
+    plain_dtype,
+    private,
+    settings_digest,
+    trusted,
+)
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
 from foreword.store.data_keys import data_keys_of
@@ -69,6 +76,7 @@ class ConnectorSettings:
         units: tokens and head units of the portable layout; None for the native layout.
         encryption: of the stores.
         usage_ledger: file to which a line is appended for each request that has ended; "" for none.
+        trust_unmeasured: where this server's KV cannot be measured, share it with servers whose settings look the same.
     """
 
     store: StoreConfig
@@ -81,6 +89,7 @@ class ConnectorSettings:
     weights_version: str = ""
     encryption: EncryptionConfig = field(default_factory=EncryptionConfig)
     usage_ledger: str = ""
+    trust_unmeasured: bool = False
 
     @classmethod
     def read(cls, extra: dict[str, Any], role: str = "kv_both") -> ConnectorSettings:
@@ -95,6 +104,9 @@ class ConnectorSettings:
         for name, value in names.items():
             if not isinstance(value, str):
                 raise ConfigError(f"{name} in kv_connector_extra_config is a text, not {value!r}")
+        trusts = given.pop("trust_unmeasured", False)
+        if not isinstance(trusts, bool):
+            raise ConfigError(f"trust_unmeasured in kv_connector_extra_config is true or false, not {trusts!r}")
         listens = "transfer" in given
         transfer = _transfer(given.pop("transfer")) if listens else None if role == "kv_both" else TransferConfig()
         encryption = _encryption(given.pop("encryption", {}))
@@ -104,7 +116,8 @@ class ConnectorSettings:
         known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
         for key in given:
             if key not in known:
-                suggestion = did_you_mean(key, (*known, *names, "encryption", "layout", "unit_tokens", "head_units"))
+                more = ("encryption", "layout", "unit_tokens", "head_units", "trust_unmeasured")
+                suggestion = did_you_mean(key, (*known, *names, *more))
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
         check_stores_and_peers(store.urls, transfer or TransferConfig(), encryption)
@@ -125,6 +138,7 @@ class ConnectorSettings:
             names["weights_version"],
             encryption,
             names["usage_ledger"],
+            trusts,
         )
 
     def keys(self) -> KeyRing | None:
@@ -228,8 +242,10 @@ class KVCacheInfo:
         current: the salt of a request in its tenant's generation now.
         whole: every group has full attention, so a request can continue behind any block, and at the end of its prompt.
         events: whether vLLM publishes KV events.
-        base: digest of the weights and their configuration (`namespace.py`).
+        base: digest of the weights (`namespace.py`).
         model: the namespace of the blocks; b"" until `settle`.
+        fingerprint: that the settings give in place of the weights.
+        trusts: whether KV that cannot be measured is shared all the same.
         loads: whether vLLM can compute the rest of a prompt whose start is loaded.
         separate: whether the scheduler is in another process than the workers.
     """
@@ -256,6 +272,7 @@ class KVCacheInfo:
             if getattr(parallel, name, 1) != 1:
                 raise ModelUnsupported("context parallelism is not supported by Foreword's connector")
         self.loads = _continues_prompts(vllm_config)
+        self.fingerprint, self.trusts = settings.fingerprint, settings.trust_unmeasured
         self.base = base_digest(vllm_config, settings.fingerprint)
         self.settings = settings_digest(vllm_config)
         self.model = b""
@@ -267,8 +284,17 @@ class KVCacheInfo:
         self.events = bool(events is not None and events.enable_kv_cache_events)
 
     def settle(self, namespace: bytes = b"") -> None:
-        """From now on blocks have the names of this namespace; of that of servers with exactly these settings without one."""
-        self.model = namespace or unmeasured(self.base, self.settings)
+        """From now on blocks have the names of this namespace. Without one nothing was measured, and no other tells this
+        process a random namespace: then it is one that the processes of this engine have in common."""
+        self.model = namespace or (self.trusted() if self.trusts else self._private())
+
+    def trusted(self) -> bytes:
+        """The namespace of unmeasured servers whose operators trust their settings."""
+        return trusted(self.base, self.settings, self.config)
+
+    def _private(self) -> bytes:
+        engine = self.config.kv_transfer_config.engine_id
+        return private(self.base, self.settings, f"{engine} {engine_of(self.config)}")
 
     @property
     def portable(self) -> bool:
@@ -320,7 +346,7 @@ class KVCacheInfo:
         return "/".join(
             (
                 "vllm",
-                str(self.config.cache_config.cache_dtype),
+                plain_dtype(str(self.config.cache_config.cache_dtype), self.config.model_config.dtype),
                 self._memory_order,
                 *one.formats(lambda spec: _block_format(self.config, spec.dtype, one.block_size, spec.head_size)),
             )

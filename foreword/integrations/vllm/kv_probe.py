@@ -11,22 +11,37 @@ from __future__ import annotations
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from dataclasses import dataclass, field
+from hashlib import sha256
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import numpy as np
 import torch
+import vllm
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from foreword.blocks.layout import BlockUnits
 from foreword.blocks.resume import GroupKind
+from foreword.errors import ModelUnsupported
+from foreword.integrations.tensor_files import digest_of_tensors, tensors_of
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
-from foreword.integrations.vllm.namespace import ProbeSample, log, resolved_config, short, tolerance
+from foreword.integrations.vllm.namespace import (
+    CODE,
+    ProbeSample,
+    checkpoint,
+    configured_attributes,
+    plain_dtype,
+    resolved_config,
+    short,
+    tolerance,
+)
+from foreword.integrations.weight_files import HEADS, model_folder, weight_paths
 from foreword.offload.staging import StagingArena
 
 _NAME = "foreword-probe"
@@ -52,6 +67,17 @@ _NO_MATTER = frozenset({
     "dp_rank", "dp_size", "pcp_rank", "dcp_rank", "total_cp_rank", "num_kv_head_replicas", "use_all_gather",
 })  # fmt: skip
 _NO_MATTER_ENDS = ("_per_partition", "_per_partition_padded", "_world_size", "_per_rank")
+# Names of the longest position: rotary embeddings are measured beyond it.
+_LENGTHS = ("max_position_embeddings", "max_position")
+# Classes of modules behind a model's last layer.
+_BEHIND = (
+    "vllm.model_executor.layers.logits_processor.",
+    "vllm.model_executor.layers.pooler.",
+    "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead",
+    "vllm.v1.sample.",
+)
+# Methods of speculative decoding that have no layers.
+_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "custom_class")
 _REFUSED = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, AssertionError, KeyError)
 
 
@@ -66,13 +92,66 @@ def calling_worker() -> Any | None:
     return None
 
 
-def probe_tokens(info: KVCacheInfo) -> int:
-    """How many tokens the probe has: whole blocks of every group. 0 if vLLM's KV cache or its steps are too small for it."""
-    step, model = info.step, info.config.model_config
-    most = min(info.chunk, int(model.max_model_len) - 1)
+def calling_multi_connector() -> bool:
+    """Whether a connector of vLLM that has several is making this one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and type(frame.f_locals.get("self")).__name__ == "MultiConnector":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def open_when_warm(worker: Any | None, opened: Callable[[Any], object]) -> None:
+    """Call `opened` with vLLM's worker once that is warm. Behind a `MultiConnector` vLLM may ask another connector only for the
+    handshake, which is when this connector measures."""
+    warm_up = getattr(worker, "compile_or_warm_up_model", None)
+    if worker is None or warm_up is None:
+        return
+
+    def then_open(*args: Any, **kwargs: Any) -> Any:
+        result = warm_up(*args, **kwargs)
+        opened(worker)
+        return result
+
+    worker.compile_or_warm_up_model = then_open
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeOutcome:
+    """What a rank has measured.
+
+    Attributes:
+        samples: of its blocks, by layout; empty if nothing could be measured.
+        why: what would have to change so that it can be.
+        behind: tensors that this model uses behind its last layer with KV only, by their names in `HEADS`.
+    """
+
+    samples: dict[str, ProbeSample] = field(default_factory=dict)
+    why: str = ""
+    behind: frozenset[str] = frozenset()
+
+
+def probe_tokens(info: KVCacheInfo) -> tuple[int, str]:
+    """How many tokens the probe has: whole blocks of every group. 0 and what has to be larger, if vLLM's KV cache or its steps
+    are too small for it."""
+    step, longest = info.step, int(info.config.model_config.max_model_len) - 1
+    most = min(info.chunk, longest)
     wanted = step if any(one.group.kind is GroupKind.STATE for one in info.groups) else -(-_TOKENS // step) * step
     tokens = min(wanted, most // step * step)
-    return tokens if tokens and sum(map(len, _tables(info, tokens))) < info.num_blocks else 0
+    if not tokens:
+        option = "--max-num-batched-tokens" if info.chunk < step else "--max-model-len"
+        return (
+            0,
+            f"{option} allows steps of {most} tokens, shorter than a block: raise it to {step + (longest < step)} at least",
+        )
+    needed = sum(map(len, _tables(info, tokens))) + 1
+    if needed > info.num_blocks:
+        return 0, (
+            f"the KV cache has {info.num_blocks} blocks, and {tokens} tokens need {needed}: give it more memory "
+            "(--gpu-memory-utilization, --kv-cache-memory-bytes)"
+        )
+    return tokens, ""
 
 
 def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
@@ -88,28 +167,61 @@ def _tables(info: KVCacheInfo, tokens: int) -> list[list[int]]:
     return found
 
 
-def measure(
-    worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]
-) -> dict[str, ProbeSample]:
-    """Compute the probe on this rank, and sample its blocks; all ranks together. Empty if there is no room for it, or if this
-    vLLM's runner takes no such request."""
-    tokens = probe_tokens(info)
+def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequence[BlockUnits]) -> ProbeOutcome:
+    """Compute the probe on this rank, and sample its blocks; all ranks together. Without samples if there is no room for it, or
+    if this vLLM's runner takes no such request."""
+    tokens, why = probe_tokens(info)
     if not tokens:
-        return {}
-    tables = _tables(info, tokens)
+        return ProbeOutcome(why=why)
+    tables, prompt = _tables(info, tokens), _prompt(info, tokens)
+
+    def computed() -> dict[str, ProbeSample]:
+        _compute(worker, prompt, tables)
+        found: dict[str, ProbeSample] = {}
+        for number, (one, divided, table) in enumerate(zip(info.groups, units, tables, strict=True)):
+            for name, values in _samples(one, divided, table, tokens, staging, number):
+                found[name] = values
+        return found
+
     try:
-        _compute(worker, _prompt(info, tokens), tables)
+        samples = computed()
+        behind = _behind(worker.model_runner.get_model(), info.config, samples, computed)
     except _REFUSED as error:
-        log.warning(
-            "Foreword: this vLLM's KV cannot be measured (%s: %s), so only servers with exactly its version and settings "
-            "share it", type(error).__name__, error,
-        )  # fmt: skip
-        return {}
-    found: dict[str, ProbeSample] = {}
-    for number, (one, divided, table) in enumerate(zip(info.groups, units, tables, strict=True)):
-        for name, values in _samples(one, divided, table, tokens, staging, number):
-            found[name] = values
-    return found
+        return ProbeOutcome(why=f"vLLM's runner does not take the probe ({type(error).__name__}: {error}): report this")
+    return ProbeOutcome(samples, "", behind)
+
+
+def drafts_with_layers(vllm_config: Any) -> bool:
+    """Whether speculative decoding has layers of its own, which read what the model's last norm and head give."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and str(getattr(speculative, "method", "")) not in _WITHOUT_LAYERS
+
+
+def _behind(
+    model: torch.nn.Module,
+    vllm_config: Any,
+    samples: Mapping[str, ProbeSample],
+    computed: Callable[[], Mapping[str, ProbeSample]],
+) -> frozenset[str]:
+    """Which tensors stand behind all KV of this model, by trial: the last norm gets other values, and no KV changes. The head
+    is called behind the model, where its weights are not the input embedding's too."""
+    if drafts_with_layers(vllm_config):
+        return frozenset()
+    text = getattr(vllm_config.model_config, "hf_text_config", vllm_config.model_config.hf_config)
+    found = set() if getattr(text, "tie_word_embeddings", False) else {"head"}
+    norms = [one for name, one in model.named_parameters() if HEADS["norm"].match(name)]
+    kept = [one.detach().clone() for one in norms]
+    with torch.inference_mode():
+        try:
+            for one in norms:
+                one.copy_(torch.linspace(1.0, 3.0, one.numel()).reshape(one.shape))
+            other = computed() if norms else {}
+        finally:
+            for one, values in zip(norms, kept, strict=True):
+                one.copy_(values)
+    if other and not any(sample.difference(other[name]) for name, sample in samples.items()):
+        found.add("norm")
+    return frozenset(found)
 
 
 def _prompt(info: KVCacheInfo, tokens: int) -> list[int]:
@@ -230,8 +342,8 @@ def _chosen(rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
 def rotary_embeddings(model: torch.nn.Module, longest: int, dtype: torch.dtype) -> dict[str, ProbeSample]:
     """Fixed vectors rotated to near and far positions below `longest`, by each rotary embedding of the model."""
     found: dict[str, ProbeSample] = {}
-    modules = {id(one): one for one in model.modules() if ".rotary_embedding" in type(one).__module__}
-    for number, module in enumerate(one for one in modules.values() if hasattr(one, "head_size")):
+    modules = {id(one): one for one in model.modules() if _is_rotary(one)}
+    for number, module in enumerate(modules.values()):
         found[f"rotary {number}"] = _rotated(module, longest, dtype)
     return found
 
@@ -253,25 +365,117 @@ def _rotated(module: Any, longest: int, dtype: torch.dtype) -> ProbeSample:
     return ProbeSample(np.asarray(values, np.float32), tolerance(str(dtype).removeprefix("torch.")), open=True)
 
 
-def resolved_attributes(model: torch.nn.Module, model_config: Any) -> dict[str, str]:
-    """The plain attributes and scalar buffers of all layers by class and name, and the keys of the configuration they read."""
+def resolved_attributes(model: torch.nn.Module, vllm_config: Any) -> dict[str, str]:
+    """The plain attributes and scalar buffers of all layers by class and name, the code of the layers, and the keys of the
+    configuration they read. Nothing of what is called behind the last layer: logits, pooling."""
+    model_config = vllm_config.model_config
     collected: dict[str, list[str]] = {}
     plain = set(vars(torch.nn.Module()))
+    inputs = _input_embedding(model)
+    positions = any(_is_rotary(module) for module in model.modules())
+    codes: dict[str, bytes] = {}
     for module in model.modules():
+        if _is_behind(module) and module is not inputs:
+            continue
         for owner in (module, getattr(module, "impl", None)):
             # What vLLM wraps around layers for adapters changes nothing without one; requests with one have keys of their own.
             if owner is None or not hasattr(owner, "__dict__") or type(owner).__module__.startswith("vllm.lora."):
                 continue
+            if module is not model and (forward := getattr(type(owner), "forward", None)) is not None:
+                codes.setdefault(str(getattr(forward, "__qualname__", type(owner).__qualname__)), code_digest(forward))
             for name, value in vars(owner).items():
-                if name not in plain and _matters(name) and _is_plain(value):
-                    collected.setdefault(f"{type(owner).__name__}.{name}", []).append(_text(value))
+                if name in plain or not _matters(name) or not _is_plain(value) or (positions and name in _LENGTHS):
+                    continue
+                text = plain_dtype(_text(value), model_config.dtype) if name == "kv_cache_dtype" else _text(value)
+                collected.setdefault(f"{type(owner).__name__}.{name}", []).append(text)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and buffer.dim() == 0:
                 collected.setdefault(f"{type(module).__name__}.{name}", []).append(repr(buffer.item()))
     found = {
         name: short(values[0] if len(set(values)) == 1 else ", ".join(values)) for name, values in collected.items()
     }
-    return found | resolved_config(model_config)
+    config = resolved_config(model_config)
+    if positions:  # measured, by rotating at far positions
+        config = {key: value for key, value in config.items() if key.rpartition(".")[2] not in _LENGTHS}
+    if model_config.dtype == torch.float32:
+        found["torch.float32_matmul_precision"] = torch.get_float32_matmul_precision()
+    parts = b"".join(name.encode() + codes[name] for name in sorted(codes))
+    found[f"{CODE}{vllm.__version__} {sys.version_info.major}.{sys.version_info.minor}"] = sha256(parts).hexdigest()[
+        :32
+    ]
+    return found | config
+
+
+def weight_attributes(
+    vllm_config: Any, fingerprint: str | None, model: torch.nn.Module, behind: Collection[str]
+) -> dict[str, str]:
+    """Attributes beside the layers': what is configured, weights that are not proven to be behind the last layer with KV, and
+    those that the model reads from other files. Raises ModelUnsupported."""
+    found = configured_attributes(vllm_config, fingerprint)
+    if fingerprint:
+        return found
+    read = checkpoint(vllm_config)
+    known = set(behind) if read.embeds else set(behind) - {"head"}
+    found |= {f"weights.{name}": one.hex() for name, one in read.heads.items() if one and name not in known}
+    model_config, revision = vllm_config.model_config, getattr(vllm_config.model_config, "revision", None)
+    names = ("model_or_path", "revision", "subfolder", "allow_patterns_overrides")
+    own = getattr(model, "allow_patterns_overrides", None)
+    sources: list[tuple[Any, ...]] = [(model_config.model, revision, None, own)] if own else []
+    for one in getattr(model, "secondary_weights", None) or ():
+        sources.append(tuple(getattr(one, name, None) for name in names))
+    for number, (source, version, subfolder, patterns) in enumerate(sources):
+        try:
+            folder = model_folder(str(source), version) / (subfolder or "")
+            digest = digest_of_tensors(tensors_of(weight_paths(folder, "auto", patterns))).hex()
+        except ModelUnsupported:  # a part that a checkpoint need not have
+            digest = "None"
+        found[f"weights.other {number}"] = digest
+    return found
+
+
+def _input_embedding(model: torch.nn.Module) -> object:
+    try:
+        found = model.get_input_embeddings()  # type: ignore[operator]
+    except (*_REFUSED, NotImplementedError):
+        found = None
+    return found if isinstance(found, torch.nn.Module) else getattr(getattr(model, "model", None), "embed_tokens", None)
+
+
+def _is_behind(module: torch.nn.Module) -> bool:
+    """Whether a module computes logits or pools: vLLM calls it with what the model returns."""
+    return any(f"{kind.__module__}.{kind.__qualname__}".startswith(_BEHIND) for kind in type(module).__mro__)
+
+
+def _is_rotary(module: torch.nn.Module) -> bool:
+    return ".rotary_embedding" in type(module).__module__ and hasattr(module, "head_size")
+
+
+def code_digest(function: Any) -> bytes:
+    """16 bytes: a digest of what a function's bytecode does, and of functions and plain values in its closure."""
+    digest = sha256()
+    _add_code(digest, function, 4)
+    return digest.digest()[:16]
+
+
+def _add_code(digest: Any, function: Any, depth: int) -> None:
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, CodeType) or not depth:
+        return
+    digest.update(code.co_code + repr((code.co_names, code.co_argcount)).encode())
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            _add_code(digest, value, depth - 1)
+        elif _is_plain(value) and not (isinstance(value, str) and value == code.co_consts[0]):
+            digest.update(repr(value).encode())
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if isinstance(value, FunctionType):
+            _add_code(digest, value, depth - 1)
+        elif isinstance(value, bool | int | float):
+            digest.update(repr(value).encode())
 
 
 def _matters(name: str) -> bool:

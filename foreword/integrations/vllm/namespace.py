@@ -2,37 +2,49 @@
 
 Servers share KV exactly if their namespaces are equal. A namespace follows from
 
-- the *base*: the digest of the weights, and what the user configured (config.json with the overrides, dtype, quantization,
-  and whether vLLM is to be batch-invariant);
-- what vLLM *resolved*: the attributes of the model's layers as they are in memory, and the configuration that they read;
+- the *base*: the weights, by the content of their tensors, without those that may stand behind the last layer with KV;
+- what vLLM *resolved*: the attributes of the model's layers as they are in memory, the configuration that they read, their
+  code, dtype and quantization, and the weights of a draft model;
 - what a probe *measured*: the KV of fixed tokens, as packed bytes, and the rotary embeddings of far positions (`kv_probe.py`).
 
-No name, folder, flag or version counts. Each server keeps what it resolved and measured in the stores, as a record
+No name, folder, file, flag or version counts. Each server keeps what it resolved and measured in the stores, as a record
 `namespaces/<base>/<settings>-<layouts>-<namespace>-<values>`. A server that starts compares itself with the records of its
 base. What agrees shares a namespace, whatever the version of vLLM; what does not gets a namespace of its own, and the log says
-why.
+why: all servers with the same weights have one base.
 
 Two versions of vLLM name some attributes differently, so between versions only attributes that both have are compared. The
 probe covers the rest.
+
+A server that could not measure shares with no other process: its namespace is random. Its record,
+`namespaces/<base>/<settings>-private`, tells the API server which one it is; it is no evidence for others.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
-from pathlib import Path
+from importlib.metadata import entry_points
 from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 
 from foreword.config import vllm_batch_invariant
-from foreword.errors import StoreError
-from foreword.integrations.weight_files import IGNORED_KEYS, model_folder, weights_digest
+from foreword.errors import BadRecord, StoreError
+from foreword.integrations.weight_files import (
+    IGNORED_KEYS,
+    Checkpoint,
+    code_digest,
+    is_config,
+    model_folder,
+    read_checkpoint,
+)
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
@@ -40,11 +52,21 @@ from foreword.store.tiered import TieredStore
 # vLLM shows INFO lines only of loggers below its own.
 log = logging.getLogger("vllm.foreword")
 
+# Begin of the attribute with the digest of the layers' code, before the versions for which it can be compared.
+CODE: Final = "code in vLLM "
+# Ends of the names of records of servers that could not measure.
+_PRIVATE, _TRUSTED = "private", "trusted"
 # Reading records at start; a store that takes longer is not compared with.
 _WITHIN = 5.0
-# Files of a model's folder that vLLM reads its configuration from.
-_CONFIGS = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
-
+# Variables of the environment that say where a server is, not what it computes.
+_PLACES = re.compile(
+    r"VLLM_.*(HOST|PORT|ADDR|URL|PATH|ROOT|DIR|KEY|LOG|TRACE|STAT|TIMEOUT|CACHE|PROCESS|WORKER|USAGE|CONFIG|MEDIA|SERVER|"
+    r"ENGINE|DEBUG|THREADS_BIND|KVCACHE_SPACE|_ID|RANK|DEV_MODE)"
+)
+# The rest of what may change numbers: of torch, its libraries and their kernels.
+_NUMERIC = re.compile(
+    r"(VLLM|TORCH|ONEDNN|DNNL|MKL|CUBLAS|CUDNN|NVIDIA_TF32|TRITON|FLASHINFER|PYTORCH)_\w+|TF32_OVERRIDE"
+)
 
 # Distances that rounding explains, as a share of the norm. Bytes of a format that is not known must be equal.
 _TOLERANCE = {"float32": 2e-4, "float16": 3e-3, "bfloat16": 0.01, "float8_e4m3fn": 0.03, "float8_e5m2": 0.06}
@@ -143,7 +165,8 @@ class Observations:
         """Why KV of `other` is not this server's, "" if it is."""
         if self.measured.keys() != other.measured.keys():
             names = sorted(self.measured.keys() ^ other.measured.keys())
-            return f"{names[0]} is on one side only"
+            where = "blocks are laid out otherwise (size, groups, ranks or packing)" if "layout" in names[0] else "RoPE"
+            return f"{where}: {names[0]} is on one side only"
         for name, mine in self.measured.items():
             why = mine.difference(other.measured[name])
             if why:
@@ -151,7 +174,7 @@ class Observations:
         same = self.version == other.version
         for name in sorted(self.resolved.keys() | other.resolved.keys()):
             one, two = self.resolved.get(name), other.resolved.get(name)
-            if not same and (one is None or two is None):
+            if (one is None or two is None) and (not same or name.startswith(CODE)):
                 continue
             both = {one or "None", two or "None"}
             # Both may say that it is not set, each in its way; one of them with None, or no such attribute at all.
@@ -221,51 +244,44 @@ ENCODERS: Final = RecordKind("encoders", EncoderRecord)
 
 
 def base_digest(vllm_config: Any, fingerprint: str | None) -> bytes:
-    """32 bytes: a digest of the weights and of what the user configured about them. `fingerprint` (hexadecimal) replaces the
-    digest of the weights. Raises ModelUnsupported."""
-    model = vllm_config.model_config
-    weights = bytes.fromhex(fingerprint) if fingerprint else _checkpoint(model)
+    """32 bytes: the weights, by content. `fingerprint` (hexadecimal) replaces their digest. Raises ModelUnsupported."""
+    weights = bytes.fromhex(fingerprint) if fingerprint else checkpoint(vllm_config).weights
+    return sha256(b"foreword/base\x00" + weights).digest()
+
+
+def checkpoint(vllm_config: Any, model: Any = None) -> Checkpoint:
+    """The weights of a model, of the served one if none is given. Raises ModelUnsupported."""
+    model = vllm_config.model_config if model is None else model
+    load = getattr(vllm_config, "load_config", None)
+    # Where the files are elsewhere (a bucket), vLLM keeps where it reads them.
+    source = getattr(model, "model_weights", "") or model.model
+    folder = model_folder(source, getattr(model, "revision", None))
+    extra = _plain(getattr(load, "model_loader_extra_config", None))
+    return read_checkpoint(folder, str(getattr(load, "load_format", "auto")), extra)
+
+
+def _draft(vllm_config: Any) -> Any | None:
+    """The configuration of a draft model with weights of its own: its layers are among the KV cache's."""
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
-    # A draft's layers are among the KV cache's.
-    drafts = _checkpoint(draft) if draft is not None and draft.model != model.model else b""
-    given = {
-        "config": _merged(_configured(model), getattr(model, "hf_overrides", None)),
+    return draft if draft is not None and draft.model != vllm_config.model_config.model else None
+
+
+def configured_attributes(vllm_config: Any, fingerprint: str | None = None) -> dict[str, str]:
+    """Attributes that layers have of no name of theirs: dtypes, quantization, the draft model, and the checkpoint's own code if
+    it is run. Raises ModelUnsupported."""
+    model, draft = vllm_config.model_config, _draft(vllm_config)
+    found = {
         "dtype": str(model.dtype),
         "quantization": str(getattr(model, "quantization", None)),
-        "arguments": _plain(getattr(model, "quantization_config", None)),
-        **({"batch_invariant": True} if vllm_batch_invariant() else {}),
+        "quantization.arguments": short(
+            json.dumps(_plain(getattr(model, "quantization_config", None)), sort_keys=True)
+        ),
+        "batch_invariant": str(vllm_batch_invariant()),
+        "draft.weights": "None" if draft is None else checkpoint(vllm_config, draft).weights.hex(),
     }
-    text = json.dumps(given, sort_keys=True, default=_plain).encode()
-    return sha256(b"foreword/base\x00" + weights + drafts + text).digest()
-
-
-def _checkpoint(model: Any) -> bytes:
-    folder = model_folder(model.model, getattr(model, "revision", None))
-    return weights_digest(folder, code=bool(getattr(model, "trust_remote_code", False)))
-
-
-def _configured(model: Any) -> dict[str, Any]:
-    """The configuration files that vLLM reads, as one object, without what says nothing about KV."""
-    path = getattr(model, "hf_config_path", None) or model.model
-    folder = model_folder(path, getattr(model, "revision", None)) if not Path(path).is_dir() else Path(path)
-    found: dict[str, Any] = {}
-    for name in _CONFIGS:
-        file = folder / name
-        if file.is_file():
-            found |= json.loads(file.read_text(encoding="utf-8"))
+    if getattr(model, "trust_remote_code", False) and not fingerprint:
+        found["code"] = code_digest(model_folder(model.model, getattr(model, "revision", None))).hex()
     return found
-
-
-def _merged(config: Mapping[str, Any], overrides: object) -> object:
-    """The configuration with overrides in it, without keys that do not change what a model computes."""
-    merged = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
-    if not isinstance(overrides, Mapping):
-        return merged | ({"": repr(overrides)} if overrides else {})
-    for key, value in overrides.items():
-        before = merged.get(key)
-        nested = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(before, value) if nested else value  # type: ignore[arg-type]
-    return merged
 
 
 def settings_digest(vllm_config: Any) -> str:
@@ -277,17 +293,61 @@ def settings_digest(vllm_config: Any) -> str:
     from vllm.platforms import current_platform
 
     model = vllm_config.model_config
+    draft = _draft(vllm_config)
     names = ("max_model_len", "quantization", "override_generation_config", "disable_sliding_window", "dtype")
     chosen = {name: _plain(getattr(model, name, None)) for name in names}
     chosen["arguments"] = _plain(getattr(model, "quantization_config", None))
     chosen["config"] = resolved_config(model)
-    chosen["cache"] = str(getattr(vllm_config.cache_config, "cache_dtype", None))
+    chosen["cache"] = plain_dtype(str(getattr(vllm_config.cache_config, "cache_dtype", None)), model.dtype)
+    chosen["batch_invariant"] = vllm_batch_invariant()
     chosen["attention"] = _plain(getattr(vllm_config, "attention_config", None))
     speculative = getattr(vllm_config, "speculative_config", None)
+    chosen["draft weights"] = None if draft is None else checkpoint(vllm_config, draft).weights.hex()
     chosen["drafts"] = [str(getattr(speculative, name, None)) for name in ("method", "model", "num_speculative_tokens")]
     chosen["versions"] = [vllm.__version__, transformers.__version__, torch.__version__]
     chosen["device"] = str(current_platform.get_device_name())
     return sha256(json.dumps(chosen, sort_keys=True, default=_plain).encode()).hexdigest()
+
+
+def trusted(base: bytes, settings: str, vllm_config: Any) -> bytes:
+    """The namespace of servers that share KV unmeasured because their operator says so: all that can be read of settings, code
+    and environment is equal. Equal numbers do not follow from that."""
+    chosen: dict[str, object] = {"environment": _environment(), "plugins": _plugins()}
+    for name, keys in (
+        ("load_config", ("load_format", "model_loader_extra_config", "quantization")),
+        (
+            "model_config",
+            ("model_impl", "trust_remote_code", "hf_overrides", "enforce_eager", "override_attention_dtype"),
+        ),
+        ("compilation_config", ("mode", "level", "backend", "custom_ops", "inductor_compile_config")),
+        ("kernel_config", ("__dataclass_fields__",)),
+    ):
+        part = getattr(vllm_config, name, None)
+        chosen[name] = (
+            _plain(part) if keys[0].startswith("__") else {key: _plain(getattr(part, key, None)) for key in keys}
+        )
+    chosen["additional"] = _plain(getattr(vllm_config, "additional_config", None))
+    text = json.dumps(chosen, sort_keys=True, default=_plain)
+    return sha256(unmeasured(base, settings) + text.encode()).digest()
+
+
+def _environment() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if _NUMERIC.fullmatch(name) and not _PLACES.fullmatch(name)
+    }
+
+
+def _plugins() -> list[str]:
+    """vLLM's plug-ins and the versions of their distributions."""
+    found = (one for group in ("vllm.general_plugins", "vllm.platform_plugins") for one in entry_points(group=group))
+    return sorted(f"{one.value} {one.dist.version if one.dist is not None else ''}" for one in found)
+
+
+def plain_dtype(name: str, dtype: object) -> str:
+    """A dtype of a KV cache with `auto`, which is the model's, resolved."""
+    return (
+        str(dtype).removeprefix("torch.") if name == "auto" else {"half": "float16", "float": "float32"}.get(name, name)
+    )
 
 
 def resolved_config(model: Any) -> dict[str, str]:
@@ -299,11 +359,12 @@ def resolved_config(model: Any) -> dict[str, str]:
     return found
 
 
-def _flatten(found: dict[str, str], prefix: str, value: object) -> None:
+def _flatten(found: dict[str, str], prefix: str, value: object, *, top: bool = True) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            if key not in IGNORED_KEYS:
-                _flatten(found, f"{prefix}.{key}", inner)
+            # Of other objects, such as RoPE's parameters, every key counts.
+            if key not in IGNORED_KEYS or not (top or is_config(prefix)):
+                _flatten(found, f"{prefix}.{key}", inner, top=False)
     else:
         found[prefix] = short(json.dumps(value, sort_keys=True, default=_plain))
 
@@ -330,8 +391,48 @@ def _plain(value: object) -> object:
 
 
 def unmeasured(base: bytes, settings: str) -> bytes:
-    """The namespace of a server that could not measure: that of servers with the same settings and versions."""
+    """A digest of the weights, settings and versions of a server, beside what it measures."""
     return sha256(b"foreword/unmeasured\x00" + base + settings.encode()).digest()
+
+
+def private(base: bytes, settings: str, engine: str) -> bytes:
+    """The namespace of a server that could not measure, and whose processes cannot tell each other a random one. `engine`: a
+    text that only they have."""
+    return sha256(b"foreword/private\x00" + unmeasured(base, settings) + engine.encode()).digest()
+
+
+def engine_of(vllm_config: Any) -> str:
+    """A text that the API server and all engines of one server have, and no other server."""
+    engine = str(getattr(getattr(vllm_config, "kv_transfer_config", None), "engine_id", ""))
+    return f"{re.sub('_dp[0-9]+$', '', engine)} {getattr(vllm_config, 'instance_id', '')}"
+
+
+def note_unmeasured(store: TieredStore, base: bytes, settings: str, namespace: bytes, engine: str) -> None:
+    """Record a namespace that follows from no measurement, so that the API server of `engine` finds it, or of any server with
+    these settings if it is ""."""
+    record = NamespaceRecord(namespace.hex(), "an unmeasured server", settings, {"engine": engine}, {}, time.time())
+    _put(store, NAMESPACES.key(_folder(base), f"{settings[:32]}-{_PRIVATE if engine else _TRUSTED}"), record)
+
+
+def announce(store: TieredStore, base: bytes, settings: str, namespace: bytes, engine: str) -> None:
+    """Record the namespace of `engine` for its scheduler, which no handshake tells (`announced`)."""
+    record = NamespaceRecord(namespace.hex(), "a scheduler that waits", settings, {"engine": engine}, {}, time.time())
+    _put(store, _announcement(base, settings, engine), record)
+
+
+def announced(store: TieredStore, base: bytes, settings: str, engine: str) -> bytes:
+    """The namespace that the workers of `engine` have announced, which ends the announcement; b"" if there is none."""
+    records, key = SharedRecords(store, NAMESPACES), _announcement(base, settings, engine)
+    try:
+        found = records.get(key)
+        records.remove(key)
+    except (StoreError, BadRecord):
+        return b""
+    return bytes.fromhex(found.namespace) if found is not None else b""
+
+
+def _announcement(base: bytes, settings: str, engine: str) -> str:
+    return NAMESPACES.key(_folder(base), f"{settings[:32]}-{sha256(engine.encode()).hexdigest()[:16]}")
 
 
 def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
@@ -341,7 +442,8 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     taken, so that nothing can be shared by mistake.
     """
     where = NAMESPACES.key(_folder(base), "")
-    known, complete = _records(store, where, mine.name)
+    found, complete = _records(store, where, mine.name)
+    known = [record for record in found if record.measured]
     compared = [(record, mine.difference(record.evidence)) for record in known]
     reasons = [(record, why) for record, why in compared if why]
     # A namespace that a server with other KV has too is not used: both have started at the same time.
@@ -392,9 +494,13 @@ def _records(store: TieredStore, prefix: str, first: str) -> tuple[list[Namespac
 
 def _write(store: TieredStore, base: bytes, mine: Observations, namespace: bytes) -> None:
     # Servers that start at the same time do not overwrite each other's records, so that each sees what the other measured.
-    key = NAMESPACES.key(_folder(base), f"{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}")
+    name = f"{mine.name}-{namespace.hex()[:16]}-{mine.values.hex()[:8]}"
+    _put(store, NAMESPACES.key(_folder(base), name), mine.record(namespace))
+
+
+def _put(store: TieredStore, key: str, record: NamespaceRecord) -> None:
     try:
-        SharedRecords(store, NAMESPACES).put(key, mine.record(namespace))
+        SharedRecords(store, NAMESPACES).put(key, record)
     except StoreError as error:
         log.warning("Foreword: this server's namespace is not recorded: %s", error.message)
 
@@ -403,8 +509,10 @@ def _folder(base: bytes) -> str:
     return base.hex()[:32]
 
 
-def recorded(store: TieredStore, base: bytes, settings: str) -> bytes | None:
-    """The namespace of the server with these settings, as its engine has recorded it; None if there is no record."""
+def recorded(store: TieredStore, base: bytes, settings: str, engine: str = "") -> bytes | None:
+    """The namespace of the server with these settings, as its engine has recorded it; None if there is no record. `engine`: as
+    in `engine_of`."""
     records, _ = _records(store, NAMESPACES.key(_folder(base), "") + f"{settings[:32]}-", "")
-    latest = max(records, key=lambda one: one.started, default=None)
+    own = [one for one in records if one.measured or one.resolved.get("engine") in ("", engine)]
+    latest = max(own, key=lambda one: one.started, default=None)
     return bytes.fromhex(latest.namespace) if latest is not None else None

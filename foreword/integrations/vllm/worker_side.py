@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,9 +26,17 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
-from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings
+from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
-from foreword.integrations.vllm.namespace import Observations, ProbeSample, choose
+from foreword.integrations.vllm.namespace import (
+    Observations,
+    ProbeSample,
+    announce,
+    announced,
+    choose,
+    engine_of,
+    note_unmeasured,
+)
 from foreword.integrations.vllm.packing import unit_group
 from foreword.integrations.vllm.producers import LeaseReader
 from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
@@ -148,50 +157,84 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers[self._engine] = self
 
-    def open(self, vllm_worker: Any | None) -> bytes:
+    def open(self, vllm_worker: Any | None, *, announced: bool = False) -> bytes:
         """Find out the namespace, and open the stores. Returns the namespace, also when it is called again.
 
-        All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`).
+        All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`). `announced`: no handshake may
+        tell the scheduler the namespace, so the stores do.
         """
         if self.offload is None:
-            started = time.monotonic()
-            self._info.settle(self._namespace(vllm_worker))
+            started, info = time.monotonic(), self._info
+            announced = announced and info.separate
+            found = self._namespace(vllm_worker)
+            info.settle(
+                b"" if announced and not any(parse(url).persistent for url in self._settings.store.urls) else found
+            )
+            if announced and not self._rank:
+                with self._persistent() as store:
+                    announce(store, info.base, info.settings, info.model, engine_of(info.config))
             # Threads that are started on this thread inherit its cores.
             with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
                 pool.submit(self._open, started).result()
         return self._info.model
 
     def _namespace(self, vllm_worker: Any | None) -> bytes:
-        """b"" if nothing could be measured."""
+        """b"" where the scheduler is in another process that cannot be told: it and the ranks then have one in common."""
         from vllm.distributed.parallel_state import get_tp_group
 
         info, staging = self._info, self._staging
         assert staging is not None
         if vllm_worker is None:
-            return b""
+            self._warn_unmeasured("vLLM has not asked the connector before the first request: report this")
+            return b"" if info.separate else self._unmeasured()
         follow_stream(staging.device)
-        measured = measure(vllm_worker, info, staging, info.units(self._rank))
+        found = measure(vllm_worker, info, staging, info.units(self._rank))
+        measured, why = found.samples, found.why
         if info.ranks > 1:
             every: list[dict[str, ProbeSample]] = [{} for _ in range(info.ranks)]
             torch.distributed.all_gather_object(every, measured, group=get_tp_group().cpu_group)
             measured = {name: one for rank in every for name, one in rank.items()} if all(every) else {}
-        namespace = self._chosen(vllm_worker, measured) if self._rank == 0 and measured else b""
+        namespace = b""
+        if self._rank == 0 and measured:
+            namespace = self._chosen(vllm_worker, measured, found.behind)
+        elif self._rank == 0:
+            self._warn_unmeasured(why or "another rank could not compute the probe")
+            namespace = self._unmeasured()
         return bytes(get_tp_group().broadcast_object(namespace, src=0)) if info.ranks > 1 else namespace
 
-    def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample]) -> bytes:
-        """The namespace that the records in the stores give to what was measured."""
+    def _warn_unmeasured(self, why: str) -> None:
+        if self._rank:
+            return
+        info = self._info
+        shared = (
+            "trust_unmeasured is set, so it is shared with servers whose settings look the same"
+            if info.trusts
+            else "so it is shared with no other process, and not found after a restart"
+        )
+        logger.warning("Foreword: this server's KV cannot be measured: %s; %s", why, shared)
+
+    def _unmeasured(self) -> bytes:
+        """The namespace of a server that could not measure: no other process's, unless its operator trusts its settings."""
+        info = self._info
+        namespace, engine = (info.trusted(), "") if info.trusts else (os.urandom(32), engine_of(info.config))
+        with self._persistent() as store:
+            note_unmeasured(store, info.base, info.settings, namespace, engine)
+        return namespace
+
+    def _persistent(self) -> AbstractContextManager[TieredStore]:
+        return persistent_tiers(self._settings)
+
+    def _chosen(self, vllm_worker: Any, measured: Mapping[str, ProbeSample], behind: Collection[str]) -> bytes:
+        """The namespace that the records in the stores give to what was measured. `behind`: see `ProbeOutcome`."""
         info = self._info
         config, model = info.config.model_config, vllm_worker.model_runner.get_model()
         rotary = rotary_embeddings(model, int(config.max_model_len), config.dtype)
-        resolved = resolved_attributes(model, config)
+        resolved = resolved_attributes(model, info.config)
+        resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
         seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
-        urls = [url for url in self._settings.store.urls if parse(url).persistent]
-        store = open_tiers(urls, self._settings.keys(), (), {})
-        try:
+        with self._persistent() as store:
             return choose(store, info.base, seen)
-        finally:
-            store.close()
 
     def _open(self, started: float) -> None:
         info, config, tensors = self._info, self._settings.store, self._tensors
@@ -518,6 +561,23 @@ class ForewordConnectorWorker:
             with _workers_lock:
                 _workers.pop(self._engine, None)
             self.offload.close(self._settings.store.flush_seconds)
+
+
+@contextmanager
+def persistent_tiers(settings: ConnectorSettings) -> Iterator[TieredStore]:
+    """The stores that outlive a process."""
+    urls = [url for url in settings.store.urls if parse(url).persistent]
+    store = open_tiers(urls, settings.keys(), (), {})
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def told_by_stores(info: KVCacheInfo, settings: ConnectorSettings) -> bytes:
+    """The namespace that the ranks, in other processes, have announced to this scheduler; b"" if they have not."""
+    with persistent_tiers(settings) as store:
+        return announced(store, info.base, info.settings, engine_of(info.config))
 
 
 def _block_bytes(views: Sequence[torch.Tensor]) -> int:

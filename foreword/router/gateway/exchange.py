@@ -11,6 +11,7 @@ response is read and not changed.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -19,23 +20,33 @@ from urllib.parse import unquote
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
-from foreword.api.errors import CLIENT_GONE, openai_error
+from foreword.api.errors import CLIENT_GONE, internal_error_response, openai_error
 from foreword.api.front import Handler
 from foreword.api.outcomes import log_request, outcome_of_status
 from foreword.api.quotas import Admitted
 from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
-from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed
-from foreword.router.attempt import Attempt, is_refusal
+from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
+from foreword.router.attempt import Attempt
 from foreword.router.gateway import envoy_messages as envoy
-from foreword.router.gateway.picker import DESTINATION, PICK, ROUTE, Answer, Picker, RequestHead
+from foreword.router.gateway.picker import (
+    DESTINATION,
+    FAULTS_OF_CLIENTS,
+    PICK,
+    ROUTE,
+    Answer,
+    Picker,
+    RequestHead,
+)
 from foreword.router.passthrough import listed_models
 from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replicas import clock
+from foreword.router.replicas import clock, is_refusal
 from foreword.router.service import Router
 from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
+
+logger = logging.getLogger(__name__)
 
 _MAX_WHOLE_BYTES: Final = 16 << 20
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
@@ -130,7 +141,15 @@ class Accounting:
     def refused(self, error: ForewordError) -> None:
         """The gateway gets an error, to send to the client."""
         self._router.metrics.rejected(self._tenant.name, error.code)
-        self._status = error.status
+        self.end_with(error.status)
+
+    @property
+    def request_id(self) -> str:
+        return self._head.id
+
+    def end_with(self, status: int) -> None:
+        """The request is over, with this status."""
+        self._status = status
         self.end()
 
     def response(self, status: int, headers: Mapping[str, str], served: str) -> None:
@@ -141,13 +160,15 @@ class Accounting:
         routed, attempt = self._placed
         router, upstream = self._router, attempt.upstream
         if served and served != self._answer.endpoints.partition(",")[0]:
+            self._judge(routed, attempt)
             router.failed(upstream, f"the gateway used {served} instead")
         elif status == 200:
             self._response = ObservedResponse(streams=routed.request.stream)
             return
         elif status in (429, 503) and headers.get("retry-after", "").isdigit():
             router.paused(upstream, min(float(headers["retry-after"]), _MAX_PAUSE))
-        elif not is_refusal(status):
+        elif not is_refusal(status) and headers.get("x-foreword-error") != RequestEnded.code:
+            self._judge(routed, attempt)
             router.failed(upstream, f"status {status}")
         self._give_up()
 
@@ -177,8 +198,9 @@ class Accounting:
             return
         self._ended = True
         if self._placed is not None:
-            self._status = CLIENT_GONE
+            self._status = CLIENT_GONE if self._status < 500 else self._status
             self._charge(self._seen(self._placed[0]))
+            self._judge(*self._placed)
             self._give_up()
         router, head = self._router, self._head
         router.picked -= 1
@@ -204,6 +226,13 @@ class Accounting:
             self._usage = self._placed[0].named(usage)
             self._router.quotas.charge(self._admitted, usage.charged, clock())
 
+    def _judge(self, routed: RoutedRequest, attempt: Attempt) -> None:
+        """The response failed, or the client left: find out whether replicas that may have had the request have died."""
+        flight, router = attempt.flight, self._router
+        if flight is not None and not flight.judged:
+            replicas = [router.upstreams[url] for url in sorted(flight.urls) if url in router.upstreams]
+            router.judge(routed.ask, flight, replicas, self._response.events if self._response is not None else 0)
+
     def _give_up(self) -> None:
         """The attempt teaches nothing."""
         assert self._placed is not None
@@ -226,6 +255,12 @@ class Exchanges:
         router = self.picker.router
         self._knows_replicas = self._knows_replicas or router.auth.has_tenants or router.ready() is None
         return self._knows_replicas
+
+    def unexpected(self, request_id: str, error: Exception) -> None:
+        """Something raised for this request that no code expects."""
+        if type(error).__name__ not in FAULTS_OF_CLIENTS:
+            self.picker.router.metrics.unexpected(error)
+            logger.error("request %s of a gateway failed", request_id, exc_info=error)
 
     async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""
@@ -251,6 +286,9 @@ class Exchanges:
             async for message in requests:
                 if _observed(accounting, message):
                     return
+        except Exception as error:
+            self.unexpected(accounting.request_id, error)
+            raise
         finally:
             accounting.end()
 
@@ -284,13 +322,30 @@ class _Exchange:
                 self._accounting.refused(error)
             await self._write(self._refusal(error))
             return
+        except Exception as error:  # the edge of one request
+            if type(error).__name__ in FAULTS_OF_CLIENTS:
+                raise
+            self._shared.unexpected(self._head.id, error)
+            unknown = internal_error_response(self._head.id)
+            if self._accounting is not None:
+                self._accounting.end_with(unknown.status)
+            await self._write(self._immediate(unknown.status, unknown.body, unknown.headers))
+            return
         if self._accounting is None or self._answer is None:
             return
         async for message in self._requests:
-            _observed(self._accounting, message)
+            self._observe(self._accounting, message)
             answer = self._response_answer(message)
             if answer is not None:
                 await self._write(answer)
+
+    def _observe(self, accounting: Accounting, message: Any) -> None:
+        """Take a message about the response. What that raises is no reason to end a response that is right."""
+        try:
+            _observed(accounting, message)
+        except Exception as error:  # noqa: BLE001 - the edge of one request
+            self._shared.unexpected(self._head.id, error)
+            accounting.end()
 
     def close(self) -> None:
         """The gateway closed the stream, or it was ended here."""

@@ -29,6 +29,7 @@ from foreword.router.proxied_request import RoutedRequest
 from foreword.router.replica_body import TRANSLATED, chat_request, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
+from foreword.router.suspicious import SuspiciousRequest
 
 _FRESH_SECONDS: Final = 5.0
 _RESOLVE_SECONDS: Final = 2.0
@@ -73,6 +74,8 @@ PICK: Final = "x-foreword-pick"
 ROUTE: Final = "x-foreword-route"
 _OWN_HEADERS: Final = (DESTINATION, PREFILL, PICK, ROUTE, SALT_HEADER)
 _MODELS: Final = "/v1/models"
+# Errors of gRPC's library that a client causes: what it sent, or did not wait for.
+FAULTS_OF_CLIENTS: Final = ("ExecuteBatchError", "DecodeError", "UnicodeDecodeError")
 # Paths that any replica answers.
 _ANYWHERE: Final = frozenset(
     ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens")
@@ -193,7 +196,7 @@ class Picker:
         Args:
             among: the endpoints that the gateway allows; None for all.
 
-        Raises BadRequest, UnknownModel, QueueFull, or NoReplica. Where the gateway may choose instead
+        Raises BadRequest, UnknownModel, SuspiciousRequest, QueueFull, or NoReplica. Where the gateway may choose instead
         (`picker_open`), the answer for the last two has no endpoint.
         """
         router, arrived = self.router, clock()
@@ -202,6 +205,8 @@ class Picker:
             async with asyncio.timeout(router.config.picker_timeout):
                 routed = await self._routed(head, tenant, request, arrived, among)
                 attempt = await routed.place()
+        except SuspiciousRequest:  # the gateway would send it to a third replica
+            raise
         except (NoReplica, QueueFull, TimeoutError) as error:
             if router.config.picker_open and not router.auth.has_tenants:
                 # Without API keys there is no tenant to set, and a client must not invent one.
@@ -272,9 +277,10 @@ class Picker:
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
         """The next best replicas, to which the same headers and body can be sent: with a prefill replica, those with its
-        weights."""
-        pool, found = routed.pool, list[str]()
-        most = self.router.config.max_attempts - 1
+        weights. No more than may be lost if it ends servers: one, until a request that asks the same was served."""
+        pool, found, flight = routed.pool, list[str](), attempt.flight
+        assert flight is not None
+        most = min(self.router.config.max_attempts - 1, routed.ask.spare)
         for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
             upstream = pool.upstreams.get(one.replica)
             if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
@@ -283,7 +289,9 @@ class Picker:
                 continue
             if upstream.kind == attempt.upstream.kind and upstream.url not in routed.avoid and len(found) < most:
                 address = await self._address(upstream.url)
-                found += [address] if address and (among is None or address in among) else []
+                if address and (among is None or address in among) and routed.ask.spare:
+                    found.append(address)
+                    flight.urls.add(upstream.url)
         return found
 
     async def _address(self, url: str) -> str:

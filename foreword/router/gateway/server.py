@@ -15,7 +15,7 @@ from typing import Any, Final
 from foreword.api.errors import MAX_BODY_BYTES
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
-from foreword.router.gateway.picker import Picker
+from foreword.router.gateway.picker import FAULTS_OF_CLIENTS, Picker
 from foreword.router.service import Router
 
 logger = logging.getLogger(__name__)
@@ -104,12 +104,9 @@ async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
         await server.stop(_FLUSH_SECONDS)
 
 
-_FAULTS_OF_CLIENTS: Final = ("ExecuteBatchError", "DecodeError", "UnicodeDecodeError")
-
-
 def _is_own_fault(record: logging.LogRecord) -> bool:
     error = record.exc_info and record.exc_info[0]
-    if not error or error.__name__ not in _FAULTS_OF_CLIENTS:
+    if not error or error.__name__ not in FAULTS_OF_CLIENTS:
         return True
     logger.debug("a client of the picker: %s", record.getMessage())
     return False

@@ -13,7 +13,7 @@ import httpx
 from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest, EngineFailed, NotReady
-from foreword.integrations.vllm.prefix_storage import ConnectorStorage
+from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.prefixes.book import Content, KeptBytes, Message, NamedPrefix
 from foreword.prefixes.prefix_service import AsyncPrefixes, PrefixService, Registration
 

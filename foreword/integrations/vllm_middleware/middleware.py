@@ -47,8 +47,8 @@ from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY
-from foreword.integrations.vllm.prefix_storage import ConnectorStorage
-from foreword.integrations.vllm.vllm_prefixes import InnerServer, VllmPrefixes
+from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
+from foreword.integrations.vllm_middleware.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
 from foreword.tasks import to_its_end
 
@@ -323,6 +323,8 @@ class _Counts:
     def rejected(self, tenant: str, code: str) -> None: ...
 
     def ignored(self, route: str) -> None: ...
+
+    def unexpected(self, error: BaseException) -> None: ...
 
 
 def make_front(

@@ -19,7 +19,13 @@ from foreword.blocks.resume import alignment, longest_resumable
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import ConfigError, ModelUnsupported, NotReady, PrefixBudgetExceeded, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
-from foreword.integrations.vllm.namespace import base_digest, recorded, settings_digest, unmeasured
+from foreword.integrations.vllm.namespace import (
+    base_digest,
+    engine_of,
+    recorded,
+    settings_digest,
+    unmeasured,
+)
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored import PrefixPins, PrefixRecord, PrefixStorage, own_keys
@@ -80,6 +86,7 @@ class ConnectorStorage(PrefixStorage):
     def __init__(self, vllm_config: Any) -> None:
         settings = connector_settings(vllm_config)
         self._base, self._settings = base_digest(vllm_config, settings.fingerprint), settings_digest(vllm_config)
+        self._engine = engine_of(vllm_config)
         model = unmeasured(self._base, self._settings)
         self._extras = RequestIdentity().extras(settings.version_of(vllm_config).salt)
         self._units = settings.units
@@ -110,7 +117,7 @@ class ConnectorStorage(PrefixStorage):
         while not self._layouts and self._visible:
             try:
                 # The engine's process has found out the namespace.
-                model = recorded(self._store, self._base, self._settings)
+                model = recorded(self._store, self._base, self._settings, self._engine)
                 self.pins.model = self.pins.model if model is None else model.hex()
                 self.pins.groups = self._layouts = self._own(layouts(self._store))
             except StoreError as error:

@@ -1,0 +1,79 @@
+"""What a request asks of the model, as digests: the same for each client, and for each retry of a client.
+
+Retries differ in transport details: ids, `user`, `metadata`, `stream`, a `seed`. They ask the same all the same. A digest has
+the fields that reach the model, in whatever order, and no others. Requests that differ in a counter or a time near the end of
+their prompt share the digest of its start.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from foreword.api.request import GenerateRequest
+from foreword.decoders import decode_json
+
+# Smaller fields are compared without white space and the order of their keys, larger ones as they are written.
+_MOST_REWRITTEN: Final = 64 << 10
+# Of a shorter prompt too little is left at its start to tell it from others.
+_LEAST_START: Final = 512
+# The prompt, in the order in which templates render it.
+_PROMPT: Final = ("system", "instructions", "messages", "prompt", "input")
+# Other fields that the model, its template or its sampler sees.
+_SEEN: Final = frozenset(_PROMPT) | frozenset(
+    name
+    for names in (
+        "suffix documents prompt_embeds prompt_token_ids conversation prefix mm_processor_kwargs media_io_kwargs",
+        "tools tool_choice functions function_call parallel_tool_calls thinking reasoning reasoning_effort modalities",
+        "include_reasoning thinking_token_budget chat_template chat_template_kwargs add_generation_prompt",
+        "continue_final_message add_special_tokens echo truncate_prompt_tokens truncation",
+        "response_format text structured_outputs output_config output_format guided_json guided_regex guided_choice",
+        "guided_grammar guided_decoding_backend json_schema regex ebnf grammar structural_tag vllm_xargs",
+        "logits_processors n best_of use_beam_search length_penalty temperature top_p top_k top_a min_p typical_p",
+        "presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words stop",
+        "stop_sequences stop_token_ids include_stop_str_in_output stop_in_reasoning ignore_eos max_tokens",
+        "max_completion_tokens max_output_tokens min_tokens logprobs top_logprobs prompt_logprobs",
+        "skip_special_tokens spaces_between_special_tokens repetition_detection",
+    )
+    for name in names.split()
+)
+# Fields of other requests, such as embeddings, that say nothing to the model.
+_UNSEEN: Final = frozenset(
+    ("user", "seed", "stream", "stream_options", "metadata", "priority", "cache_salt", "salt", "request_id", "store")
+)
+_GENERATING: Final = frozenset(("chat", "completions", "responses", "messages"))
+
+
+class AskDigests(NamedTuple):
+    """Digests of what a request asks: `whole`, and of the `start` of its prompt, between three and six eighths of it; None if
+    that is short."""
+
+    whole: bytes
+    start: bytes | None
+
+
+def asked_of(request: GenerateRequest, model: str) -> AskDigests:
+    """The digests of a request to this model."""
+    where = f"{request.path or request.dialect}\0{request.model or model}".encode()
+    fields = {name: _plain(raw) for name, raw in sorted(request.body.fields.items()) if _is_seen(request, name)}
+    whole = blake2b(where, digest_size=16)
+    for name, value in fields.items():
+        whole.update(b"%b %d " % (name.encode(), len(value)))
+        whole.update(value)
+    prompt = b"".join(fields.get(name, b"") for name in _PROMPT)
+    length = 1 << max((3 * len(prompt) // 4).bit_length() - 1, 0)
+    start = blake2b(where + prompt[:length], digest_size=16).digest() if length >= _LEAST_START else None
+    return AskDigests(whole.digest(), start)
+
+
+def _is_seen(request: GenerateRequest, name: str) -> bool:
+    return name in _SEEN if request.dialect in _GENERATING else name not in _UNSEEN
+
+
+def _plain(raw: msgspec.Raw) -> bytes:
+    value = bytes(raw)
+    if len(value) > _MOST_REWRITTEN:
+        return value
+    return msgspec.json.encode(decode_json(value, Any), order="deterministic")
