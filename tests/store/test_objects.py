@@ -548,10 +548,11 @@ def test_instances_delete_from_one_chunk_at_once(
             return store.delete(names, deadline=soon())
 
         with ThreadPoolExecutor(len(parts)) as pool:
-            for count, places in zip(pool.map(delete, stores, parts), parts, strict=False):
-                assert count == len(places)
+            counts = list(pool.map(delete, stores, parts))
+        assert all(count <= len(places) for count, places in zip(counts, parts, strict=True))
         gone = {place for places in parts for place in places}
         expected = [None if place in gone else bytes(one.data) for place, one in enumerate(frames)]
+        assert sum(counts) >= len(gone)
         assert read(stores[-1], frames) == expected
         listed = {name for page in stores[-1].list_names(deadline=soon()) for name in page}
         assert listed == {one.name for place, one in enumerate(frames) if place not in gone}

@@ -180,13 +180,17 @@ class ObjectStore(Store):
         return len(frames)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        """Delete blocks. A chunk that has other blocks too is written again without the deleted ones. Blocks count as deleted
-        when a listing shows none of them: another instance may have copied them while it deleted others of the same chunk."""
+        """Delete blocks. A chunk that has other blocks too is written again without the deleted ones.
+
+        Blocks count as deleted when two listings have shown none of them: another instance may have copied them while it
+        deleted others of the same chunk, and a listing that runs meanwhile may show neither its copies nor the chunk.
+        """
         self._check_open(deadline)
-        deleted = set[Name]()
+        deleted, without = set[Name](), 0
         for _ in range(_DELETIONS):
             search = self._search(names, deadline, StoreReadOnly)
-            if not search.chunks:
+            without = 0 if search.chunks else without + 1
+            if without == 2:
                 break
             deleted.update(search.found)
             self._remove_from(search.chunks.values(), names, deadline)
