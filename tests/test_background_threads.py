@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.offload.manager import OffloadManager
+from foreword.engine.engine_stores import EngineStores
 from foreword.offload.policy import PATIENCE
 from foreword.offload.staging import StagingArena
 from foreword.store.background import Follower, set_background_cores, use_background_cores
@@ -114,7 +114,7 @@ def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
     layout = Layout(b"m" * 32, 16, (LayerLayout(1, 8, 8),), "float32")
     blocks = torch.zeros(8, layout.block_bytes, dtype=torch.uint8)
     store = TieredStore([MemoryStore(1 << 20)])
-    cache = OffloadManager(store, StagingArena([[blocks]], 8), [layout], lookup_timeout=1.0)
+    cache = EngineStores(store, StagingArena([[blocks]], 8), [layout], lookup_timeout=1.0)
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()

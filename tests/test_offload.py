@@ -19,9 +19,9 @@ import foreword.offload.manager
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
+from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.lookups import StoreLoad
-from foreword.offload.manager import OffloadManager
 from foreword.offload.policy import LoadCosts, blocks_worth_loading, search_seconds
 from foreword.offload.search import Found
 from foreword.offload.staging import StagingArena
@@ -79,7 +79,7 @@ class Device:
         draw = torch.Generator().manual_seed(1)
         self.blocks = torch.randn(BLOCKS, LAYOUT.block_bytes // 4, generator=draw)
         self.computed = self.blocks.clone()
-        self.offload = OffloadManager(
+        self.offload = EngineStores(
             TieredStore(stores), StagingArena([[self.blocks]], slots), [LAYOUT], lookup_timeout=PATIENCE
         )
 
@@ -487,7 +487,7 @@ def test_saves_of_a_step_are_one_copy() -> None:
     groups = [torch.randn(BLOCKS, LAYOUT.block_bytes // 4) for _ in range(2)]
     before = [one.clone() for one in groups]
     store = MemoryStore(1 << 20)
-    offload = OffloadManager(TieredStore([store]), StagingArena([[one] for one in groups], 64, queues), [LAYOUT] * 2)
+    offload = EngineStores(TieredStore([store]), StagingArena([[one] for one in groups], 64, queues), [LAYOUT] * 2)
     chains = [(number, chain_keys(ROOT, [chain] * 80, 16)) for chain, number in enumerate((0, 1, 0, 1))]
     with offload.saving():
         for at, (number, keys) in enumerate(chains):

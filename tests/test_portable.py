@@ -20,9 +20,9 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix, key_of, portable_units
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import soon
+from foreword.engine.engine_stores import EngineStores
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.vllm.packing import cpu_planes, plain_planes
-from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_compiled, copy_with_views
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
@@ -247,7 +247,7 @@ class Rank:
         planes = [plane for cache in self.caches for plane in cpu_planes(cache, "vec", DIM)]
         group = UnitGroup(planes, 16, len(self.units.layouts))
         self.staging = StagingArena([group], 256)
-        self.offload = OffloadManager(
+        self.offload = EngineStores(
             TieredStore([store]), self.staging, [self.units], lookup_timeout=60.0, load_timeout=60.0
         )
         self.blocks = list(range(1, 2 * blocks, 2))  # every other one
@@ -353,7 +353,7 @@ def test_codecs_encode_all_head_units() -> None:
     lossy = [replace(layout, loss="int8") for layout in plain.units.every]
     store = CodedStore(inner, codec_named("int8"), *lossy)
     plain.units = replace(plain.units, layouts=tuple(lossy), every=tuple(lossy))
-    plain.offload = OffloadManager(TieredStore([store]), plain.staging, [plain.units], lookup_timeout=60.0)
+    plain.offload = EngineStores(TieredStore([store]), plain.staging, [plain.units], lookup_timeout=60.0)
     plain.compute()
     plain.save(keys)
     assert store.status().notes["codec_encoded"] == store.status().blocks == 4 * 4

@@ -123,7 +123,7 @@ class Context:
 
     def manager(self, *stores: Any) -> Any:
         """An offload manager over stores, or URLs of stores, fastest first."""
-        from foreword.offload.manager import OffloadManager
+        from foreword.engine.engine_stores import EngineStores
         from foreword.store.tiered import TieredStore
         from foreword.store.urls import open_store
 
@@ -131,7 +131,7 @@ class Context:
         opened = (
             open_store(list(stores), layout) if all(isinstance(one, str) for one in stores) else TieredStore(stores)
         )
-        return OffloadManager(opened, self.arena(), [layout])
+        return EngineStores(opened, self.arena(), [layout])
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:

@@ -173,13 +173,24 @@ class Worker:
 
     def close(self) -> int:
         """End it and what it started; its exit status."""
-        with contextlib.suppress(ProcessLookupError):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.poll() is None:
+            for pid in [*descendants(self.process.pid), self.process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         try:
             return self.process.wait(10.0)
         except subprocess.TimeoutExpired:  # the system still writes what it had in its cache
             return -signal.SIGKILL
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have; they may have sessions of their own."""
+    found = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, tasks.read_text().split()):
+                found += [child, *descendants(child)]
+    return found
 
 
 # The table

@@ -83,7 +83,7 @@ class Vllms:
             job = {
                 "model": str(self.model),
                 "transfer": transfer,
-                "llm": {**llm, **rung.llm},
+                "llm": {**llm, **rung.llm, **self._more},
                 "load_all": load_all,
                 "only_loaded": only_loaded,
             }

@@ -28,8 +28,8 @@ import torch
 from benchmarks.harness import machine, ratio, set_up, table, version_of
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, portable_units, whole_blocks
+from foreword.engine.engine_stores import EngineStores
 from foreword.integrations.vllm.packing import cpu_planes
-from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup, UnitGroup, copy_compiled
 from foreword.offload.staging import StagingArena
 from foreword.store.urls import open_store
@@ -80,7 +80,7 @@ class Device:
         divided, group = _divide(layout, caches, case, units)
         size = divided.layouts[0].block_bytes
         self._changed = threading.Event()
-        self.offload = OffloadManager(
+        self.offload = EngineStores(
             open_store([url]),
             StagingArena([group], STAGING // size),
             [divided],

@@ -283,9 +283,11 @@ class KVReceive:
 
     Attributes:
         done, closed: nothing more will come; `close` was called.
+        blocks: those that it fills.
     """
 
     from_store = False
+    writing = False  # `close` has waited for the part that was being written
 
     def __init__(self, view: KVView) -> None:
         self.done = self.closed = False
@@ -293,19 +295,19 @@ class KVReceive:
         self._started = time.monotonic()
         self._bytes = self._parts = 0
         self._held = 0
-        self._blocks: list[int] = []
+        self.blocks: Sequence[int] = []
         self._layers: list[int] = []  # per block, a bit for each layer that has come
         self._mark: Any = None
 
     @property
     def begun(self) -> bool:
         """It has blocks."""
-        return bool(self._blocks)
+        return bool(self.blocks)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         """Write what comes into `blocks`, which follow the first `held` blocks. On the engine's thread."""
         self._started = time.monotonic()
-        self._held, self._blocks, self._layers = held, list(blocks), [0] * len(blocks)
+        self._held, self.blocks, self._layers = held, list(blocks), [0] * len(blocks)
         # The engine may still compute with the former content of these blocks.
         self._mark = self._view.mark()
 
@@ -313,9 +315,9 @@ class KVReceive:
         """Write a part. On the connection's thread, never after `close`."""
         first = part.first_block - self._held
         with payload as kv:
-            if first < 0 or first + part.blocks > len(self._blocks):
+            if first < 0 or first + part.blocks > len(self.blocks):
                 raise TransferError("a part for blocks that were not asked for", reason=str(Reason.CONTENT))
-            self._view.write(part, self._blocks[first : first + part.blocks], kv, self._mark)
+            self._view.write(part, self.blocks[first : first + part.blocks], kv, self._mark)
             self._bytes += len(kv)
         self._parts += 1
         layers = (1 << part.layers) - 1 << part.first_layer

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from foreword.blocks.pool import BlockPool
 from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
 from foreword.engine.token_logprob import TokenLogprob
 from foreword.offload.search import Found, StoredGroup
@@ -48,10 +49,15 @@ class KVArrival:
 
 class ExternalKV(Protocol):
     """Fills blocks that a sequence holds: a load from the stores, a remote prefill, or an incoming migration. The engine's
-    thread makes these calls, and each returns at once."""
+    thread makes these calls, and each returns at once: none waits for a copy on the device.
 
-    # A load from the stores: the engine's loop keeps looking at it, because it has a deadline.
+    Attributes:
+        from_store: a load from the stores; the engine's loop keeps looking at it, because it has a deadline.
+        blocks: those that it fills.
+    """
+
     from_store: bool
+    blocks: Sequence[int]
 
     @property
     def done(self) -> bool:
@@ -62,9 +68,40 @@ class ExternalKV(Protocol):
         """Fill `blocks`, which follow the first `held` blocks of the sequence. `keys` are those of its full blocks."""
         ...
 
-    def close(self) -> KVArrival:
-        """Stop writing, and say what has come. A second call returns the same."""
+    @property
+    def writing(self) -> bool:
+        """After `close`: a copy into the blocks had begun, and is not done. The blocks must not be used for anything else."""
         ...
+
+    def close(self) -> KVArrival:
+        """Begin no copy any more, and say what has come. A second call returns the same."""
+        ...
+
+
+class UnsettledBlocks:
+    """Blocks of external KV that was closed while copies into them were queued on the device. Each has a reference until the
+    copies are done: nothing writes into a block that the pool gives to a sequence."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._closed: list[ExternalKV] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._closed)
+
+    def hold(self, closed: ExternalKV) -> None:
+        """Keep the blocks of external KV that was just closed, if something is written into them. Call it before the blocks
+        are released."""
+        if closed.writing:
+            self._pool.share(closed.blocks)
+            self._closed.append(closed)
+
+    def release(self) -> None:
+        """Give back the blocks whose copies are done."""
+        done = [one for one in self._closed if not one.writing]
+        for one in done:
+            self._closed.remove(one)
+            self._pool.release(one.blocks)
 
 
 class RemoteKV(ExternalKV, Protocol):
@@ -96,7 +133,7 @@ class PositionSearch(BlockSearch, Protocol):
 
 
 class BlockStores(Protocol):
-    """The stores that may hold blocks (`offload.manager.OffloadManager`). They get their own `BlockSearch` back."""
+    """The stores that may hold blocks (`engine_stores.EngineStores`). They get their own `BlockSearch` back."""
 
     def find(
         self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], /, *, patient: bool = False
@@ -108,7 +145,7 @@ class BlockStores(Protocol):
 
 
 class PositionStores(BlockStores, Protocol):
-    """The stores of a model with windows (`offload.manager.OffloadManager`). They get their own `PositionSearch` back."""
+    """The stores of a model with windows (`engine_stores.EngineStores`). They get their own `PositionSearch` back."""
 
     def find_position(
         self,
@@ -168,6 +205,7 @@ class StoreKV:
         self._held = 0
         self._began = 0.0
         self._loading: Sequence[bytes] = ()
+        self.blocks: Sequence[int] = ()
 
     def _find(self, root: bytes, patient: bool) -> BlockSearch:
         return self._stores.find(root, self._keys[self.first :], self._keys[: self.first], patient=patient)
@@ -190,6 +228,10 @@ class StoreKV:
     def done(self) -> bool:
         return self._search.done
 
+    @property
+    def writing(self) -> bool:
+        return bool(self.blocks) and not self._search.done
+
     def hurry(self, key: bytes) -> None:
         """A request waits for this block: loading may take no longer than computing."""
         if key in self._loading:
@@ -197,6 +239,7 @@ class StoreKV:
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         self._held, self._loading, self._began = held, keys[held:], time.monotonic()
+        self.blocks = blocks
         self._in_flight.update(self._loading)
         self._load(blocks)
 
@@ -290,10 +333,14 @@ class Prefetches:
     Args:
         search: starts a search in the stores for the blocks behind the first ones; None without stores.
         in_flight: keys of blocks that stores are loading.
+        unsettled: keeps the blocks of prefetches that end early.
     """
 
-    def __init__(self, cache: PrefixCache, search: Search | None, in_flight: set[bytes]) -> None:
+    def __init__(
+        self, cache: PrefixCache, search: Search | None, in_flight: set[bytes], unsettled: UnsettledBlocks
+    ) -> None:
         self._cache = cache
+        self._unsettled = unsettled
         self._search = search
         self._in_flight = in_flight
         self._waiting: deque[Prefetch] = deque()
@@ -374,6 +421,7 @@ class Prefetches:
         assert one.store is not None
         self._loading.remove(one)
         full = one.store.close().tokens // self._cache.block_size
+        self._unsettled.hold(one.store)
         self._cache.truncate(one.table, full)
         self._cache.publish(one.table, full)
         self._end(one, reason)

@@ -23,6 +23,7 @@ from foreword.blocks.salt import Salt
 from foreword.blocks.session_book import Alone, SessionBook
 from foreword.engine.block_saver import BlockSaver
 from foreword.engine.cache_report import CacheReports
+from foreword.engine.engine_stores import EngineStores
 from foreword.engine.external_kv import MAX_PREFETCHES, Prefetch, RemoteKV
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.output_text import OutputText
@@ -45,7 +46,6 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
-from foreword.offload.manager import OffloadManager
 
 if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit
@@ -115,7 +115,7 @@ class EngineCore:
         *,
         history: MissHistory | None = None,
         observers: Iterable[Observer] = (),
-        offload: OffloadManager | None = None,
+        offload: EngineStores | None = None,
         kept: KeptPrefixes | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -322,7 +322,8 @@ class EngineCore:
         if self.offload is not None and self.scheduler.expects_store():
             self.offload.wait(seen, _STORE_WAIT)
             return []
-        if self.transfers is not None and (self.transfers.holds_blocks or self.scheduler.num_admitted):
+        held = self.scheduler.num_admitted or self.scheduler.settles
+        if self.transfers is not None and (self.transfers.holds_blocks or held):
             self.transfers.wait(_PEER_WAIT)
             return []
         return self._end_stuck(step)

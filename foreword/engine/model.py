@@ -41,6 +41,7 @@ from foreword.engine.preflight import check_model
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
+from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
 from foreword.process_config import EngineConfig
 from foreword.texts import readable
 
@@ -51,7 +52,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # Fields of `generation_config.json` that `SamplingParams` has too.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Settings of a configuration that do not change the KV.
-_VOLATILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation"}
+_VOLATILE = IGNORED_KEYS - CODE_KEYS
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
 _in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
@@ -313,25 +314,19 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
 
 def fingerprint_model(model: nn.Module) -> bytes:
     """SHA-256 over the configuration, the source of classes that neither PyTorch nor Transformers contains, and, in order of
-    name, every parameter's name, dtype, shape and bytes.
+    name, every parameter's name, dtype, shape and bytes (`model_content.py`).
 
-    A copy of a model elsewhere has the same fingerprint; other weights under the same path have another.
+    A copy of a model elsewhere has the same fingerprint, also with other names or settings of generation in its configuration;
+    other weights under the same path have another.
     """
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}  # type: ignore[operator, union-attr]
+    settings = plain_config(model.config.to_dict(), _VOLATILE)  # type: ignore[operator, union-attr]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
     for name, module in model.named_modules():
         digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
-    tensors = sorted(model.state_dict().items())
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        hashes = threads.map(
-            lambda one: hashlib.sha256(
-                one[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            ).digest(),
-            tensors,
-        )
-        for (name, tensor), part in zip(tensors, hashes, strict=True):
-            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
+        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
+    digest.update(digest_of_tensors(tensors))
     return digest.digest()
 
 

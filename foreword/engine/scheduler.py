@@ -27,6 +27,7 @@ from foreword.engine.external_kv import (
     Prefetches,
     StoreKV,
     StorePosition,
+    UnsettledBlocks,
 )
 from foreword.engine.prompt_logprobs import MAX_ROWS
 from foreword.engine.sequence import Chunk, SequenceState, Step
@@ -83,14 +84,15 @@ class Scheduler:
         self.short_of_memory: SequenceState | None = None  # for which the last step had no room
         self._in_flight: set[bytes] = set()  # keys of the blocks that stores are loading
         search = None if offload is None else lambda *chain: self._search(offload, *chain, patient=True)
-        self.prefetches = Prefetches(cache, search, self._in_flight)
+        self._unsettled = UnsettledBlocks(cache.pool)
+        self.prefetches = Prefetches(cache, search, self._in_flight, self._unsettled)
 
     def add(self, sequence: SequenceState) -> None:
         self.waiting.append(sequence)
 
     def has_work(self) -> bool:
         """Whether a call of `collect` and `schedule` can do anything, now or at a store's deadline."""
-        return bool(self.running or self.waiting or self.prefetches) or any(
+        return bool(self.running or self.waiting or self.prefetches or self._unsettled) or any(
             kv.done or kv.from_store for kv in self.waiting_for_kv.values()
         )
 
@@ -98,7 +100,17 @@ class Scheduler:
         """Whether a store is searching or loading: a step without work is then no dead end."""
         searching = any(s.store is not None and not s.store.answered for s in self.waiting)
         prefetching = bool(self.prefetches) and not self.waiting
-        return searching or prefetching or any(kv.from_store for kv in self.waiting_for_kv.values())
+        return (
+            searching
+            or prefetching
+            or bool(self._unsettled)
+            or any(kv.from_store for kv in self.waiting_for_kv.values())
+        )
+
+    @property
+    def settles(self) -> bool:
+        """Whether blocks come back by themselves in a moment: copies into them are not done, whose requests have ended."""
+        return bool(self._unsettled)
 
     @property
     def num_admitted(self) -> int:
@@ -170,12 +182,14 @@ class Scheduler:
     def _take_blocks(self, draft: _StepDraft, sequence: SequenceState, num_tokens: int) -> bool:
         """Give back what left the windows and take blocks for `num_tokens` tokens; preempt the sequences admitted last if
         memory is short. False if that preempted the sequence itself, which does not happen to one that runs alone while
-        blocks are kept."""
+        blocks are kept; or if blocks come back in a moment."""
         if self.cache.windows:
             self.cache.trim(sequence.table, sequence.computed)
         while not self.cache.advance(sequence.table, num_tokens):
             victim = self.running[-1]
             alone = self.num_admitted == 1
+            if self._unsettled:  # there is more memory as soon as the copies into it are done
+                return False
             if self.prefetches.cancel() or (alone and self._reclaim()):
                 continue
             self._preempt(draft, victim)
@@ -241,6 +255,8 @@ class Scheduler:
         """What is cached of a sequence if there is room for it. If not, prefetches end, and an engine without other work gives
         up what is kept for later requests."""
         while not self._fits(sequence, match, len(sequence.table)):
+            if self._unsettled:
+                return None  # there is more memory as soon as the copies into it are done
             if not self.prefetches.cancel() and (self.num_admitted or not self._reclaim()):
                 return None
             match = self.cache.lookup(sequence.table)
@@ -373,6 +389,7 @@ class Scheduler:
         Returns those admitted for the first time. One whose prompt was computed elsewhere has nothing to compute until the
         token that came with it (`transferred.token`) is appended.
         """
+        self._unsettled.release()
         self.prefetches.collect()
         done = [sequence for sequence, external in self.waiting_for_kv.items() if external.done]
         return [sequence for sequence in done if self.collect_one(sequence)]
@@ -395,7 +412,9 @@ class Scheduler:
 
     def _end_wait(self, sequence: SequenceState) -> KVArrival:
         """End a sequence's wait, and publish the blocks that came whole."""
-        arrival = self.waiting_for_kv.pop(sequence).close()
+        external = self.waiting_for_kv.pop(sequence)
+        arrival = external.close()
+        self._unsettled.hold(external)
         sequence.store = None
         if self.cache.windows:
             self.cache.truncate(sequence.table, arrival.tokens // self.cache.block_size)

@@ -28,6 +28,7 @@ from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
 from foreword.disaggregation.live_migration import MigrationResult
 from foreword.disaggregation.unclaimed import UnclaimedRequest, UnclaimedRequests
+from foreword.engine.engine_stores import EngineStores
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
@@ -38,7 +39,6 @@ from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, CannotMigrate, EngineFailed, NotFound, ShuttingDown
 from foreword.events import Event, Observer
 from foreword.futures import complete
-from foreword.offload.manager import OffloadManager
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
@@ -88,7 +88,7 @@ class AsyncEngine:
     def __init__(self, parts: EngineParts, transfer: TransferConfig | None = None, role: str | None = None) -> None:
         self.info: ModelInfo = parts.info
         self.tokenizer: Tokenizer = parts.tokenizer
-        self.offload: OffloadManager | None = parts.offload
+        self.offload: EngineStores | None = parts.offload
         budget = parts.core.kept.book.budget * self.info.kv_bytes_per_block
         self.prefixes = AsyncPrefixes(parts.prefix_service(), self._compute_prefix, budget)
         self.unclaimed = UnclaimedRequests(self._expired)

@@ -26,6 +26,7 @@ from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
+from foreword.engine.engine_stores import EngineStores
 from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, EngineLimits
@@ -41,7 +42,6 @@ from foreword.engine.torch_runner import TorchRunner, bytes_per_block
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.events import BlocksRemoved, BlocksStored, Observer
-from foreword.offload.manager import OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
@@ -121,7 +121,7 @@ class EngineParts:
     info: ModelInfo
     tokenizer: Tokenizer
     stores: StoreConfig
-    offload: OffloadManager | None
+    offload: EngineStores | None
     chains: ChainIndex | None
     quarantine: ChainQuarantine
     pins: StorePins | None = None
@@ -241,7 +241,7 @@ def build_engine(
     return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
 
 
-def _retire(offload: OffloadManager, pins: StorePins, tenant: bytes, alone: Alone) -> None:
+def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone) -> None:
     unneeded = partial(pins.unneeded, tenant_digest(tenant), alone.root, alone.keys)
     if alone.drop:
         offload.delete(unneeded)
@@ -310,7 +310,7 @@ def _engine_core(
     runner: TorchRunner,
     cache: PrefixCache,
     tokenizer: Tokenizer,
-    offload: OffloadManager | None,
+    offload: EngineStores | None,
     observers: Sequence[Observer],
     kept: KeptPrefixes,
 ) -> EngineCore:
@@ -394,7 +394,7 @@ def _open_stores(
     runner: TorchRunner,
     transfer: TransferConfig,
     progress: Callable[[str], None],
-) -> OffloadManager:
+) -> EngineStores:
     """Open the stores for a runner's blocks. Raises StoreError."""
     loss, groups = loss_of(config.urls), [{n: runner.layers[n] for n in group} for group in loaded.layers.groups]
     layouts = [
@@ -411,12 +411,10 @@ def _open_stores(
     wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
-    return OffloadManager(
-        tiers, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
-    )
+    return EngineStores(tiers, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
 
 
-def _grouped_stores(cache: PrefixCache, offload: OffloadManager) -> GroupedStores:
+def _grouped_stores(cache: PrefixCache, offload: EngineStores) -> GroupedStores:
     """The stores of a model with windows."""
     pairs = zip(cache.groups, offload.units, strict=True)
     return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])

@@ -19,8 +19,8 @@ from foreword.prefixes.quarantine import ChainQuarantine
 
 if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
+    from foreword.engine.engine_stores import EngineStores
     from foreword.engine.torch_runner import TorchRunner
-    from foreword.offload.manager import OffloadManager
     from foreword.process_config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def build_audit(
     info: Mapping[str, Any],
     runner: TorchRunner,
     cache: PrefixCache,
-    offload: OffloadManager | None,
+    offload: EngineStores | None,
 ) -> tuple[HitAudit, ChainQuarantine]:
     """The audit of an engine, and the chains in quarantine, which it also honours without an audit of its own. `info` is
     that of the model, for reports."""

@@ -20,6 +20,7 @@ import msgspec
 import xxhash
 
 from foreword.decoders import decode_msgpack
+from foreword.model_content import TensorContent, tensor_content
 
 _READ: Final = 8 << 20
 _TORCH: Final = (".bin", ".pt", ".pth", ".ckpt")
@@ -33,15 +34,6 @@ _DTYPES: Final = {
     "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U16": "uint16",
     "U32": "uint32", "U64": "uint64", "C64": "complex64", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
-
-
-class TensorContent(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor: `digest` is XXH3-128 of its bytes in row-major order, 16 bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: bytes
 
 
 _Found = list[TensorContent]
@@ -63,15 +55,6 @@ def tensors_of(paths: Iterable[Path]) -> list[TensorContent]:
             named = msgspec.structs.replace(one, name=f"{path.name}\x00{one.name}") if several else one
             known[named.name, named.digest] = named
     return sorted(known.values(), key=lambda one: (one.name, one.dtype, one.shape, one.digest))
-
-
-def digest_of_tensors(tensors: Iterable[TensorContent]) -> bytes:
-    """32 bytes: SHA-256 over tensors in this order."""
-    digest = hashlib.sha256(b"foreword/tensors\x00")
-    for one in tensors:
-        part = json.dumps([one.name, one.dtype, one.shape]).encode()
-        digest.update(len(part).to_bytes(4, "little") + part + one.digest)
-    return digest.digest()
 
 
 def file_tensors(path: Path) -> list[TensorContent]:
@@ -168,15 +151,6 @@ def _entries(state: Mapping[Any, Any], before: str = "") -> Iterator[TensorConte
             yield from _entries(value, f"{name}\x00")
         else:
             yield TensorContent(name, type(value).__name__, (), xxhash.xxh3_128_digest(repr(value).encode()))
-
-
-def tensor_content(name: str, tensor: Any) -> TensorContent:
-    """A tensor of torch in memory."""
-    import torch
-
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    shape = tuple(int(size) for size in tensor.shape)
-    return TensorContent(name, str(tensor.dtype).removeprefix("torch."), shape, xxhash.xxh3_128_digest(data))
 
 
 def _cached(path: Path, kind: str) -> Path:

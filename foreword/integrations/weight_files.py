@@ -12,27 +12,14 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from msgspec.structs import replace
 
 from foreword.errors import ModelUnsupported
-from foreword.integrations.tensor_files import TensorContent, digest_of_tensors, file_digest, tensors_of
+from foreword.integrations.tensor_files import file_digest, tensors_of
+from foreword.model_content import TensorContent, digest_of_tensors
 
-# Keys of config.json that say nothing about KV: names, tools, and what a generation or a head behind all KV does.
-IGNORED_KEYS: Final = frozenset({
-    "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "_attn_implementation", "architectures",
-    "auto_map", "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "tokenizer_class",
-    "transformers.js_config", "unsloth_version", "unsloth_fixed", "gradient_checkpointing", "torchscript", "return_dict",
-    "output_attentions", "output_hidden_states", "initializer_range", "classifier_dropout", "attention_dropout",
-    "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
-    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
-    "bad_words_ids", "max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams",
-    "num_beam_groups", "diversity_penalty", "temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty",
-    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences", "output_scores",
-    "return_dict_in_generate", "exponential_decay_length_penalty", "remove_invalid_values", "prefix", "generation_config",
-})  # fmt: skip
 # What each load format of vLLM and SGLang reads of a folder: the first pattern that has files. Other formats, also those of
 # plug-ins, may read anything.
 _HF: Final = ("*.safetensors", "*.bin", "*.pt")
@@ -189,20 +176,6 @@ def _without_common(tensors: list[TensorContent]) -> list[TensorContent]:
         common += 1
     named = [replace(one, name=".".join(parts[common:])) for one, parts in zip(tensors, names, strict=True)]
     return sorted(named, key=lambda one: one.name)
-
-
-def is_config(key: str) -> bool:
-    """Whether a key of a configuration holds that of a part of the model, in which the same keys say nothing."""
-    return key.endswith("config")
-
-
-def plain_config(config: Mapping[str, Any], ignored: frozenset[str] = IGNORED_KEYS) -> dict[str, Any]:
-    """A configuration without the keys that say nothing about KV, also in the configurations of parts of the model."""
-    return {
-        key: plain_config(value, ignored) if isinstance(value, Mapping) and is_config(key) else value
-        for key, value in config.items()
-        if key not in ignored
-    }
 
 
 def adapter_files(folder: Path) -> list[Path]:

@@ -2,8 +2,12 @@
 
 The device has a mirror of the arena. To save blocks, a kernel gathers them into the mirror on the stream that computes, so
 later steps may overwrite them at once; the frames then go to the host on a stream of their own. The caller waits for neither:
-who reads a slot waits for its copy. To load blocks, the frames go to the mirror, and a kernel scatters them when the work
-queued so far is done.
+who reads a slot waits for its copy.
+
+To load blocks, the frames go to the mirror, and a kernel scatters them. The engine's thread *marks* the work that it has queued
+when it hands the blocks over: what they held before belongs to that work. The first copy of a load waits for its mark, on the
+device; the others follow in the same stream. Nothing else orders a load and the model: however long the device is busy with
+later steps, the load runs beside them.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ _WORDS_PER_PROGRAM = 1024
 
 
 class Stream(Enum):
-    """Queues of work on a device. What is queued in one runs in order."""
+    """Queues of work on a device. What is queued in one runs in order. Each thread that loads has a `LOAD` of its own, so that
+    no load waits for another one's mark."""
 
     COMPUTE = "compute"
     SAVE = "save"
@@ -72,18 +77,27 @@ class CudaQueues:  # pragma: no cover - needs a GPU
     """Streams of a CUDA device. The stream that computes is the current one of the thread that makes this object."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._computing = follow_stream(device)
-        self._copying: dict[Stream, Any] = {one: torch.cuda.Stream(device) for one in (Stream.SAVE, Stream.LOAD)}  # type: ignore[no-untyped-call]
+        self._saving: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._loading = threading.local()
 
     def _stream(self, stream: Stream) -> Any:
-        return self._computing[0] if stream is Stream.COMPUTE else self._copying[stream]
+        if stream is Stream.COMPUTE:
+            return self._computing[0]
+        if stream is Stream.SAVE:
+            return self._saving
+        if not hasattr(self._loading, "stream"):
+            self._loading.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return self._loading.stream
 
     def submit(self, stream: Stream, work: Callable[[], object]) -> None:
         with torch.cuda.stream(self._stream(stream)):
             work()
 
     def record(self, stream: Stream) -> Event:
-        event: Event = self._stream(stream).record_event()
+        # A thread that waits sleeps: a copy may wait for a step of the model.
+        event: Event = self._stream(stream).record_event(torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -180,15 +194,24 @@ class DeviceCopies:
             copy.event.synchronize()
             copy.done = True
 
-    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]]) -> None:
-        """Copy slots into units. Done on return; work that was queued before has not seen it."""
+    def mark(self) -> Event:
+        """The work that the engine has queued so far. On its thread, when it hands blocks over to a load."""
+        return self._queues.record(Stream.COMPUTE)
+
+    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]], mark: Event | None) -> None:
+        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
+        The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:
             self.wait(slot)
         queues = self._queues
         queues.submit(Stream.LOAD, lambda: self._move(self._mirror, self._arena, slots))
-        queues.wait(Stream.LOAD, queues.record(Stream.COMPUTE))
+        if mark is not None:
+            queues.wait(Stream.LOAD, mark)
         queues.submit(Stream.LOAD, lambda: self._launch(group, units, slots, gather=False))
-        queues.record(Stream.LOAD).synchronize()
+
+    def loaded(self) -> Event:
+        """The end of the loads that this thread has queued so far."""
+        return self._queues.record(Stream.LOAD)
 
     def _move(self, target: Tensor, source: Tensor, slots: Sequence[int]) -> None:
         for low, high in consecutive_runs(slots):

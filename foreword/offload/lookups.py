@@ -14,7 +14,7 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.resume import alignment
 from foreword.offload.policy import search_seconds
@@ -23,6 +23,9 @@ from foreword.store.background import use_background_cores
 from foreword.store.base import Name
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
+
+if TYPE_CHECKING:
+    from foreword.offload.device import Event
 
 _THREADS: Final = 4
 _QUICK: Final = 0.0005  # seconds; the engine's thread waits a moment for lookups that usually are this quick
@@ -47,7 +50,8 @@ class LookupCounts:
 class StoreLoad:
     """One request's lookup in the stores and the load that may follow.
 
-    The engine's thread owns it, a thread of the lookups and then one of the loads fills it.
+    The engine's thread owns it, a thread of the lookups and then one of the loads fills it. The engine's thread never waits for
+    a copy: `close` says that no copy begins any more, and the blocks are the load's until it is `done`.
 
     Attributes:
         names: names of the blocks that are looked up, then loaded.
@@ -59,8 +63,12 @@ class StoreLoad:
         tokens: how many tokens the load saves, if that does not follow from the number of blocks.
         skip, requested: the load skips the first `skip` blocks and loads the next `requested` into the device blocks `blocks`.
         patient: load all that is found, even if computing it would be faster: no request waits for it.
+        mark: the device's work when the blocks were handed over, which their former contents belong to; None on a CPU.
+        held_up: the load waits for that work, which computing would wait for too: its deadline moves. `waited`: for how many
+            seconds it did.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
-        finished: the load has ended.
+        copying: copies into the blocks that have begun and are not known to be done.
+        finished: no copy begins any more.
         tasks: what runs of the lookup, then of the load. An error may have kept one from saying that it has ended.
     """
 
@@ -75,14 +83,19 @@ class StoreLoad:
     skip: int = 0
     requested: int = 0
     blocks: list[int] = field(default_factory=list)
+    mark: Event | None = None
+    held_up: bool = False
+    waited: float = 0.0
     loaded: int = 0
     tiers: list[int] = field(default_factory=list)
+    copying: int = 0
     started: float = 0.0
     finished: bool = False
     tasks: list[Future[None]] = field(default_factory=list)
     _ended: bool = False
+    _lost: bool = False
     _count: Callable[[int, LookupOutcome], None] = lambda found, reason: None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # held for assignments only
 
     @property
     def answered(self) -> bool:
@@ -109,29 +122,40 @@ class StoreLoad:
 
     @property
     def done(self) -> bool:
-        """Whether the load has ended or its deadline has passed."""
-        return self.finished or self._has_run() or time.monotonic() >= self.deadline
+        """Whether the load has ended, or its deadline has passed, and nothing is written into its blocks any more."""
+        late = not self.held_up and time.monotonic() >= self.deadline
+        if not self.finished and (late or self._has_run()):
+            self.close()
+        return self.finished and not self.copying
 
     def close(self) -> list[int]:
-        """End the load: no block is written from now on. Returns the tier of each loaded block."""
+        """End the load: no copy begins from now on. Those that have begun write until the load is `done`. Returns the tier of
+        each block that was loaded by now."""
         with self._lock:
             self.finished = True
-            return self.tiers
+            return list(self.tiers)
 
     def discard(self) -> None:
         """End the load as if no block had been loaded: the device is about to lose its contents."""
         with self._lock:
-            self.finished, self.tiers = True, []
+            self.finished = self._lost = True
+            self.tiers = []
 
-    def fill(self, tiers: list[int], copy: Callable[[], None]) -> bool:
-        """Copy the next blocks, which came from `tiers`, into the device. False, without a copy, if the load was closed."""
+    def begin_copy(self) -> bool:
+        """Count a copy of the next blocks into the device, which is about to be queued. False if the load was closed: it must
+        not be queued then."""
         with self._lock:
-            if self.finished:
-                return False
-            copy()
-            self.loaded += len(tiers)
-            self.tiers += tiers
-            return True
+            self.copying += not self.finished
+            return not self.finished
+
+    def end_copy(self, tiers: Sequence[int] | None) -> None:
+        """The oldest copy is done, of blocks that came from `tiers`. None if it failed: what follows it does not count."""
+        with self._lock:
+            self._lost |= tiers is None
+            if tiers is not None and not self._lost:
+                self.loaded += len(tiers)
+                self.tiers += tiers
+            self.copying -= 1
 
 
 class StoreLookups:

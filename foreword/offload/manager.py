@@ -4,21 +4,24 @@ The engine's thread calls it, and no call blocks; threads of this module wait fo
 
 - A step never waits for a save. Saving copies blocks into the staging arena and returns. If the arena is full, the oldest
   queued blocks that are not being written are dropped (`writer.py`).
-- A request waits no longer than a load can save. `worth_loading` compares the measured bandwidth of each tier with the
+- A request waits no longer than a load can save. `policy.py` compares the measured bandwidth of each tier with the
   engine's measured prefill speed, and a load that turns out to be slower than computing is cut off.
-- Nothing is written into a block after the engine has taken it back: `StoreLoad.close` and the copy into the device exclude
-  each other.
+- No thread waits for the model, and the engine's thread waits for no copy. The blocks of a load are ordered behind the engine's
+  work once, when they are handed over. Groups of blocks are read and their copies queued while earlier ones run; a thread of
+  the loads waits for its own copies, and a slot is used again after the copy out of it.
+- Nothing is written into a block after the engine has taken it back: `StoreLoad.close` is a flag, after which no copy begins,
+  and the engine keeps the blocks until the load is `done`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,7 +31,7 @@ from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
-from foreword.offload.lookups import LookupCounts, Result, StoreLoad, StoreLookups
+from foreword.offload.lookups import LookupCounts, StoreLoad, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.search import StoredGroup
 from foreword.offload.slots import SlotReader, StagingSlots
@@ -39,21 +42,31 @@ from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tier_admission import BlockUse
-from foreword.store.tier_counters import LookupOutcome, Rate
-from foreword.store.tiered import FetchedBlock, TieredStore, Tiers, TierSearch
+from foreword.store.tier_counters import Rate
+from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
+    from foreword.offload.device import Event
     from foreword.offload.staging import StagingArena
 
 Done = TypeVar("Done")
 
-# Bytes that a load reads and copies at once. On a GPU a load waits for each copy's kernel: fewer, larger ones are faster.
+# Bytes that a load reads and copies at once. On a GPU each is a few launches and an event: fewer, larger ones are faster.
 _GROUP_BYTES: Final = 8 << 20
 _GROUP_BYTES_ON_DEVICE: Final = 32 << 20
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
-_MIN_PATIENCE: Final = 0.05  # seconds
+MIN_PATIENCE: Final = 0.05  # seconds
 _LOADERS: Final = 4
 _MEMORY_LOADERS: Final = 2
+
+
+@dataclass(slots=True)
+class _GroupCopy:
+    """Blocks of a load whose copy into the device is queued, from `slots`. Those hold the blocks until it is `copied`."""
+
+    copied: Event | None
+    slots: list[int]
+    found: list[FetchedBlock]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,7 @@ class OffloadManager:
         self.on_change = on_change
         self.prefill_rate = Rate()  # tokens per second
         self._fingerprints = [[layout.fingerprint for layout in one.layouts] for one in self.units]
-        self._block_size = self.units[0].tokens * self.units[0].per_block
+        self.block_size = self.units[0].tokens * self.units[0].per_block
         self.costs = LoadCosts(
             [
                 (HEADER_BYTES + size) * one.block_units
@@ -147,22 +160,6 @@ class OffloadManager:
 
     # Loading
 
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
-    ) -> StoreLoad:
-        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result.
-
-        `before` are the keys of the blocks before them, which are on the device.
-        """
-        names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
-
-        def look_up(search: TierSearch, inline: bool) -> Result | None:
-            places = self.store.locate(names, search=search, inline=inline, before=ahead)
-            return None if inline and len(places) < len(names) else (places, len(places) * self._block_size)
-
-        store_load = StoreLoad(names, 0.0, root, patient=patient)
-        return self.lookups.start(store_load, len(keys) * self._block_size, look_up)[0]
-
     def find_position(
         self,
         groups: Sequence[StoredGroup],
@@ -176,18 +173,6 @@ class OffloadManager:
         """Start a lookup of the longest position up to `limit` tokens from which the model can continue
         (`StoreLookups.find_position`)."""
         return self.lookups.find_position(groups, root, keys, held, limit, patient=patient)
-
-    def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
-        """Count a request, and its tokens, for which nothing is looked up."""
-        self.lookups.refuse(outcome, tokens)
-
-    def worth_loading(self, store_load: StoreLoad, skip: int) -> int:
-        """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
-
-        While the prefill speed is unknown, all blocks found are worth loading.
-        """
-        places = (store_load.places or [])[skip:]
-        return len(places) if store_load.patient else self.costs.blocks_worth_loading(places)
 
     def read_rates(self) -> list[float]:
         """Measured bytes per second of each tier; 0.0 for one without a recent measurement."""
@@ -203,16 +188,27 @@ class OffloadManager:
 
     def load(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
         """Start to load the found blocks from number `skip` on into the device blocks `blocks`, in order."""
+        self.hand_over(store_load, skip, blocks)
+        self.start(store_load)
+
+    def hand_over(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
+        """Give device blocks to a load, which starts now or later, from any thread. What was computed with their former
+        contents is queued on the device."""
         store_load.skip, store_load.blocks, store_load.requested = skip, list(blocks), len(blocks)
+        store_load.mark = self._staging.mark()
+
+    def start(self, store_load: StoreLoad) -> None:
+        """Start to load into the blocks that were handed over."""
+        skip, count = store_load.skip, store_load.requested
         store_load.started = time.monotonic()
         per_token = self.costs.seconds_per_token
-        tokens = store_load.tokens or len(blocks) * self._block_size
+        tokens = store_load.tokens or count * self.block_size
         known = per_token is not None and not store_load.patient
         compute = tokens * per_token if known and per_token is not None else self._load_timeout
         # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
-        limit = max(2 * compute, 2 * _MIN_PATIENCE)
+        limit = max(2 * compute, 2 * MIN_PATIENCE)
         store_load.deadline = store_load.started + min(self._load_timeout, limit)
-        blocking = self._is_blocking(store_load, skip, len(blocks))
+        blocking = self._is_blocking(store_load, skip, count)
         store_load.tasks = [
             (self._loaders if blocking else self._memory_loaders).submit(self._load, store_load, compute)
         ]
@@ -222,70 +218,91 @@ class OffloadManager:
         places = set((store_load.places or [])[first : first + count])
         return any(self.store.tiers[place].blocking for place in places)
 
-    def hurry(self, store_load: StoreLoad) -> None:
-        """A request waits for this patient load: from now on it may take as long as computing its blocks."""
-        per_token = self.costs.seconds_per_token
-        if store_load.patient and per_token is not None:
-            store_load.patient = False
-            compute = (store_load.tokens or store_load.requested * self._block_size) * per_token
-            store_load.deadline = min(store_load.deadline, time.monotonic() + max(compute, _MIN_PATIENCE))
-
-    def load_position(
-        self,
-        store_load: StoreLoad,
-        groups: Sequence[StoredGroup],
-        keys: Sequence[bytes],
-        held: int,
-        blocks: Sequence[int],
-    ) -> None:
-        """Start to load what a search for a position has found and the device does not hold: of each group, in order, the
-        blocks behind the first `held` tokens that the position needs."""
-        found = store_load.found
-        assert found is not None
-        wanted = [
-            (number, block)
-            for number, one in enumerate(groups)
-            for block in sorted(one.group.needed(found.position))
-            if block * one.group.block_size >= held
-        ]
-        names, numbers, places, rows = [], [], [], []
-        for (number, block), device_block in zip(wanted, blocks, strict=True):
-            frames = self.units[number].names(store_load.root, groups[number].keys(keys, [block]))
-            names += frames
-            numbers += [number] * len(frames)
-            places += [found.places[number, block]] * len(frames)
-            rows += self.units[number].of_blocks([device_block])
-        store_load.names, store_load.groups, store_load.places = names, numbers, places
-        store_load.tokens = found.position - held
-        self.load(store_load, 0, rows)
-
     def _load(self, store_load: StoreLoad, compute: float) -> None:
+        queued: deque[_GroupCopy] = deque()
         try:
-            self._load_batches(store_load, compute)
+            self._load_groups(store_load, compute, queued)
         finally:
             store_load.close()
-            self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.requested))
-            self._notify()
+            try:
+                self._await_copies(store_load, queued)
+            finally:
+                self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.requested))
+                self._notify()
 
-    def _load_batches(self, store_load: StoreLoad, compute: float) -> None:
+    def drain(self, loads: Collection[StoreLoad]) -> None:
+        """Wait until nothing is written into the blocks of these loads, which were closed. For an engine whose device is about
+        to lose its contents; others look at `StoreLoad.done`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not any(load.copying for load in loads))
+
+    def _load_groups(self, store_load: StoreLoad, compute: float, queued: deque[_GroupCopy]) -> None:
+        """Read blocks and queue their copies, group after group. `queued` has those that were not waited for."""
         frame_bytes = self._staging.frame_bytes
         done = 0
         while done < store_load.requested and not store_load.finished:
             known = done > 0 or self._is_rate_known(store_load)
             size = self._group_bytes if known else _PROBE_BYTES
             count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
-            patience = max(PATIENCE * compute, _MIN_PATIENCE)
+            patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
             loaded = self._load_lent(store_load, done, count, deadline)
             if not loaded:
-                slots = self._take_slots(self._loading_slots, count) or self._loading_slots.wait_for(count, deadline)
-                loaded = self._load_batch(store_load, done, slots, deadline) if slots is not None else 0
+                slots = self._slots_to_load(store_load, count, deadline, queued)
+                loaded = self._load_group(store_load, done, slots, deadline, queued) if slots is not None else 0
                 if loaded < count:
                     return
             done += loaded
             if self._is_slower_than_computing(store_load, done, compute):
                 self._count(stopped=1)
                 return
+
+    def _slots_to_load(
+        self, store_load: StoreLoad, count: int, deadline: float, queued: deque[_GroupCopy]
+    ) -> list[int] | None:
+        """Slots for the next blocks of a load: free ones, or those of its own oldest copies, when these are done. None if there
+        are none until the deadline."""
+        pool = self._loading_slots
+        while (slots := self._take_slots(pool, count)) is None and queued:
+            self._await_copy(store_load, queued)
+        if slots is None:
+            slots = pool.wait_for(count, deadline)
+        return slots
+
+    def _await_copies(self, store_load: StoreLoad, queued: deque[_GroupCopy]) -> None:
+        """Wait for all copies of a load, also if one fails."""
+        try:
+            while queued:
+                self._await_copy(store_load, queued)
+        finally:
+            if queued:
+                self._await_copies(store_load, queued)
+
+    def _await_copy(self, store_load: StoreLoad, queued: deque[_GroupCopy]) -> None:
+        """Wait for the oldest copy of a load. Its slots are free from then on, or hold what is promoted.
+
+        The first copy comes after what the engine had queued when it handed the blocks over. Computing the blocks would have
+        come after that, too: the load is late by its own time only.
+        """
+        oldest, loaded = queued.popleft(), False
+        began = time.monotonic()
+        try:
+            if oldest.copied is not None:
+                store_load.held_up = store_load.mark is not None
+                oldest.copied.synchronize()
+            loaded = True
+        finally:
+            if store_load.held_up:
+                waited = time.monotonic() - began
+                store_load.waited += waited
+                store_load.deadline += waited
+                store_load.mark = None
+                store_load.held_up = False
+            store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
+            if loaded:
+                self._promote(oldest.found, oldest.slots, store_load.started)
+            else:
+                self._loading_slots.give(oldest.slots)
 
     def _is_rate_known(self, store_load: StoreLoad) -> bool:
         """Whether the read rate of the first block's tier is known."""
@@ -304,17 +321,19 @@ class OffloadManager:
         groups = store_load.groups[first : first + same] or [0] * same
         with self.store.tiers[place].lend(store_load.names[first : first + same], deadline) as (lent, frames):
             usable = self._count_usable(frames, groups)
-            scatter = functools.partial(self._scatter, store_load, done, lent.slots[:usable], groups, lent)
-            return usable if usable and store_load.fill([place] * usable, scatter) else 0
+            if not usable or not store_load.begin_copy():
+                return 0
+            self._copy(store_load, done, lent.slots[:usable], groups, lent)
+            store_load.end_copy([place] * usable)
+            return usable
 
-    def _load_batch(self, store_load: StoreLoad, done: int, slots: list[int], deadline: float) -> int:
-        """Load one block per slot, up to the first failure, and return how many were loaded.
-
-        Blocks from a slower tier keep their slots until they are written into the faster tiers.
-        """
+    def _load_group(
+        self, store_load: StoreLoad, done: int, slots: list[int], deadline: float, queued: deque[_GroupCopy]
+    ) -> int:
+        """Read one block per slot, up to the first failure, queue their copy, and return how many there are."""
         first = store_load.skip + done
         names = store_load.names[first : first + len(slots)]
-        promoted = 0
+        copied = 0
         kept: set[int] = set()
         try:
             blocking = self._is_blocking(store_load, first, len(slots))
@@ -322,24 +341,36 @@ class OffloadManager:
             groups = store_load.groups[first : first + len(slots)] or [0] * len(slots)
             usable = [one for one in itertools.takewhile(bool, found) if one is not None]
             count = self._count_usable((one.frame for one in usable), groups)
-            tiers = [one.tier for one in usable[:count]]
-            if not count or not store_load.fill(tiers, lambda: self._scatter(store_load, done, slots[:count], groups)):
+            if not count or not store_load.begin_copy():
                 return 0
-            promoted = count
-            self._promote(usable[:count], slots[:count], store_load.started)
+            copy = self._copy(store_load, done, slots[:count], groups)
+            queued.append(_GroupCopy(copy, slots[:count], usable[:count]))
+            copied = count
+            if copy is None:
+                self._await_copy(store_load, queued)
             return count
         finally:
-            self._loading_slots.give(slot for slot in slots[promoted:] if slot not in kept)
+            self._loading_slots.give(slot for slot in slots[copied:] if slot not in kept)
 
-    def _scatter(
+    def _copy(
         self, store_load: StoreLoad, done: int, slots: Sequence[int], groups: Sequence[int], lent: Loan | None = None
-    ) -> None:
-        """Copy the payloads of `slots`, by default of the staging arena, into the device blocks from number `done` on."""
+    ) -> Event | None:
+        """Copy the payloads of `slots`, by default of the staging arena, into the device blocks from number `done` on, or queue
+        that. Returns the end of the copy; None if it is complete."""
         low = 0
-        for group, members in itertools.groupby(groups[: len(slots)]):
-            high = low + len(list(members))
-            self._staging.scatter(slots[low:high], store_load.blocks[done + low : done + high], group, lent)
-            low = high
+        mark = None if done else store_load.mark
+        try:
+            for group, members in itertools.groupby(groups[: len(slots)]):
+                high = low + len(list(members))
+                blocks = store_load.blocks[done + low : done + high]
+                self._staging.start_scatter(slots[low:high], blocks, group, mark=mark, lent=lent)
+                low, mark = high, None
+        except BaseException:
+            if (begun := self._staging.scattered()) is not None:
+                begun.synchronize()
+            store_load.end_copy([])
+            raise
+        return self._staging.scattered()
 
     def _promote(self, found: Sequence[FetchedBlock], slots: Sequence[int], started: float) -> None:
         """Queue loaded blocks, with their slots, for the tiers that are faster than the one they came from."""
@@ -363,7 +394,7 @@ class OffloadManager:
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""
         left = store_load.requested - done
-        pace = (time.monotonic() - store_load.started) / done
+        pace = (time.monotonic() - store_load.started - store_load.waited) / done
         return left > 0 and left * pace > compute * left / store_load.requested
 
     def wait(self, seen: int, timeout: float) -> None:
@@ -468,7 +499,7 @@ class OffloadManager:
             slots = pool.take(count)
         return slots
 
-    # Pins, deletion, records, status
+    # Deletion, records, status
 
     def delete(self, names: Callable[[], Sequence[Name]]) -> Future[dict[str, int]]:
         """Delete blocks that are not needed, from every tier, after what is queued was written. `names` is called when it is
@@ -482,22 +513,12 @@ class OffloadManager:
                     counts[tier.label] = tier.delete(wanted, deadline)
             return counts
 
-        return self._later(work)
+        return self.later(work)
 
     def drop_held(self, names: Callable[[], Sequence[Name]]) -> None:
         """Nothing continues these blocks: tiers that hold them back do not write them."""
         if self.store.holds:
-            self._later(lambda: self.store.drop_held(names()))
-
-    def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
-        """Pin or unpin blocks of a KV group in every tier. What waits to be written is written first."""
-        names = self.units[group].names(root, keys)
-
-        def work() -> int:
-            self._writer.flush(WRITE_TIMEOUT)
-            return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
-
-        return self._later(work)
+            self.later(lambda: self.store.drop_held(names()))
 
     def describe(self, model: str, fingerprint: bytes, groups: Sequence[KVGroup], key_size: int = 0) -> Future[None]:
         """Write the records of the layouts, for tools. `model`: its name; `groups`: the KV groups; `key_size`: tokens per block
@@ -511,18 +532,13 @@ class OffloadManager:
                 with contextlib.suppress(StoreError):  # the tier counts the error; blocks are found without the record
                     records.put(LAYOUTS.key(layout.fingerprint.hex()), LayoutRecord(model, *facts))
 
-        return self._later(work)
+        return self.later(work)
 
-    def _later(self, work: Callable[[], Done]) -> Future[Done]:
+    def later(self, work: Callable[[], Done]) -> Future[Done]:
         """Do something after what was asked for before, on the thread for that."""
         task = self._control.submit(work)
         self._tasks = [*(one for one in self._tasks if not one.done()), task]
         return task
-
-    def erase_queued(self, roots: Sequence[bytes], timeout: float = 5.0) -> int:
-        """Drop what waits to be written of chains whose roots begin with one of these bytes: an erasure of the stores follows.
-        Returns how many blocks are still being written after `timeout` seconds."""
-        return self._writer.erase(roots, timeout)
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
-from foreword.offload.device import DeviceCopies, Queues
+from foreword.offload.device import DeviceCopies, Event, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
@@ -122,19 +122,44 @@ class StagingArena:
             for block, slot, count in _runs(blocks, slots):
                 self._groups[group].copy(self._arena, block, slot, count, into_frames=True)
 
+    def mark(self) -> Event | None:
+        """The work that the engine has queued on the device, for `start_scatter`; None on a CPU. On the engine's thread."""
+        return None if self._on_device is None else self._on_device.mark()
+
     @torch.inference_mode()
-    def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0, lent: Loan | None = None) -> None:
-        """Copy the payloads of slots into device blocks of a group. The copy is complete on return.
+    def start_scatter(
+        self,
+        slots: Sequence[int],
+        blocks: Sequence[int],
+        group: int = 0,
+        *,
+        mark: Event | None = None,
+        lent: Loan | None = None,
+    ) -> None:
+        """Copy the payloads of slots into device blocks of a group. On a device the copy is queued, behind the work before
+        `mark` and what this thread has queued: until `scattered` was waited for, the slots must not change.
 
         Args:
+            mark: the engine's work up to when it handed the blocks over, for the first copy into some of them.
             lent: a store's memory, whose slots are meant; on a CPU (`copies_lent`). By default those of this arena.
         """
         if self._on_device is not None:
-            self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks])
+            self._on_device.load(group, slots, [self._groups[group].place(block) for block in blocks], mark)
             return
         arena = self._arena if lent is None else torch.frombuffer(lent.memory, dtype=torch.uint8).view(-1, lent.stride)
         for block, slot, count in _runs(blocks, slots):
             self._groups[group].copy(arena, block, slot, count, into_frames=False)
+
+    def scattered(self) -> Event | None:
+        """The end of what this thread has begun to scatter; None on a CPU, where it is complete."""
+        return None if self._on_device is None else self._on_device.loaded()
+
+    def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0, lent: Loan | None = None) -> None:
+        """The same, behind all work that is queued on the device. The copy is complete on return."""
+        self.start_scatter(slots, blocks, group, mark=self.mark(), lent=lent)
+        copied = self.scattered()
+        if copied is not None:
+            copied.synchronize()
 
 
 def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:

@@ -36,7 +36,7 @@ from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecord
 from foreword.store.tiered import TieredStore
 
 if TYPE_CHECKING:
-    from foreword.offload.manager import OffloadManager
+    from foreword.engine.engine_stores import EngineStores
 
 logger = logging.getLogger(__name__)
 
@@ -250,7 +250,7 @@ class PrefixPins:
 class StorePins(PrefixPins):
     """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
 
-    def __init__(self, offload: OffloadManager, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
+    def __init__(self, offload: EngineStores, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
         super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups], weights)
         self._offload = offload
 

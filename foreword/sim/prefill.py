@@ -23,6 +23,7 @@ class SimulatedPrefill:
     """
 
     from_store = False
+    writing = False
 
     def __init__(
         self,
@@ -38,13 +39,14 @@ class SimulatedPrefill:
         self.min_tokens = _MIN_TOKENS
         self.done = self.closed = False
         self.held_tokens = 0
+        self.blocks: Sequence[int] = ()
         self._block_size = block_size
         self._on_begin, self._on_end = on_begin, on_end
         self._arrival = KVArrival(0, 0, 0)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         """The receiver has the first `held` blocks of `keys` already."""
-        self.held_tokens = held * self._block_size
+        self.held_tokens, self.blocks = held * self._block_size, blocks
         self._arrival = KVArrival(self.held_tokens, self.held_tokens, self.held_tokens)
         self._on_begin(self)
 

@@ -74,7 +74,7 @@ class SimulatedLoad:
 
 
 class SimulatedStores:
-    """The counterpart of `offload.manager.OffloadManager` for the scheduler, in virtual time.
+    """The counterpart of `engine_stores.EngineStores` for the scheduler, in virtual time.
 
     Args:
         tiers: fastest first.
@@ -119,7 +119,7 @@ class SimulatedStores:
         return SimulatedLoad(keys, places)
 
     def worth_loading(self, store_load: SimulatedLoad, skip: int) -> int:
-        """How many blocks after the first `skip` to load (see `OffloadManager.worth_loading`)."""
+        """How many blocks after the first `skip` to load (see `EngineStores.worth_loading`)."""
         load_seconds = (self._per_block(place) for place in store_load.places[skip:])
         return blocks_worth_loading(load_seconds, self._block_size * self._costs.prefill)
 

@@ -180,7 +180,7 @@ def test_verdicts(load: float, saving: float, pays: str, decision: str) -> None:
 
 
 SCRIPT = """
-    import json, os, sys, time
+    import json, os, subprocess, sys, time
 
     def tell(**event):
         print(json.dumps(event), flush=True)
@@ -191,6 +191,8 @@ SCRIPT = """
         tell(row={"what": f"{name}, first", "figure": "0"})
         tell(row={"what": f"{name}, first", "figure": str(os.getpid())})
         if name == "hangs":
+            child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+            tell(row={"what": "hangs, started", "figure": str(child.pid)})
             time.sleep(1000)
         if name == "dies":
             os.kill(os.getpid(), 9)
@@ -223,9 +225,9 @@ def test_a_step_that_hangs_dies_or_raises_costs_its_own_rows(tmp_path: Path) -> 
     assert plan.run() == 1
     found = results_of(tmp_path)
     rows = {name: [row["what"] for row in one["rows"]] for name, one in found.items()}
-    assert rows == {
-        name: [f"{name}, first", *([] if name in ("hangs", "dies") else [f"{name}, second"])] for name in found
-    }
+    more = dict.fromkeys(found, "second") | {"hangs": "started", "dies": ""}
+    assert rows == {name: [f"{name}, first", *([f"{name}, {more[name]}"] if more[name] else [])] for name in found}
+    assert not alive(int(found["hangs"]["rows"][1]["figure"]))
     errors = {name: one["error"] for name, one in found.items() if one["error"]}
     assert set(errors) == {"hangs", "dies", "raises", "breaks"}
     assert "cut off" in errors["hangs"] and "-9" in errors["dies"] and errors["raises"] == "ValueError: wrong"
@@ -242,7 +244,7 @@ def test_what_does_not_fit_into_the_time_is_not_run(tmp_path: Path) -> None:
     plan = scripted(tmp_path, {"hangs": 60.0, "works": 60.0}, total=3.0)
     assert plan.run() == 1
     found = results_of(tmp_path)
-    assert "cut off" in found["hangs"]["error"] and len(found["hangs"]["rows"]) == 1
+    assert "cut off" in found["hangs"]["error"] and len(found["hangs"]["rows"]) == 2
     assert found["works"]["error"] == "not run" and not found["works"]["rows"]
 
 

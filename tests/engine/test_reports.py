@@ -187,9 +187,13 @@ def fingerprint(path: Path, **options: Any) -> bytes:
 
 
 def test_fingerprint(llama: Path, tmp_path: Path) -> None:
-    """A model's fingerprint is that of its copy in another folder; one number of one weight changes it, and so do settings."""
+    """A model's fingerprint is that of its copy in another folder, whatever its configuration says about names and generation;
+    one number of one weight changes it, and so do settings."""
     original = fingerprint(llama)
     shutil.copytree(llama, tmp_path / "copy")
+    settings = json.loads((tmp_path / "copy" / "config.json").read_text())
+    settings |= {"eos_token_id": [2, 5], "id2label": {"0": "a"}, "_name_or_path": "elsewhere"}
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(settings))
     assert fingerprint(tmp_path / "copy") == original
     found = {original}
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)

@@ -150,7 +150,7 @@ def test_a_load_in_flight_ends_before_the_memory_goes(worker: FakeWorker, monkey
     failed as a whole, because what was loaded is lost."""
     for number in range(4):
         worker.compute(number, number)
-    gate = Gate(worker.offload._staging, "scatter", monkeypatch)
+    gate = Gate(worker.offload._staging, "start_scatter", monkeypatch)
     worker.load("loading", 8, 9, 10, 11)
     gate.holds_up(worker.connector.unregister_kv_caches)
     worker.sleep()

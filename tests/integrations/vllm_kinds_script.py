@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 import time
@@ -174,10 +173,6 @@ def main() -> None:
     # Ending a vLLM unfreezes everything, and its collections, ten per start, would go through all modules: most of the time.
     gc.freeze()
     gc.freeze = gc.unfreeze = lambda: None
-    if job.get("log"):
-        logging.getLogger().addHandler(logging.FileHandler(job["log"]))
-        logging.getLogger("vllm").addHandler(logging.FileHandler(job["log"]))
-        logging.getLogger("vllm").setLevel("WARNING")
     if "plant" in job:
         PLANTS[job["plant"]]()
     finish({"results": [run(job, one) for one in job["runs"]]})

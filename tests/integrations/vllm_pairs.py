@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from vllm_process import disk, run
+from vllm_process import attempt, disk, result
 
 from foreword.referee.models import EMBEDDINGS, KINDS, Kind, fresh_prompts
 
@@ -193,7 +193,7 @@ PAIRS = [
     _other("RoPE base", Server({"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}})),
     _other("epsilon in config.json", Server(folder=config(rms_norm_eps=1e-2))),
     _other("window", Server(folder=config(sliding_window=256)), kind="Mistral"),
-    _other("no window", Server({"disable_sliding_window": True}), kind="Mistral"),
+    _other("no window", Server(folder=config(sliding_window=None)), kind="Mistral"),
     _other("chunk of attention", Server(folder=config(attention_chunk_size=512)), kind="Llama 4"),
     _other("scale of attention", Server(folder=config(query_pre_attn_scalar=64)), kind="Gemma 3"),
     _other("length where RoPE depends on it", Server({"max_model_len": 512}, _LONG_CONFIG), Server(folder=_LONG_CONFIG),
@@ -270,16 +270,15 @@ class Bench:
         llm = {key: one for key, one in {**kind.arguments(), **server.llm}.items() if one is not None}
         longest = min(300, llm["max_model_len"] - 40)
         passes = ["embed" if one == "ask" and llm.get("runner") == "pooling" else one for one in passes]
-        log = self._folder / "log"
-        log.unlink(missing_ok=True)
         job = {
             "model": str(model), "llm": llm, "prompts": fresh_prompts(3, 4, longest - 28), "kv_bytes": server.kv_bytes,
-            "extra": server.extra, "many": str(self._folder / "many") if server.many else "", "log": str(log),
+            "extra": server.extra, "many": str(self._folder / "many") if server.many else "",
             "runs": [{"store": None if store is None else [disk(store)], "passes": passes}],
             **({"plant": server.plant} if server.plant else {}),
         }  # fmt: skip
-        [found] = run("vllm_kinds_script.py", job, **server.environment)["results"]
-        return found, log.read_text(encoding="utf-8") if log.exists() else ""
+        done = attempt("vllm_kinds_script.py", job, **server.environment)
+        [found] = result(done)["results"]
+        return found, done.stderr
 
     def run(self, pair: Pair) -> Outcome:
         kind = _MADE[pair.kind]

@@ -23,6 +23,7 @@ class Watching(Mutant):
         asked: on the scheduler side, all requests by name; `opened`: those whose KV is being loaded.
         victim: the last request that was aborted while its KV was being loaded.
         preempted: names of the requests that were.
+        open_loads: loads by the names of their requests, as a defect has noted them.
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -31,6 +32,7 @@ class Watching(Mutant):
         self.opened: dict[str, Any] = {}
         self.victim: Any = None
         self.preempted: set[str] = set()
+        self.open_loads: dict[str, BlockLoad] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         self.asked[request.request_id] = request
@@ -131,16 +133,32 @@ class SaltOfOpenLoad(Watching):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
-class SwappedLoadsOfSalts(Watching):
-    """Of two loads of one step under different salts, each writes into the blocks of the other."""
+class LoadOfAnotherSalt(Watching):
+    """While a load under another salt is under way, a load of as many blocks reads that one's."""
 
     claim = "crossed.salts-aborted"
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        if len(metadata.loads) == 2 and len({self.asked[one.request_id].cache_salt for one in metadata.loads}) == 2:
-            first, second = metadata.loads
-            if [len(one.blocks) for one in first.parts] == [len(one.blocks) for one in second.parts]:
-                metadata.loads = [_into(first, second), _into(second, first)]
+        for number, load in enumerate(metadata.loads):
+            salt = self.asked[load.request_id].cache_salt
+            others = [one for name, one in self.open_loads.items() if name in self.opened]
+            self.open_loads[load.request_id] = load
+            for other in others:
+                same = [len(one.blocks) for one in other.parts] == [len(one.blocks) for one in load.parts]
+                if same and self.asked[other.request_id].cache_salt != salt:
+                    metadata.loads[number] = replace(_into(other, load), request_id=load.request_id)
+
+
+class LoadShiftedByAbort(Watching):
+    """Once a load was aborted, loads under another salt write each block into the place of the next."""
+
+    claim = "crossed.salts-aborted"
+
+    def edit(self, metadata: ForewordConnectorMetadata) -> None:
+        for number, load in enumerate(metadata.loads):
+            if self.victim is not None and self.asked[load.request_id].cache_salt != self.victim.cache_salt:
+                parts = (replace(one, blocks=(*one.blocks[1:], one.blocks[0])) for one in load.parts)
+                metadata.loads[number] = replace(load, parts=tuple(parts))
 
 
 def _into(load: BlockLoad, other: BlockLoad) -> BlockLoad:
@@ -214,14 +232,20 @@ class AbortDeletesStored(Watching):
     claim = "crossed.loads-aborted"
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        if self.victim is None:
-            return
-        load = self.open_loads.pop(self.victim.request_id, None)
-        for part in load.parts if load is not None else ():
-            metadata.deletes = [*metadata.deletes, *((part.group, load.root, key) for key in part.keys)]
+        for name in [one for one in self.open_loads if one in self.cut]:
+            load = self.open_loads.pop(name)
+            for part in load.parts:
+                metadata.deletes = [*metadata.deletes, *((part.group, load.root, key) for key in part.keys)]
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        if request.request_id in self.opened and request.status is RequestStatus.FINISHED_ABORTED:
+            self.cut = {*self.cut, request.request_id}
+        return super().request_finished_all_groups(request, block_ids)
+
+    cut: Collection[str] = ()
 
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
-        self.open_loads = {**getattr(self, "open_loads", {}), **self._scheduler._loading}
+        self.open_loads.update(self._scheduler._loading)
         return super().build_connector_meta(scheduler_output)
 
 
@@ -248,26 +272,6 @@ class AbortEndsSharedLoads(AbortFreesEarly):
     def early(self, aborted: Collection[str]) -> Collection[str]:
         roots = {self._under_way[name].root for name in aborted if name in self._under_way}
         return [name for name, load in self._under_way.items() if load.root in roots and name not in aborted]
-
-
-class SharedLoadedOnce(Watching):
-    """While a load is under way, a load of the same blocks writes into those of the first."""
-
-    claim = "crossed.shared-aborted"
-
-    def edit(self, metadata: ForewordConnectorMetadata) -> None:
-        under_way = {load.parts[0].keys[-1]: load for name, load in self.open_loads.items() if name in self.opened}
-        for number, load in enumerate(metadata.loads):
-            first = under_way.setdefault(load.parts[0].keys[-1], load)
-            self.open_loads[load.request_id] = load
-            if first is not load and [len(one.blocks) for one in first.parts] == [
-                len(one.blocks) for one in load.parts
-            ]:
-                metadata.loads[number] = _into(load, first)
-
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        self.open_loads: dict[str, BlockLoad] = {}
 
 
 class LoadEndsAtPreemption(AbortFreesEarly):
@@ -305,19 +309,18 @@ class LoadShiftedByPreemption(LoadEndsAtPreemption):
 
 
 class ResetForgetsRunning(Watching):
-    """After a reset, requests that run save under the keys of the new weights."""
+    """After a reset, requests that run save under the keys of the new weights what they compute from KV of the old ones."""
 
     claim = "crossed.updated-running"
 
     def reset_cache(self) -> Any:
-        before = {name: state.saves for name, state in self._scheduler._requests.items()}
+        running = dict(self._scheduler._requests)
         done = super().reset_cache()
-        for name, saves in before.items():
-            self._save_again(name, saves)
+        self._scheduler._version.stale = False
+        for name, state in running.items():
+            state.saves = True
+            state.chain = self._scheduler._chain(self.asked[name], state.identity, state.chain.tokens)
         return done
-
-    def _save_again(self, name: str, saves: bool) -> None:
-        self._scheduler._requests[name].saves = saves
 
 
 class ResetSkippedAfterPreemption(Watching):

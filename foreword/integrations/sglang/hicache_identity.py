@@ -25,17 +25,16 @@ from sglang.srt.server_args import ServerArgs
 from foreword.blocks.layout import ITEM_BYTES, Layout
 from foreword.errors import ConfigError, ModelUnsupported
 from foreword.integrations.weight_files import (
-    IGNORED_KEYS,
     adapter_files,
     digest_of_files,
     model_folder,
-    plain_config,
     weights_digest,
 )
+from foreword.model_content import CODE_KEYS, IGNORED_KEYS, plain_config
 
 _CONFIGS: Final = ("config.json", "params.json", "hf_quant_config.json", "quantize_config.json")
 # Keys of the configuration that say nothing. `--dtype auto` follows the dtype, and nothing else says which class computes.
-_IGNORED: Final = IGNORED_KEYS - {"dtype", "torch_dtype", "architectures", "auto_map"}
+_IGNORED: Final = IGNORED_KEYS - CODE_KEYS - {"dtype", "torch_dtype"}
 # Options that change no KV: where a server listens, how it batches and schedules, memory, logs, tokens and answers; and those
 # whose effect is in the layout or in the digests of files.
 _NEUTRAL: Final = re.compile(

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from foreword.blocks.layout import BlockUnits
 from foreword.blocks.resume import GroupKind
 from foreword.errors import ModelUnsupported
-from foreword.integrations.tensor_files import digest_of_tensors, tensors_of
+from foreword.integrations.tensor_files import tensors_of
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.groups import ConnectorGroup
 from foreword.integrations.vllm.namespace import (
@@ -42,6 +42,7 @@ from foreword.integrations.vllm.namespace import (
     tolerance,
 )
 from foreword.integrations.weight_files import HEADS, model_folder, weight_paths
+from foreword.model_content import digest_of_tensors
 from foreword.offload.staging import StagingArena
 
 _NAME = "foreword-probe"
@@ -74,6 +75,7 @@ _BEHIND = (
     "vllm.model_executor.layers.logits_processor.",
     "vllm.model_executor.layers.pooler.",
     "vllm.model_executor.layers.vocab_parallel_embedding.ParallelLMHead",
+    "vllm.model_executor.models.utils.StageMissingLayer",  # a head that an embedding server does not load
     "vllm.v1.sample.",
 )
 # Methods of speculative decoding that have no layers.
@@ -387,7 +389,9 @@ def resolved_attributes(model: torch.nn.Module, vllm_config: Any) -> dict[str, s
                 if name in plain or not _matters(name) or not _is_plain(value) or (positions and name in _LENGTHS):
                     continue
                 text = plain_dtype(_text(value), model_config.dtype) if name == "kv_cache_dtype" else _text(value)
-                collected.setdefault(f"{type(owner).__name__}.{name}", []).append(text)
+                # An embedding server's model is of a class that vLLM makes of the generating one.
+                owned = "model" if owner is model else type(owner).__name__
+                collected.setdefault(f"{owned}.{name}", []).append(text)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and buffer.dim() == 0:
                 collected.setdefault(f"{type(module).__name__}.{name}", []).append(repr(buffer.item()))

@@ -38,13 +38,12 @@ import numpy as np
 from foreword.config import vllm_batch_invariant
 from foreword.errors import BadRecord, StoreError
 from foreword.integrations.weight_files import (
-    IGNORED_KEYS,
     Checkpoint,
     code_digest,
-    is_config,
     model_folder,
     read_checkpoint,
 )
+from foreword.model_content import IGNORED_KEYS, is_config
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore

@@ -313,8 +313,7 @@ class ForewordConnectorWorker:
         """vLLM is about to take the memory from under its KV cache. Once this returns, no thread reads or writes there, until
         `restore_kv_caches`. Loads count as failed, also those that vLLM has not yet heard of: their blocks are lost."""
         self._mapped = False
-        for load in self._loading.values():
-            load.discard()
+        self._discard(self._loading.values())
         if self._leases is not None:
             self._leases.drop_held()
 
@@ -339,8 +338,8 @@ class ForewordConnectorWorker:
             store_load = self._store_load(load)
             self._loading[load.request_id] = store_load
             numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
-            store_load.blocks = numbers  # one that never starts has loaded none of them
-            start = partial(self.offload.load, store_load, 0, numbers)
+            self.offload.hand_over(store_load, 0, numbers)
+            start = partial(self.offload.start, store_load)
             if load.producer is None or self._instances is None:
                 start()
             else:
@@ -354,8 +353,14 @@ class ForewordConnectorWorker:
     def drop_loads(self) -> None:
         """End all loads: nothing is written into their blocks any more, and none counts as loaded."""
         loads, self._loading, self._refused = self._loading, {}, []
-        for load in loads.values():
+        self._discard(loads.values())
+
+    def _discard(self, loads: Collection[StoreLoad]) -> None:
+        """End loads whose blocks are not the connector's any more when this returns. It waits for copies that have begun."""
+        for load in loads:
             load.discard()
+        if loads and self.offload is not None:
+            self.offload.drain(loads)
 
     def end_loads(self, request_ids: Iterable[str]) -> set[str]:
         """End the loads of these requests now, as failed. Returns the requests that had one whose end was not reported yet: it
@@ -363,8 +368,9 @@ class ForewordConnectorWorker:
         names = set(request_ids)
         ended = {load.request_id for load in self._refused if load.request_id in names}
         self._refused = [load for load in self._refused if load.request_id not in names]
-        for request_id in names & self._loading.keys():
-            self._loading.pop(request_id).discard()
+        loads = {request_id: self._loading.pop(request_id) for request_id in names & self._loading.keys()}
+        self._discard(loads.values())
+        for request_id in loads:
             reader = self._lease_readers.pop(request_id, None)
             if reader is not None and self._instances is not None:
                 self._instances.producers.close_reader(reader)
@@ -384,7 +390,8 @@ class ForewordConnectorWorker:
         return found
 
     def stop_loads(self, request_ids: Iterable[str]) -> None:
-        """Finished requests: nothing is written into their blocks any more. vLLM keeps the blocks until it hears of that."""
+        """Finished requests: no copy into their blocks begins any more. vLLM keeps the blocks until `take_received` has the
+        request, when those that have begun are done: this thread does not wait for them."""
         for request_id in request_ids:
             load = self._loading.get(request_id)
             if load is not None:
