@@ -119,6 +119,10 @@ class ReplicaError(ReplicaFailed):
     """A replica answered with an error, of which the request may be the cause."""
 
 
+class RequestLost(ReplicaFailed):
+    """A request, or its answer, was lost on the way to or from a replica, which answers others."""
+
+
 class RequestEnded(ReplicaError, status=500, code="request_failed", retry=False):
     """A replica failed at this request alone, and serves on. Another one would fail at it, too."""
 

@@ -372,7 +372,7 @@ def test_a_thread_that_fails_ends_its_lookup() -> None:
             fails.set()
             raise MemoryError("planted")
 
-    store = open_store(["memory://?size=1MiB"])
+    store = TieredStore([FlakyStore(MemoryStore(1 << 20))])
     threading.setprofile(profile)
     try:
         requests = Requests(store, 10 * PATIENCE)

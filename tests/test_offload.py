@@ -22,7 +22,7 @@ from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
 from foreword.offload.lookups import StoreLoad
-from foreword.offload.policy import LoadCosts, blocks_worth_loading, search_seconds
+from foreword.offload.policy import FixedCosts, LoadCosts, blocks_worth_loading, search_seconds
 from foreword.offload.search import Found
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Loan, Name, Store
@@ -512,3 +512,31 @@ def test_rows_that_are_not_contiguous_are_refused() -> None:
     for wrong in (tensor.transpose(1, 2), tensor[:, :, ::2], tensor[:, :, :3]):
         with pytest.raises(ValueError, match="not contiguous"):
             StagingArena([[wrong]], 4)
+
+
+def test_a_load_below_its_fixed_cost() -> None:
+    """A load pays only if computing takes longer than its bytes and what any load of its tier takes. That is measured: what
+    loads take longer than their bytes, as a moving average that expires. Whole chains and parts of them follow the same
+    rule."""
+    now = 0.0
+    costs = LoadCosts(
+        [100], [100], lambda: [1000.0, 1000.0], lambda: 500.0
+    )  # 0.2 s to compute a block, 0.1 s to load it
+    costs.fixed = FixedCosts(0.25, lambda: now)
+
+    def decide(blocks: int, tier: int = 0) -> tuple[int, int]:
+        found = Found(100 * blocks, 100 * blocks, {(0, number): tier for number in range(blocks)})
+        best = costs.best_position(found, 0)
+        return costs.blocks_worth_loading([tier] * blocks), 0 if best is None else best.position // 100
+
+    assert [decide(blocks) for blocks in (1, 2, 3, 4)] == [(0, 0), (0, 0), (3, 3), (4, 4)]
+    assert costs.declined == costs.too_small == 4
+    for _ in range(60):
+        costs.note_load([(0, 0)] * 4, 0.45)  # 0.05 s more than its bytes take
+    assert costs.fixed.value(0) == pytest.approx(0.05) and decide(1) == (1, 1)
+    assert decide(2, tier=1) == (0, 0), "each tier has a cost of its own"
+    assert costs.blocks_worth_loading([0, 1]) == 1, "the slowest tier of a load decides"
+    costs.note_load([(0, 0), (0, 9)], 9.0)
+    assert costs.fixed.value(0) == pytest.approx(0.05), "the speed of the other place is unknown"
+    now = 100.0
+    assert decide(2) == (0, 0), "a measurement expires"

@@ -35,7 +35,7 @@ def _ttft(steps: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
             line = f"{name} {where}, {how}: {_ms(seconds)} (p99 {_ms(found['p99'])}), computing {_ms(computed)}: {word}"
             if found["loaded"] < 0.95:
                 line += f", but {found['loaded']:.0%} of the blocks were loaded"
-            theirs = rival.get(f"{name}, vLLM's way of copying, {how}")
+            theirs = rival.get(f"{name}, vLLM's way of copying, {how}") if place == "memory" else None
             if theirs:
                 line += f"; vLLM's way of copying {_ms(theirs['p50'])}"
             yield line + "."
@@ -89,6 +89,8 @@ def _reuse(rows: Sequence[dict[str, Any]], steps: dict[str, list[dict[str, Any]]
         what = f"{cost['count']:.0f} at once, {name.removeprefix('+ ')}"
         if gained <= 0:
             yield f"Decision, {what}: saving does not pay, since loading ({busy['what']}) saves no time."
+        elif not spent:
+            yield f"Decision, {what}: saving costs no time that could be measured."
         elif spent > gained:
             yield f"Decision, {what}: saving does not pay, unless a token is loaded {spent / gained:.1f} times."
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Final
@@ -15,6 +16,8 @@ from foreword.errors import ForewordError
 from foreword.tasks import background
 
 _COMMENT: Final = b": keep-alive\n\n"
+# A reader that asks for comments gets them no more often, in seconds.
+_LEAST_KEEP_ALIVE: Final = 0.25
 HEADERS: Final[Mapping[str, str]] = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -22,6 +25,8 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 # Seconds without an event after which a stream between servers sends a comment, so that the reader knows it is alive.
 KEEP_ALIVE: Final = 5.0
+# The header in which a reader asks for comments after so many seconds without an event. The answer says how often they come.
+COMMENTS: Final = "x-foreword-comments"
 
 
 class EventStream:
@@ -100,6 +105,15 @@ class EventStream:
             self.stop()
 
 
+def comments_of(headers: Mapping[str, str]) -> float:
+    """The seconds in these headers; 0 if there are none."""
+    try:
+        found = float(headers.get(COMMENTS, "0"))
+    except ValueError:
+        return 0.0
+    return found if 0.0 < found < math.inf else 0.0
+
+
 async def send_events(
     call: Call,
     events: AsyncGenerator[bytes, None],
@@ -111,7 +125,12 @@ async def send_events(
     An error before it is raised, to be answered with its own HTTP status; one after it is sent as an event and ends the stream.
     When the client disconnects the generator is closed at once.
     """
-    stream = EventStream(call, lambda _: HEADERS, keep_alive)
+    wanted = max(comments_of(call.headers), _LEAST_KEEP_ALIVE)
+    own = dict(HEADERS)
+    if COMMENTS in call.headers:
+        keep_alive = min(keep_alive, wanted)
+        own[COMMENTS] = f"{keep_alive:g}"
+    stream = EventStream(call, lambda _: own, keep_alive)
     try:
         async with aclosing(events):
             async for event in events:

@@ -74,6 +74,27 @@ class StoreContract(ReadContract, BudgetContract):
 
     # Blocks
 
+    def test_what_a_store_knows_by_itself(self, store: Store) -> None:
+        """`known` says of no block that is present that it is absent, nor of one that was just deleted that it is present."""
+        first, other = make_frames(91, 3, 900), make_frames(92, 3, 900)
+        assert True not in store.known(names_of(first))
+        store.put(first, deadline=soon())
+        told = store.known(names_of(first + other))
+        assert len(told) == 6 and False not in told[:3] and True not in told[3:]
+        store.delete(names_of(first[1:]), deadline=soon())
+        told = store.known(names_of(first))
+        assert told[0] is not False and True not in told[1:]
+        assert list(store.known([])) == []
+
+    def test_what_a_store_knows_of_blocks_of_another_object(self, store: Store, second: Store) -> None:
+        """What another object puts on the same data, also another process, is at no moment known to be absent."""
+        for seed in range(94, 97):
+            frames = make_frames(seed, 3, 900)
+            store.known(names_of(frames))
+            second.put(frames, deadline=soon())
+            assert False not in store.known(names_of(frames))
+            assert present(store, frames) == [True] * 3
+
     def test_an_empty_store_has_nothing(self, store: Store) -> None:
         """Names that were never put are misses in every call, and batches may be empty."""
         frames = make_frames(2, 3, 100)

@@ -26,9 +26,9 @@ class EngineStores(OffloadManager):
         """
         names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
 
-        def look_up(search: TierSearch, inline: bool) -> Result | None:
+        def look_up(search: TierSearch, inline: bool) -> Result:
             places = self.store.locate(names, search=search, inline=inline, before=ahead)
-            return None if inline and len(places) < len(names) else (places, len(places) * self.block_size)
+            return places, len(places) * self.block_size
 
         store_load = StoreLoad(names, 0.0, root, patient=patient)
         return self.lookups.start(store_load, len(keys) * self.block_size, look_up)[0]

@@ -1,4 +1,7 @@
-"""Lookups of requests in the stores: on threads, within limits that adapt, each with one counted outcome.
+"""Lookups of requests in the stores: within limits that adapt, each with one counted outcome.
+
+The thread that asks answers what needs no call that may wait: blocks in memory, and blocks of which a store knows by itself
+whether it has them (`Store.known`). Only the rest goes to a thread.
 
 A request waits for its lookup as long as that can pay. Remote tiers get a tenth of the time that computing would take. Local
 tiers answer at once, unless the machine is busy; then computing is slow too, so they get all of that time.
@@ -40,10 +43,12 @@ Result = tuple[list[int] | Found, int]
 
 @dataclass(frozen=True, slots=True)
 class LookupCounts:
-    """Lookups by outcome, and the tokens that were looked up: those found, and the rest by the reason."""
+    """Lookups by outcome, and the tokens that were looked up: those found, and the rest by the reason. `inline` of the lookups
+    were answered on the thread that asked."""
 
     lookups: dict[LookupOutcome, int] = field(default_factory=dict)
     tokens: dict[LookupOutcome, int] = field(default_factory=dict)
+    inline: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -184,22 +189,21 @@ class StoreLookups:
         self._counting = threading.Lock()
         self._lookups: Counter[LookupOutcome] = Counter()
         self._tokens: Counter[LookupOutcome] = Counter()
-        # Lookups in memory have a thread of their own: they never wait for a store that may block.
+        self._inline = 0
         self._threads = ThreadPoolExecutor(_THREADS, "foreword-find", use_background_cores)
-        self._memory_thread = ThreadPoolExecutor(1, "foreword-find-memory", use_background_cores)
         self._seconds = 0.0
 
     # Counts
 
     def counts(self) -> LookupCounts:
         with self._counting:
-            return LookupCounts(dict(self._lookups), dict(self._tokens))
+            return LookupCounts(dict(self._lookups), dict(self._tokens), self._inline)
 
     @property
     def total(self) -> int:
         """How many lookups were counted."""
         with self._counting:
-            return sum(self._lookups.values())
+            return sum(self._lookups.values()) + self._inline
 
     def refuse(self, outcome: LookupOutcome, tokens: int) -> None:
         """Count a request, and its tokens, for which nothing is looked up."""
@@ -230,48 +234,58 @@ class StoreLookups:
         """
         best = limit - limit % alignment([one.group for one in groups])
 
-        def look_up(search: TierSearch, inline: bool) -> Result | None:
+        def look_up(search: TierSearch, inline: bool) -> Result:
             found = find_resumable(self._store, groups, root, keys, held, limit, search, inline=inline)
-            return None if inline and found.position < best else (found, found.position - held)
+            return found, found.position - held
 
         load, ending = self.start(StoreLoad([], 0.0, root, patient=patient), best - held, look_up)
-        if self._seconds < _QUICK:
+        if ending is not None and self._seconds < _QUICK:
             futures.wait([ending], 4 * _QUICK)
         return load
 
     def start(
-        self, load: StoreLoad, tokens: int, look_up: Callable[[TierSearch, bool], Result | None]
-    ) -> tuple[StoreLoad, Future[None]]:
-        """Start a lookup of `tokens` tokens: in memory and then, if that does not find everything, in all tiers.
+        self, load: StoreLoad, tokens: int, look_up: Callable[[TierSearch, bool], Result]
+    ) -> tuple[StoreLoad, Future[None] | None]:
+        """Start a lookup of `tokens` tokens. It has ended if no future is returned.
 
-        `look_up(search, inline)` makes it. With `inline`, it asks memory only, and returns None if that is not enough.
+        `look_up(search, inline)` makes it. With `inline`, it asks no tier that may block; `search.undecided` says whether that
+        leaves something open.
         """
         began = time.monotonic()
         local, remote = self._limits(tokens)
         limit = began + (self._load_timeout if load.patient else local + remote)
         load.deadline = limit + _SPARE_SECONDS
         load._count = partial(self._count, tokens)
+        if self._answer_inline(load, limit, look_up):
+            return load, None
         ending: Future[None] = Future()
 
-        def run(inline: bool) -> None:
-            result, reason, handed_on = None, LookupOutcome.TIER_OFF, False
+        def run() -> None:
+            result, reason = None, LookupOutcome.TIER_OFF
             try:
                 search = TierSearch(limit) if load.patient else TierSearch(limit + _MEMORY_SECONDS, local, remote)
-                result = look_up(search, inline)
-                if result is None:
-                    load.tasks.append(self._threads.submit(run, False))
-                    handed_on = True
+                result = look_up(search, False)
                 reason = search.reason
             finally:  # an error ends a lookup too: a request waits for it
-                if not handed_on:
-                    self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
-                    load.end(result, reason)
-                    ending.set_result(None)
-                    self._on_end()
+                self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
+                load.end(result, reason)
+                ending.set_result(None)
+                self._on_end()
 
-        both = len({tier.blocking for tier in self._store.tiers}) == 2
-        load.tasks.append((self._memory_thread if both else self._threads).submit(run, both))
+        load.tasks.append(self._threads.submit(run))
         return load, ending
+
+    def _answer_inline(self, load: StoreLoad, limit: float, look_up: Callable[[TierSearch, bool], Result]) -> bool:
+        """Answer a lookup on this thread. False if only a call that may block can tell."""
+        search = TierSearch(limit)
+        result = look_up(search, True)
+        if search.undecided:
+            return False
+        with self._counting:
+            self._inline += 1
+        load.end(result, search.reason)
+        self._on_end()
+        return True
 
     def _limits(self, tokens: int) -> tuple[float, float]:
         """Seconds for the local tiers, and for the remote ones."""
@@ -282,5 +296,4 @@ class StoreLookups:
         return 0.0 if only_remote else local, remote if has_remote else 0.0
 
     def close(self) -> None:
-        for pool in (self._threads, self._memory_thread):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -15,6 +17,10 @@ PATIENCE: Final = 0.1
 _LOCAL: Final = 8
 _LOCAL_FIRST: Final = 40
 _REMOTE_FIRST: Final = 4
+_FIXED_WEIGHT: Final = 0.3
+_FIXED_LIFETIME: Final = (
+    60.0  # seconds until a measurement expires; then a load that the first value allows is tried again
+)
 
 
 def search_seconds(configured: float, compute_seconds: float | None) -> tuple[float, float]:
@@ -29,18 +35,50 @@ def search_seconds(configured: float, compute_seconds: float | None) -> tuple[fl
     return max(_LOCAL * configured, compute_seconds), max(configured, PATIENCE * compute_seconds)
 
 
-def blocks_worth_loading(load_seconds: Iterable[float], compute_seconds: float) -> int:
+def blocks_worth_loading(
+    load_seconds: Iterable[float], compute_seconds: float, fixed_seconds: Iterable[float] = itertools.repeat(0.0)
+) -> int:
     """How many leading blocks to load so that the most time is saved; 0 if loading saves none.
 
-    `load_seconds` has the load time of each block, `compute_seconds` is the time to compute one block.
+    `load_seconds` has the load time of each block, `compute_seconds` is the time to compute one block. `fixed_seconds` has what
+    a load from each block's tier takes however small it is; a load takes the largest of those once.
     """
-    best, most_saved, loading = 0, 0.0, 0.0
-    for count, seconds in enumerate(load_seconds, start=1):
+    best, most_saved, loading, fixed = 0, 0.0, 0.0, 0.0
+    for count, (seconds, least) in enumerate(zip(load_seconds, fixed_seconds, strict=False), start=1):
         loading += seconds
-        saved = count * compute_seconds - loading
+        fixed = max(fixed, least)
+        saved = count * compute_seconds - loading - fixed
         if saved > most_saved:
             best, most_saved = count, saved
     return best
+
+
+class FixedCosts:
+    """Seconds that a load takes however small it is, from the request for it until its blocks can be used, by tier: measured,
+    as an exponential moving average.
+
+    Args:
+        first: the value of a tier without a recent measurement.
+    """
+
+    def __init__(self, first: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.first = first
+        self._clock = clock
+        self._measured: dict[int, tuple[float, float]] = {}  # by tier: the value, and when it was last measured
+
+    def value(self, tier: int) -> float:
+        value, at = self._measured.get(tier, (self.first, -math.inf))
+        return value if self._clock() - at < _FIXED_LIFETIME else self.first
+
+    @property
+    def measured(self) -> dict[int, float]:
+        """The last measurements, however old."""
+        return {tier: value for tier, (value, _) in self._measured.items()}
+
+    def note(self, tier: int, seconds: float) -> None:
+        """Add a measurement: what a load took longer than its bytes take."""
+        value = self.value(tier)
+        self._measured[tier] = (value + _FIXED_WEIGHT * (max(seconds, 0.0) - value), self._clock())
 
 
 class LoadCosts:
@@ -53,7 +91,9 @@ class LoadCosts:
 
     Attributes:
         prefill_rate: as given.
+        fixed: what a load takes however small it is.
         declined: decisions to load nothing of what was found.
+        too_small: those of them that would have been loads without a fixed cost.
     """
 
     def __init__(
@@ -67,7 +107,9 @@ class LoadCosts:
         self._block_tokens = block_tokens
         self._read_rates = read_rates
         self.prefill_rate = prefill_rate
+        self.fixed = FixedCosts()
         self.declined = 0
+        self.too_small = 0
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -80,10 +122,12 @@ class LoadCosts:
         per_token = self.seconds_per_token
         if not places or per_token is None:
             return len(places)
-        rates = self._read_rates()
-        seconds = (self._seconds(0, place, rates) for place in places)
-        best = blocks_worth_loading(seconds, per_token * self._block_tokens[0])
-        self.declined += not best
+        rates, compute = self._read_rates(), per_token * self._block_tokens[0]
+        seconds = [self._seconds(0, place, rates) for place in places]
+        best = blocks_worth_loading(seconds, compute, map(self.fixed.value, places))
+        if not best:
+            self.declined += 1
+            self.too_small += blocks_worth_loading(seconds, compute) > 0
         return best
 
     def best_position(self, found: Found, held: int) -> Found | None:
@@ -93,15 +137,29 @@ class LoadCosts:
         if found.position <= held or per_token is None:
             return found if found.position > held else None
         rates = self._read_rates()
-        best, most = None, 0.0
+        best, most, most_without = None, 0.0, 0.0
         for one in (found, *found.shorter):
-            wanted = (at for at in one.places.items() if (at[0][1] + 1) * self._block_tokens[at[0][0]] > held)
+            if one.position <= held:
+                continue
+            wanted = [at for at in one.places.items() if (at[0][1] + 1) * self._block_tokens[at[0][0]] > held]
             loading = math.fsum(self._seconds(group, place, rates) for (group, _), place in wanted)
-            saved = (one.position - held) * per_token - loading
-            if one.position > held and saved > most:
-                best, most = one, saved
-        self.declined += best is None
+            fixed = max((self.fixed.value(place) for _, place in wanted), default=0.0)
+            without = (one.position - held) * per_token - loading
+            most_without = max(most_without, without)
+            if without - fixed > most:
+                best, most = one, without - fixed
+        if best is None:
+            self.declined += 1
+            self.too_small += most_without > 0.0
         return best
+
+    def note_load(self, blocks: Iterable[tuple[int, int]], seconds: float) -> None:
+        """A load of blocks, each given by its group and tier, took this long from the request for it until they could be used.
+        What its bytes take is not part of the fixed cost; nothing is noted where the speed of a tier is unknown."""
+        wanted, rates = list(blocks), self._read_rates()
+        if wanted and all(place < len(rates) and rates[place] for _, place in wanted):
+            transfer = math.fsum(self._seconds(group, place, rates) for group, place in wanted)
+            self.fixed.note(max(place for _, place in wanted), seconds - transfer)
 
     def _seconds(self, group: int, place: int, rates: Sequence[float]) -> float:
         """To load a block of a group from a tier. What is not in a tier of the store has no measured speed."""

@@ -42,6 +42,7 @@ _NOT_RETURNED: Final = HOP_BY_HOP | frozenset(
         "date",
         "server",
         "x-request-id",
+        "x-foreword-comments",
         "set-cookie",
         "location",
         "www-authenticate",

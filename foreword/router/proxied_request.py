@@ -18,13 +18,22 @@ from multidict import CIMultiDict
 
 from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_of, read_error, read_usage
 from foreword.api.errors import error_body
+from foreword.api.event_stream import COMMENTS
 from foreword.api.front import Answer, Call
 from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
-from foreword.errors import PromptTooLong, ReplicaError, ReplicaFailed, RequestEnded, ShuttingDown, UnknownPrefix
+from foreword.errors import (
+    PromptTooLong,
+    ReplicaError,
+    ReplicaFailed,
+    RequestEnded,
+    RequestLost,
+    ShuttingDown,
+    UnknownPrefix,
+)
 from foreword.observability.tracing import Span
 from foreword.router.asked import asked_of
 from foreword.router.attempt import (
@@ -52,6 +61,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_OVERLOADED: Final = 100
+# Replicas are asked for a comment in a stream at least so often.
+_COMMENT_SECONDS: Final = 15.0
+# Headers of a request that are about its body.
+_OF_BODIES: Final = frozenset(("content-type", "content-length", "accept-encoding"))
 # For so long after an answer of 5xx a connection that breaks may be one that its server has closed.
 _CLOSING_SECONDS: Final = 1.0
 # About, of a prompt that is not tokenized.
@@ -237,8 +250,13 @@ class ProxiedRequest(RoutedRequest):
         headers.update(self.router.auth.headers(self.tenant, credentials(client), upstream.kind))
         headers["content-type"], headers["accept-encoding"] = "application/json", "identity"
         headers["x-request-id"], headers["x-foreword-follow"] = self.request_id, "1"
+        headers[COMMENTS] = f"{min(self.router.config.stall_timeout / 4, _COMMENT_SECONDS):g}"
         headers.update(self.trace_headers)
         return headers
+
+    def asking(self, upstream: Upstream) -> Mapping[str, str]:
+        """Headers with which a replica says whether it has the request."""
+        return {name: value for name, value in self.headers(upstream).items() if name.lower() not in _OF_BODIES}
 
     async def send(
         self, upstream: Upstream, body: bytes, path: str, *, streams: bool
@@ -249,6 +267,8 @@ class ProxiedRequest(RoutedRequest):
         """
         url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
         post = partial(self.router.session.post, url, data=body, headers=headers, allow_redirects=False)
+        asking = self.asking(upstream)
+        watched = partial(AwaitedResponse, request_id=self.request_id, headers=asking, streams=streams)
 
         async def work() -> tuple[aiohttp.ClientResponse, bytes | None]:
             try:
@@ -265,18 +285,20 @@ class ProxiedRequest(RoutedRequest):
             async with response:
                 return response, await read_whole(response)
 
-        return await self._retry_stalled(upstream, work)
+        return await self._retry_stalled(upstream, watched, work)
 
-    async def _retry_stalled(self, upstream: Upstream, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _retry_stalled(
+        self, upstream: Upstream, watched: Callable[..., AwaitedResponse], work: Callable[[], Coroutine[Any, Any, T]]
+    ) -> T:
         """Retry a connection that timed out only because the router's event loop stalled: nothing was sent yet."""
         for _ in range(MAX_STALLS):
             began = clock()
             try:
-                return await _abortable(upstream, work())
+                return await _abortable(upstream, watched, work())
             except aiohttp.ConnectionTimeoutError:
                 if not await self.router.stalled_since(began):
                     raise
-        return await _abortable(upstream, work())
+        return await _abortable(upstream, watched, work())
 
     # Results
 
@@ -286,7 +308,9 @@ class ProxiedRequest(RoutedRequest):
         """A replica failed the request, after the client had these tokens: the attempt's, or the replica `at` to which it had
         migrated."""
         upstream, reason = at or attempt.upstream, describe_error(error)
-        if not is_certain(error):  # it has had the request
+        if isinstance(error, RequestLost):  # the next replica need not wait for what becomes of this one
+            self._judge(attempt, upstream, tokens)
+        elif not is_certain(error):  # it has had the request
             await self.judge(attempt, upstream, tokens)
         again = upstream.url in self.avoid  # one request counts once: it may be its fault
         self._failed(attempt, upstream, reason)
@@ -297,9 +321,12 @@ class ProxiedRequest(RoutedRequest):
 
     async def judge(self, attempt: Attempt, upstream: Upstream, tokens: int = 0) -> None:
         """Find out whether a replica has died at the attempt."""
+        await self._judge(attempt, upstream, tokens)
+
+    def _judge(self, attempt: Attempt, upstream: Upstream, tokens: int) -> asyncio.Future[None]:
         assert attempt.flight is not None
         replicas = [one for one in (upstream, attempt.prefill) if one is not None]
-        await self.router.judge(self.ask, attempt.flight, replicas, tokens)
+        return self.router.judge(self.ask, attempt.flight, replicas, tokens)
 
     def left(self, attempt: Attempt) -> None:
         """The client has left, or the deadline has passed."""
@@ -471,17 +498,17 @@ class ProxiedRequest(RoutedRequest):
         )
 
 
-async def _abortable(upstream: Upstream, work: Coroutine[Any, Any, T]) -> T:
+async def _abortable(upstream: Upstream, watched: Callable[..., AwaitedResponse], work: Coroutine[Any, Any, T]) -> T:
     """Await a response; the router's watchdog may abort it. Raises ReplicaFailed if it does."""
     task = asyncio.current_task()
     assert task is not None
-    awaited = AwaitedResponse(task.cancel, clock())
+    awaited = watched(task.cancel, clock())
     upstream.awaited.add(awaited)
     try:
         return await work
     except asyncio.CancelledError:
         if awaited.aborted and not task.uncancel():  # unless it was cancelled for another reason too
-            raise ReplicaFailed(awaited.aborted) from None
+            raise awaited.error() from None
         raise
     finally:
         upstream.awaited.discard(awaited)

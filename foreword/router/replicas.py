@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from foreword.decoders import decode_object
-from foreword.errors import ConfigError, ReplicaFailed, did_you_mean
+from foreword.errors import ConfigError, ReplicaFailed, RequestLost, did_you_mean
 from foreword.process_config import RouterConfig
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
@@ -365,18 +365,35 @@ class AwaitedResponse:
         cancel: ends it from outside.
         last: time of the last byte; infinite while the client is not ready for more.
         begun: whether output has arrived.
+        request_id, headers: of the request; with the headers the replica may be asked for it.
+        streams: it is to be a stream. headless: its head has not arrived. comments: seconds after which a comment comes at the
+            latest; 0 if that is not known.
+        asked: the replica is being asked for it. asked_at: when it was asked last.
         aborted: why it was ended from outside; empty if it was not.
     """
 
     cancel: Callable[[], object]
     last: float
     begun: bool = False
+    request_id: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    streams: bool = False
+    headless: bool = True
+    comments: float = 0.0
+    asked: bool = False
+    asked_at: float = -math.inf
     aborted: str = ""
+    lost: bool = False
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, *, lost: bool = False) -> None:
+        """`lost`: its connection is dead, and the replica may be alive."""
         if not self.aborted:  # a task that is cancelled twice does not know why
-            self.aborted = reason
+            self.aborted, self.lost = reason, lost
             self.cancel()
+
+    def error(self) -> ReplicaFailed:
+        """Why it was ended from outside."""
+        return (RequestLost if self.lost else ReplicaFailed)(self.aborted)
 
 
 def is_refusal(status: int) -> bool:

@@ -24,7 +24,7 @@ from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.errors import error_body
-from foreword.api.event_stream import HEADERS, EventStream
+from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.misses.causes import Miss
 from foreword.api.outcomes import ClientGone
@@ -223,7 +223,17 @@ class _ResponseProxy:
     async def _forward(self, attempt: Attempt, response: aiohttp.ClientResponse) -> sse.ServerSentEvent | None:
         """Forward one response and close it. Returns the event that announces a migration, if there is one."""
         stream, upstream = self.stream, self._migrated_to or attempt.upstream
-        awaited = AwaitedResponse(response.close, clock(), stream.begun)
+        proxied = self.proxied
+        awaited = AwaitedResponse(
+            response.close,
+            clock(),
+            stream.begun,
+            proxied.request_id,
+            proxied.asking(upstream),
+            streams=True,
+            headless=False,
+            comments=comments_of(response.headers),
+        )
         upstream.awaited.add(awaited)
         migrated = None
         stream.next_response(upstream.kind)
@@ -250,10 +260,10 @@ class _ResponseProxy:
             try:
                 data = await read()
             except CONNECTION_ERRORS as error:
-                raise ReplicaFailed(awaited.aborted or describe_error(error)) from error
+                raise awaited.error() if awaited.aborted else ReplicaFailed(describe_error(error)) from error
             if not data:
                 if awaited.aborted:
-                    raise ReplicaFailed(awaited.aborted)
+                    raise awaited.error()
                 return None
             # While the client reads, or does not, the replica is not late.
             awaited.last = math.inf

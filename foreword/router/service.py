@@ -39,6 +39,7 @@ from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
     CONNECTION_ERRORS,
+    AwaitedResponse,
     ProbeResult,
     ReplicaBreaker,
     ReplicaInfo,
@@ -50,6 +51,7 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.router_prefixes import RouterPrefixes
+from foreword.router.silence import why_lost
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
@@ -64,6 +66,8 @@ _SILENCE_SECONDS: Final = 2.0
 # Shorter than the keep-alive of servers (uvicorn, and so vLLM: 5 s): the side that sends next must close idle connections.
 _KEEP_ALIVE_SECONDS: Final = 4.0
 _WATCHDOG_SECONDS: Final = 0.5
+# Between two questions for a request on which a replica is silent.
+_ASK_SECONDS: Final = 2.0
 # When a replica is asked again whose weights could not be read: after this time, then twice as long each time.
 _WEIGHTS_SECONDS: Final = 30.0
 _MAX_WEIGHTS_SECONDS: Final = 600.0
@@ -428,7 +432,8 @@ class Router:
         """Probe a replica, and ask it what it serves if that is not known. Whether to do it again at once, because the router's
         event loop stalled."""
         now, was_open = clock(), upstream.breaker.state == "open"
-        result = await self.probe.health(upstream)
+        # What has died must answer new connections.
+        result = await (self._fresh_probe if upstream.dead else self.probe).health(upstream)
         if result.timed_out and await self.stalled_since(now):
             watch.stalls += 1
             if watch.stalls <= MAX_STALLS:
@@ -658,9 +663,22 @@ class Router:
                 response.abort(f"{upstream.url} is down: {upstream.breaker.reason}")
             elif response.begun and silent > self.config.stall_timeout:
                 response.abort(f"{upstream.url} sent nothing for {silent:.0f} s")
-            elif now - max(response.last, upstream.alive_at) > self.config.stall_timeout and not upstream.checked:
-                upstream.checked = True
-                self.background(self._check_alive(upstream))
+            elif silent > self.config.stall_timeout:
+                if not response.asked and now - response.asked_at > _ASK_SECONDS:
+                    response.asked = True
+                    self.background(self._ask_for(upstream, response))
+                if now - max(response.last, upstream.alive_at) > self.config.stall_timeout and not upstream.checked:
+                    upstream.checked = True
+                    self.background(self._check_alive(upstream))
+
+    async def _ask_for(self, upstream: Upstream, response: AwaitedResponse) -> None:
+        """Find out whether a replica that is silent on a request has it, whatever it answers to others."""
+        try:
+            reason = await why_lost(self._fresh_session, upstream, response)
+        finally:
+            response.asked, response.asked_at = False, clock()
+        if reason:
+            response.abort(f"{upstream.url} sent nothing for {clock() - response.last:.0f} s: {reason}", lost=True)
 
     async def _check_alive(self, upstream: Upstream) -> None:
         """Find out whether a replica hangs that has long been silent on a request without a first token."""

@@ -190,6 +190,12 @@ class Store(Protocol):
         """Tell which of `names` are present, each by itself. Not a use for LRU."""
         return [self.lookup([name], deadline=deadline) == 1 for name in names]
 
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        """Tell of each name whether the block is present, as far as the store knows without a call that may wait: no I/O, no
+        lock that is held during I/O. None: not known. What it says is a hint, as the result of `lookup` is: a block that
+        another process has just removed may count as present. A block that is present never counts as absent."""
+        return [None] * len(names)
+
     def note_chain(self, before: Sequence[Name], names: Sequence[Name]) -> None:
         """Tell the store which blocks come before those of the next lookup in their chain.
 

@@ -238,6 +238,44 @@ class StoreTier:
             found = [there and not self._is_set_aside(name) for name, there in zip(names, found, strict=True)]
         return found, outcome
 
+    def known_prefix(self, names: Sequence[Name]) -> tuple[int, LookupOutcome] | None:
+        """What `lookup` would find, as far as the store knows it by itself; None if a call must tell."""
+        started = time.perf_counter()
+        told = self._told(names)
+        count = next((i for i, there in enumerate(told) if not there), len(told))
+        if count < len(told) and told[count] is None:
+            return None
+        return count, self._count_known(bool(count), started)
+
+    def known(self, names: Sequence[Name]) -> tuple[list[bool], LookupOutcome] | None:
+        """What `present` would find, if the store knows it by itself; None if a call must tell."""
+        started = time.perf_counter()
+        told = self._told(names)
+        if None in told:
+            return None
+        present = [bool(there) for there in told]
+        return present, self._count_known(any(present), started)
+
+    def _told(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        """What the store knows by itself. Nothing while the tier is suspended or its calls fail: then a lookup counts why it
+        finds nothing, or is the trial call of the circuit breaker."""
+        if self.suspended or not self.breaker.closed or self._threads.hung or self._threads.overdue:
+            return [None] * len(names)
+        try:
+            told = self.store.known(names)
+        except Exception:  # noqa: BLE001 - as in `attempt`; the lookup that follows counts what is wrong
+            return [None] * len(names)
+        if self._set_aside:
+            told = [there and not self._is_set_aside(name) for name, there in zip(names, told, strict=True)]
+        return told
+
+    def _count_known(self, found: bool, started: float) -> LookupOutcome:
+        outcome = LookupOutcome.FOUND if found else LookupOutcome.ABSENT
+        with self._lock:
+            self.counters.lookups[outcome] += 1
+            self.counters.lookup_seconds += time.perf_counter() - started
+        return outcome
+
     def _is_set_aside(self, name: Name) -> bool:
         """Whether a block is there, but could not be used when it was read a short time ago."""
         return time.monotonic() < self._set_aside.get(name, 0.0)

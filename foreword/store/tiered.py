@@ -61,13 +61,15 @@ class TierSearch:
 
     Attributes:
         parts: how many lookups share the time that is left; the next one gets this part of it.
+        undecided: tiers that may block were not asked, and do not know by themselves whether they have a block.
     """
 
-    __slots__ = ("_left", "_missed", "deadline", "parts")
+    __slots__ = ("_left", "_missed", "deadline", "parts", "undecided")
 
     def __init__(self, deadline: float, local: float = math.inf, remote: float = math.inf) -> None:
         self.deadline = deadline
         self.parts = 1
+        self.undecided = False
         self._left = {True: local, False: remote}
         self._missed: set[LookupOutcome] = set()
 
@@ -169,7 +171,7 @@ class TieredStore(Store):
         Args:
             deadline: then the call returns what it has found until then.
             search: how the time is divided, in place of a deadline.
-            inline: only ask tiers that do not block.
+            inline: do not ask tiers that may block, but take what they know by themselves (`search.undecided`).
             before: the blocks of the chain before the first name: some stores need them to find it.
         """
         search = search or TierSearch(deadline)
@@ -177,12 +179,20 @@ class TieredStore(Store):
         while len(places) < len(names):
             found = len(places)
             for index, tier in enumerate(self.tiers):
-                if len(places) < len(names) and not (inline and tier.blocking):
-                    rest, known = names[len(places) :], [*before, *names[: len(places)]]
-                    until, began = search.until(tier, self.tiers[index + 1 :]), time.monotonic()
+                if len(places) == len(names):
+                    break
+                rest, known = names[len(places) :], [*before, *names[: len(places)]]
+                until, began = search.until(tier, self.tiers[index + 1 :]), time.monotonic()
+                if inline and tier.blocking:
+                    told = tier.known_prefix(rest)
+                    if told is None:
+                        search.undecided = True
+                        return places
+                    count, outcome = told
+                else:
                     count, outcome = tier.lookup(rest, until, known)
-                    search.note(tier, began, until, outcome, complete=count == len(rest))
-                    places += [index] * count
+                search.note(tier, began, until, outcome, complete=count == len(rest))
+                places += [index] * count
             if len(places) == found or len(self.tiers) == 1:
                 break
         return places
@@ -206,10 +216,15 @@ class TieredStore(Store):
             missing = [i for i, place in enumerate(places) if place < 0]
             if not missing:
                 break
-            if inline and tier.blocking:
-                continue
             until, began = search.until(tier, self.tiers[index + 1 :]), time.monotonic()
-            present, outcome = tier.present([names[i] for i in missing], until, [*before, *names[: missing[0]]])
+            if inline and tier.blocking:
+                told = tier.known([names[i] for i in missing])
+                if told is None:
+                    search.undecided = True
+                    break
+                present, outcome = told
+            else:
+                present, outcome = tier.present([names[i] for i in missing], until, [*before, *names[: missing[0]]])
             search.note(tier, began, until, outcome, complete=all(present))
             for i, there in zip(missing, present, strict=True):
                 if there:

@@ -137,6 +137,9 @@ class FormChanger(StoreWrapper):
         super().__init__(inner)
         self._replaceable: set[Name] = set()
 
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        return self.inner.known(names)
+
     def note_replaceable(self, name: Name) -> None:
         if len(self._replaceable) < _MAX_REPLACEABLE:
             self._replaceable.add(name)

@@ -168,6 +168,7 @@ def run_with(load: float, saving: float) -> list[dict[str, Any]]:
     [
         (0.1, 0.03, "from 1,000 tokens on", "saving pays if 10.0% of the saved tokens are loaded once"),
         (0.1, 0.6, "from 1,000 tokens on", "does not pay, unless a token is loaded 2.0 times"),
+        (0.1, -0.01, "from 1,000 tokens on", "saving costs no time"),
         (0.5, 0.03, "for no length that was tried", "does not pay, since loading"),
     ],
 )

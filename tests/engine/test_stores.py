@@ -197,6 +197,7 @@ def test_a_search_that_ends_after_a_step_was_planned(engine: Make, monkeypatch: 
     """A request that waits for a search is computed whenever the search ends: also between the planning of a step that had
     nothing to do and the engine's look for stuck requests."""
     with flaky(engine) as (llm, store):
+        llm.offload.store.tiers[0].blocking = True  # what does not block is searched on the engine's thread
         scheduler = llm._core.scheduler
         plan = scheduler.schedule
 

@@ -10,6 +10,9 @@ It prints its URL. A request whose body contains one of these words does this:
     ENGINE   it answers 500, and /health says 503 from then on; the process stays
     BREAK    the connection breaks, and the process lives
     ALONE    it answers 500 with the code `request_failed`, and lives
+    SLOW     it answers after a POST of /release; a stream begins before
+
+GET /running gives the number of requests that run, /asked that of reads of its metrics.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ class MortalReplica:
         self.owner = owner
         self.engine_stopped = False
         self.release = asyncio.Event()
-        self.running = 0
+        self.running = self.asked = 0
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -48,6 +51,7 @@ class MortalReplica:
                 web.post("/v1/completions", self.complete),
                 web.post("/v1/chat/completions", self.complete),
                 web.get("/running", self.count),
+                web.get("/asked", self.times),
                 web.post("/release", self.let_go),
             ]
         )
@@ -61,10 +65,14 @@ class MortalReplica:
         return web.json_response({"object": "list", "data": [card]})
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text=WEIGHTS)
+        self.asked += 1
+        return web.Response(text=f'{WEIGHTS}vllm:num_requests_running{{engine="0"}} {self.running}\n')
 
     async def count(self, request: web.Request) -> web.Response:
         return web.json_response(self.running)
+
+    async def times(self, request: web.Request) -> web.Response:
+        return web.json_response(self.asked)
 
     async def let_go(self, request: web.Request) -> web.Response:
         self.release.set()
@@ -82,7 +90,7 @@ class MortalReplica:
             self.running -= 1
 
     async def behave(self, request: web.Request, body: dict[str, Any], said: str, first: int) -> web.StreamResponse:
-        if said == "SLOW":
+        if said == "SLOW" and not body.get("stream"):
             await self.release.wait()
         if said == "RESET":
             os._exit(1)
@@ -109,6 +117,8 @@ class MortalReplica:
     async def stream(self, request: web.Request, said: str, first: int) -> web.StreamResponse:
         out = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await out.prepare(request)
+        if said == "SLOW":
+            await self.release.wait()
         for number, word in list(enumerate(TEXT))[first:]:
             if said == "SPEAK" and number == 2:
                 os._exit(1)

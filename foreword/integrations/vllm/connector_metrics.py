@@ -34,7 +34,9 @@ _TOTALS: Final = {
     "loads_cut": "Loads that brought fewer blocks than were found; vLLM computed the rest.",
     "loads_stopped": "Loads that were stopped because computing is faster.",
     "loads_declined": "Prefixes found in the stores that were computed because that is faster than loading.",
+    "loads_too_small": "Those of the declined ones that would pay if a load had no fixed cost.",
     "loads_refused": "Prefixes found that were computed because the blocks could not be used any more.",
+    "inline_lookups": "Lookups of requests that ended on the engine's thread, without a call that may block.",
     "degraded": "Sides of the connector that stopped after an error. vLLM serves on, and no KV is saved or loaded.",
     "unsafe_requests": "Requests whose KV was not saved because vLLM computes it wrongly beside adapters.",
     "leases": "Prompts whose blocks were kept for a decode instance.",
@@ -99,7 +101,8 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
     `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
     `found` (name -> what became of it -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended).
     Not added up: `queued` (rank -> length of the write queue in blocks), `states` (process -> label of a tier -> its state),
-    `fingerprint` (of the weights, in the first report and when they have changed; else empty).
+    `fixed` (label -> seconds that a load takes however small it is), `fingerprint` (of the weights, in the first report and
+    when they have changed; else empty).
     """
 
     data: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,7 +113,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.data = {
-            **{name: {} for name in (*_NESTED, "counts", "queued", "states")},
+            **{name: {} for name in (*_NESTED, "counts", "queued", "states", "fixed")},
             "load_seconds": [],
             "fingerprint": "",
         }
@@ -127,7 +130,7 @@ class ForewordStats(KVConnectorStats):  # type: ignore[misc]
                 _add(self.data[name].setdefault(label, {}), amounts)
         _add(self.data["counts"], other.data["counts"])
         self.data["load_seconds"] = [*self.data["load_seconds"], *other.data["load_seconds"]]
-        for name in ("queued", "states"):
+        for name in ("queued", "states", "fixed"):
             self.data[name].update(other.data[name])
         self.data["fingerprint"] = other.data.get("fingerprint") or self.data.get("fingerprint", "")
         return self
@@ -189,6 +192,7 @@ class StatsReader:
         self._counts: dict[str, float] = {}
         self._queued = 0
         self._states: dict[str, str] = {}
+        self._fixed: dict[int, float] = {}
         self._due = 0.0
         self._stamp: tuple[object, ...] = ()
 
@@ -232,21 +236,32 @@ class StatsReader:
             "loads_stopped": status.stopped,
             "loads_refused": status.refused,
             "loads_declined": self._costs.declined,
+            "loads_too_small": self._costs.too_small,
+            "inline_lookups": requests.inline,
             **_of_leases(self._leases),
         }
         more = _added(counts, self._counts)
         if load_seconds:
             more["loads"] = len(load_seconds)
         states = {one.label: one.state.value for one in tiers}
-        changed = any(added.values()) or more or status.queued != self._queued or states != self._states
+        fixed = self._costs.fixed.measured
+        changed = (
+            any(added.values())
+            or more
+            or fixed != self._fixed
+            or status.queued != self._queued
+            or states != self._states
+        )
         if not changed:
             return None
         self._read, self._counts, self._queued, self._states = now, counts, status.queued, states
+        self._fixed = fixed
         data: dict[str, Any] = {
             **added,
             "counts": more,
             "load_seconds": load_seconds,
             "states": {self._process: states},
+            "fixed": {tiers[tier].label: value for tier, value in fixed.items() if tier < len(tiers)},
         }
         queued = {self._process.rpartition(" ")[2]: status.queued} if self._offload is not None else {}
         return ForewordStats({**data, "queued": queued})
@@ -258,6 +273,7 @@ class StatsReader:
             [(one.counters.stamp, one.state) for one in tiers],
             self._lookups.total,
             self._costs.declined,
+            self._costs.fixed.measured,
             None if offload is None else offload.stamp,
             _of_leases(self._leases),
         )
@@ -320,6 +336,12 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             buckets=_LOAD_BUCKETS,
             labelnames=labelnames,
         )
+        self._fixed = self._gauge_cls(
+            name="vllm:foreword_load_fixed_seconds",
+            documentation="Seconds that a load takes however small it is, measured: what saves less is computed.",
+            multiprocess_mode="mostrecent",
+            labelnames=[*labelnames, "tier"],
+        )
         self._queued = self._gauge_cls(
             name="vllm:foreword_queued_blocks",
             documentation="Blocks in the write queue, by rank.",
@@ -377,6 +399,8 @@ class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             self._seconds.labels(*values).observe(seconds)
         for rank, queued in transfer_stats_data["queued"].items():
             self._queued.labels(*values, rank).set(queued)
+        for label, seconds in transfer_stats_data.get("fixed", {}).items():
+            self._fixed.labels(*values, label).set(seconds)
         if transfer_stats_data.get("fingerprint"):
             self._show_model(values, transfer_stats_data["fingerprint"], engine_idx)
 

@@ -52,6 +52,8 @@ from foreword.store.urls import parse
 from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
+# What a load takes however small it is, before one was measured: it needs one more step of vLLM's engine at least.
+_FIRST_FIXED_SECONDS = 0.005
 # How long vLLM is kept stepping after a save, for KV events, where the write queue is in another process.
 _EVENT_SECONDS = 1.0
 _ENDED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
@@ -73,6 +75,7 @@ class ForewordConnectorScheduler:
         self._all_ended = False  # the last request has ended since the last statistics
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
+        self._load_began: dict[str, float] = {}
         # Of requests that have ended, where the worker is in another process: their last windows, and their ids. vLLM keeps
         # their blocks until a worker has copied them.
         self._last_saves: list[BlockSave] = []
@@ -102,6 +105,7 @@ class ForewordConnectorScheduler:
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
+        stores.costs.fixed.first = _FIRST_FIXED_SECONDS
         self._found = FoundCounts()
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
@@ -287,6 +291,7 @@ class ForewordConnectorScheduler:
         load = BlockLoad(request.request_id, root, state.held, position, parts, producer, adapter)
         self._to_load.append(load)
         self._loading[request.request_id] = load
+        self._load_began[request.request_id] = time.monotonic()
         state.skip_to(self._info, position)
         state.note_cached(position)
         if self.events is not None:
@@ -499,6 +504,8 @@ class ForewordConnectorScheduler:
                 for number, block in zip(part.numbers, part.blocks, strict=True)
                 if block in invalid
             ]
+            if lost or request_id in failed:
+                self._load_began.pop(request_id, None)
             if state is not None and (lost or request_id in failed):
                 state.no_more_loads = True
                 kept = 0 if request_id in failed else lost[0]
@@ -507,7 +514,7 @@ class ForewordConnectorScheduler:
                 state.note_cached(kept)
                 self._correct(state, load, kept)
         for request_id in output.finished_recving or ():
-            if self._loading.pop(request_id, None) is not None and request_id in self._requests:
+            if self._note_loaded(request_id) and request_id in self._requests:
                 state = self._requests[request_id]
                 self._found.note(FoundEnd.LOADED, state.awaited)
                 state.awaited = 0
@@ -519,6 +526,14 @@ class ForewordConnectorScheduler:
                 self.events.changed(reported.changes)
             if self._lookup is not None:
                 self._lookup.note_rates(reported.rates)
+
+    def _note_loaded(self, request_id: str) -> bool:
+        """A load has ended: measure what it took, unless it has brought less than it should have. False if there was none."""
+        load, began = self._loading.pop(request_id, None), self._load_began.pop(request_id, None)
+        if load is not None and began is not None and request_id in self._requests:
+            blocks = ((part.group, place) for part in load.parts for place in part.places)
+            self._stores.costs.note_load(blocks, time.monotonic() - began)
+        return load is not None
 
     def _correct(self, state: RequestState, load: BlockLoad, kept: int) -> None:
         """A load has brought the request only to position `kept`."""

@@ -73,6 +73,8 @@ _CLOSE_TIMEOUT: Final = 1.0
 _SCAN_ROWS: Final = 1024
 _MAX_UNREADABLE: Final = 4096
 _FOUND_STEP: Final = 8192
+_KNOWN_SECONDS: Final = 0.005  # of a lookup, for what other processes have added since the last one
+_LOAD_SECONDS: Final = 0.5  # of opening a folder, for what it has; the rest is read on a thread
 
 log = logging.getLogger("foreword.store")
 
@@ -199,6 +201,13 @@ class DiskStore(Store):
 
     # Blocks
 
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        """As in the contract. Where other processes write to the folder, what they have added is looked up in the index once,
+        and what is there after they have removed blocks is not known for up to half a minute."""
+        if self._closed or not self._opener.was_complete:
+            return [None] * len(names)
+        return self._index.known.told([block_id(name) for name in names])
+
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         complete = self._ready(deadline)
         known = 0
@@ -206,6 +215,7 @@ class DiskStore(Store):
             with contextlib.suppress(StoreUnavailable):
                 known = self._index.lookup(names, deadline)
                 if complete:
+                    self._read_known(deadline)
                     return known
         for count in range(known, len(names)):
             if self._files.size(names[count]) < 0 or time.monotonic() >= deadline:
@@ -217,8 +227,12 @@ class DiskStore(Store):
             with contextlib.suppress(StoreUnavailable):
                 ids = [block_id(name) for name in names]
                 found = self._index.present(ids, deadline)
+                self._read_known(deadline)
                 return [one in found for one in ids]
         return [self._files.size(name) >= 0 for name in names]
+
+    def _read_known(self, deadline: float) -> None:
+        self._index.read_known(min(deadline, time.monotonic() + _KNOWN_SECONDS))
 
     def get(self, names: Sequence[Name], buffers: Sequence[memoryview], *, deadline: float) -> list[int]:
         self._ready(deadline)
@@ -449,6 +463,7 @@ class DiskStore(Store):
         return False
 
     def _index_opened(self) -> None:
+        self._index.read_known(time.monotonic() + _LOAD_SECONDS)
         self._writer.release_liveness(if_missing=True)
         self._records.remove_incomplete(self._is_dead)
         remove_dead_locks(self.path)

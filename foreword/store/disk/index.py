@@ -31,6 +31,7 @@ from foreword.store.disk.index_rows import (
     check_sample,
     read_totals,
 )
+from foreword.store.disk.known_blocks import ChangeBoard, KnownBlocks
 
 _MAX_VERSION: Final = 1000  # a larger number is not a version but damage
 _FIRST_BATCH: Final = 64
@@ -65,6 +66,9 @@ class DiskIndex:
         self.journal = journal
         self._reader: sqlite3.Connection | None = None
         self._writer: sqlite3.Connection | None = None
+        self._board = ChangeBoard(f"{os.path.dirname(file)}/changes")
+        self.known = KnownBlocks(self._board)
+        self._version = -1  # of the data, as the writing connection saw it last
         self._reset()
 
     def _reset(self) -> None:
@@ -82,6 +86,8 @@ class DiskIndex:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
         self._reader = self._writer = None
         self._reset()
+        self._board.close()
+        self.known = KnownBlocks(self._board)
 
     def usable(self) -> bool:
         """Whether the index is open, not known to be broken, and still the file at its path."""
@@ -118,12 +124,18 @@ class DiskIndex:
             self._inode = os.stat(self.file).st_ino
             self.broken = False
             self._reader, self._writer = reader, writer
+            self._version = -1
+            if not self.read_only:
+                self._board.open()
+                self.known.forget(opened=self.journal == "wal")
 
     def close(self, deadline: float) -> None:
         """Disconnect after the running calls have ended."""
         with held(self._write_lock, deadline), held(self._read_lock, deadline):
             reader, writer, self._reader, self._writer = self._reader, self._writer, None, None
             self._timeouts.clear()
+            self.known.forget()
+            self._board.close()
             for connection in (reader, writer):
                 if connection is not None:
                     with contextlib.suppress(sqlite3.Error):  # SQLite leaves the log alone if the database was moved
@@ -205,14 +217,37 @@ class DiskIndex:
             try:
                 if not self.usable():
                     raise StoreUnavailable("another process has rebuilt the index")
+                self._note_version(connection)
                 transaction = IndexTransaction(connection)
                 yield transaction
                 transaction.save()
+                last = transaction.last_row() if transaction.removed else 0
+                if transaction.removed:
+                    self.known.removing()
                 connection.execute("COMMIT")
+                if transaction.added or transaction.removed:
+                    self.known.committed(transaction.added, transaction.removed, last)
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 raise
+
+    def _note_version(self, connection: sqlite3.Connection) -> None:
+        """Find out whether other connections have changed the data since this one last did."""
+        [version] = connection.execute("PRAGMA data_version").fetchone()
+        if version != self._version and self._version >= 0:
+            self.known.suspect()
+        self._version = version
+
+    def read_known(self, until: float) -> None:
+        """Read into `known` what other processes have added, for as long as that may take. Never raises."""
+        if self.known.behind:
+            self.known.read(lambda last, count: self._ids_after(last, count, until), until)
+
+    def _ids_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int]]:
+        """The next rows: row id, block id."""
+        sql = "SELECT rowid, id FROM blocks WHERE rowid > ? ORDER BY rowid LIMIT ?"
+        return self._read(sql, (after, count), deadline)
 
     def _set_timeout(self, connection: sqlite3.Connection, deadline: float) -> None:
         """Set SQLite's timeout to about the time left. Skipped if it is close enough: each new value compiles a statement."""

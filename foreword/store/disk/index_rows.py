@@ -160,6 +160,10 @@ class IndexTransaction:
         self._execute = connection.execute
         self._execute_many = connection.executemany
         self.blocks, self.bytes, self.pinned_bytes, self.clock = read_totals(connection)
+        self.added: list[
+            int
+        ] = []  # ids of the blocks that this transaction makes visible, and of those that it removes
+        self.removed: list[int] = []
         self._more: dict[int, int] = {}  # bytes that this transaction adds to tenants
         self._uses: dict[int, float] = {}  # last uses by tenants
         self._usage: dict[int, TenantUse] | None = None  # of the tenants before this transaction
@@ -204,6 +208,10 @@ class IndexTransaction:
                 [(one, self._more.get(one, 0), self._uses.get(one, 0.0)) for one in tenants],
             )
             self._execute("DELETE FROM tenants WHERE bytes <= 0")
+
+    def last_row(self) -> int:
+        """The largest row id of a block."""
+        return int(self._execute("SELECT coalesce(max(rowid), 0) FROM blocks").fetchone()[0])
 
     def tick(self) -> int:
         """Advance the clock and return the time of the next use."""
@@ -286,6 +294,7 @@ class IndexTransaction:
         for parent, (count, used) in elsewhere.items():
             self._count_children(parent, count, used)
         self.blocks += len(rows)
+        self.added += rows
 
     def _insert_rows(self, table: str, rows: Sequence[Sequence[object]]) -> None:
         """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
@@ -332,6 +341,7 @@ class IndexTransaction:
         # Read the row again: this transaction may have changed the children of the block since.
         children, used = self._execute("SELECT children, used FROM blocks WHERE id = ?", (row.id,)).fetchone()
         self._execute("DELETE FROM blocks WHERE id = ?", (row.id,))
+        self.removed.append(row.id)
         if children:
             self._execute("INSERT OR REPLACE INTO waiting VALUES (?, ?)", (row.id, children))
         if row.parent_id:

@@ -273,6 +273,11 @@ class IndexOpener:
             self._start()
         return done
 
+    @property
+    def was_complete(self) -> bool:
+        """The same when it was last found out, without a look at the files."""
+        return self._complete and not self._index.broken
+
     def writable(self) -> bool:
         """Whether blocks may be written: the index knows nearly all blocks or their bytes, so the budget can be kept."""
         return self.complete() or (self._index.usable() and (self._listed or self._listed_by_another()))

@@ -1,0 +1,216 @@
+"""What a disk store knows of its blocks without a call that may wait. It never takes a present block for absent."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+
+import pytest
+from processes import in_child
+
+from foreword.conformance import soon
+from foreword.conformance.frames import make_frames, names_of, present
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.known_blocks import ChangeBoard, KnownBlocks
+from foreword.store.frame import Frame
+from foreword.store.tiered import TieredStore, TierSearch
+
+CHAINS = 12
+
+
+def chain(number: int) -> list[Frame]:
+    return make_frames(number, 6, 1000)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+def opened(stack: ExitStack, folder: Path, size: int = 1 << 20, **options: object) -> DiskStore:
+    store = DiskStore(folder / "kv", size, **options)  # type: ignore[arg-type]
+    stack.callback(store.close)
+    return store
+
+
+def undecided(store: DiskStore, frames: list[Frame]) -> bool:
+    return None in store.known(names_of(frames))
+
+
+def test_a_store_alone_knows_everything(stack: ExitStack, tmp_path: Path) -> None:
+    """Of blocks that were there when it was opened, and of those that it stores, evicts and deletes, a store that has its
+    folder to itself knows whether they are there. It makes no call of the index or of the file system for that, except for one
+    read of a page."""
+    first = opened(stack, tmp_path)
+    first.put(chain(0), deadline=soon())
+    first.close()
+    store = opened(stack, tmp_path, sum(len(one.data) for one in chain(1)) * 2)
+    assert store.known(names_of(chain(0))) == [True] * 6 and store.known(names_of(chain(1))) == [False] * 6
+    draw = random.Random(3)
+    for step in range(200):
+        frames = chain(draw.randrange(CHAINS))
+        if draw.random() < 0.8:
+            store.put(frames, deadline=soon())
+        else:
+            store.delete(names_of(frames)[draw.randrange(6) :], deadline=soon())
+        for number in range(CHAINS):
+            assert store.known(names_of(chain(number))) == present(store, chain(number)), step
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call":
+            calls.append(getattr(called, "__qualname__", ""))
+
+    sys.setprofile(note)
+    store.known(names_of(chain(0)))
+    sys.setprofile(None)
+    assert calls.count("pread") == 1
+    assert not {"stat", "open", "Connection.execute", "lock.acquire", "Cursor.fetchall"} & set(calls)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_others_write_is_never_absent(stack: ExitStack, tmp_path: Path, seed: int) -> None:
+    """Several stores share a folder, store, evict and delete blocks, and look blocks up in random order. A block that one has
+    put is at no moment known to be absent by another one, and a lookup of it in a tiered store, which asks only what is not
+    known, finds it."""
+    draw = random.Random(seed)
+    size = sum(len(one.data) for one in chain(1)) * draw.choice((3, 100))
+    stores = [opened(stack, tmp_path, size) for _ in range(3)]
+    decided = 0
+    for _ in range(150):
+        writer, frames = draw.choice(stores), chain(draw.randrange(CHAINS))
+        if draw.random() < 0.25:
+            writer.delete(names_of(frames)[draw.randrange(6) :], deadline=soon())
+        else:
+            writer.put(frames, deadline=soon())
+        for store in draw.sample(stores, 2):
+            looked = chain(draw.randrange(CHAINS)) if draw.random() < 0.5 else frames
+            told = store.known(names_of(looked))
+            truth = present(store, looked) if draw.random() < 0.5 else present(writer, looked)
+            assert not any(known is False and there for known, there in zip(told, truth, strict=True))
+            decided += None not in told
+    assert decided, "they know something, all the same"
+
+
+def test_what_another_process_writes(stack: ExitStack, tmp_path: Path) -> None:
+    """Blocks that another process adds are not known, until a lookup has asked the index. Then all absent ones are known
+    again."""
+    store = opened(stack, tmp_path)
+    store.put(chain(0), deadline=soon())
+    assert not undecided(store, chain(1))
+
+    def add() -> None:
+        other = DiskStore(tmp_path / "kv", 1 << 20)
+        other.put(chain(1), deadline=soon())
+        other.close()
+
+    assert in_child(add) == 0
+    assert store.known(names_of(chain(1))) == [None] * 6 == store.known(names_of(chain(2)))
+    assert store.known(names_of(chain(0))) == [True] * 6, "none was removed"
+    assert store.lookup(names_of(chain(1)), deadline=soon()) == 6
+    assert store.known(names_of(chain(1))) == [True] * 6 and store.known(names_of(chain(2))) == [False] * 6
+
+
+def test_what_another_process_removes(stack: ExitStack, tmp_path: Path) -> None:
+    """After another process has removed blocks, none is known to be there: a load of what is gone would cost its request more
+    than a lookup."""
+    store = opened(stack, tmp_path)
+    store.put(chain(0) + chain(1), deadline=soon())
+
+    def remove() -> None:
+        other = DiskStore(tmp_path / "kv", 1 << 20)
+        other.delete(names_of(chain(1)), deadline=soon())
+        other.close()
+
+    assert in_child(remove) == 0
+    assert store.known(names_of(chain(0))) == store.known(names_of(chain(1))) == [None] * 6
+    assert present(store, chain(0)) == [True] * 6 and present(store, chain(1)) == [False] * 6
+
+
+def test_nothing_is_known_where_that_cannot_work(stack: ExitStack, tmp_path: Path) -> None:
+    """With the journal for network file systems, read-only, without a board, with too many blocks and after the end, a store
+    knows nothing; a closed one neither."""
+    one = opened(stack, tmp_path / "a", journal="delete")
+    one.put(chain(0), deadline=soon())
+    other = opened(stack, tmp_path / "a", read_only=True)
+    (tmp_path / "b" / "kv" / "changes").mkdir(parents=True)
+    third = opened(stack, tmp_path / "b")
+    third.put(chain(0), deadline=soon())
+    fourth = opened(stack, tmp_path / "c")
+    fourth.close()
+    for store in (one, other, third, fourth):
+        assert store.known(names_of(chain(0) + chain(1))) == [None] * 12
+    board = ChangeBoard(str(tmp_path / "changes"))
+    few = KnownBlocks(board, most=3)
+    few.forget(opened=True)
+    few.read(lambda last, count: [(1, 10), (2, 20)] if not last else [], soon())
+    assert few.told([10, 30]) == [True, False]
+    few.committed([30, 40], [], 4)
+    assert few.told([10, 30, 50]) == [None] * 3
+    board.close()
+
+
+def test_more_processes_than_entries(tmp_path: Path) -> None:
+    """A process that finds no entry on the board knows nothing itself, and the others learn of its changes."""
+    boards = [ChangeBoard(str(tmp_path / "changes")) for _ in range(129)]
+    assert [board.open() for board in boards] == [True] * 127 + [False] * 2
+    for last in boards[127:]:
+        before = boards[0].others()
+        last.announce(added=True)
+        after = boards[0].others()
+        assert before is not None and after is not None and before[0] != after[0] and before[1] == after[1]
+    before = boards[5].others()
+    boards[5].announce(added=True, removed=True)
+    assert boards[5].others() == before, "its own changes are not those of others"
+    for board in boards:
+        board.close()
+
+
+def test_lookups_of_a_tiered_store_ask_only_what_is_not_known(stack: ExitStack, tmp_path: Path) -> None:
+    """An inline lookup in a tiered store is decided by what the disk knows, finds what is there, and leaves open what is not
+    known, or what a suspended tier, or one whose calls fail, would have to count."""
+    store = opened(stack, tmp_path)
+    tiered = TieredStore([store])
+    store.put(chain(0), deadline=soon())
+
+    def inline(number: int) -> tuple[list[int], bool]:
+        search = TierSearch(soon())
+        places = tiered.locate(names_of(chain(number)), search=search, inline=True)
+        each = tiered.find(names_of(chain(number)), search=search, inline=True)
+        assert search.undecided or places == [place for place in each if place >= 0]
+        return places, search.undecided
+
+    assert inline(0) == ([0] * 6, False) and inline(1) == ([], False)
+    tiered.tiers[0].suspended = True
+    assert inline(0) == ([], True)
+    tiered.tiers[0].suspended = False
+    assert tiered.tiers[0].breaker.failed(certain=True)
+    assert inline(0) == ([], True) and not tiered.tiers[0].breaker.closed, "no trial call was used up"
+
+
+def test_blocks_are_known_while_threads_write(stack: ExitStack, tmp_path: Path) -> None:
+    """While threads put blocks, a block is known to be absent only until its put returns."""
+    store = opened(stack, tmp_path, 1 << 24)
+    done: list[int] = []
+    writers = [
+        threading.Thread(
+            target=lambda part=part: [  # type: ignore[misc]
+                (store.put(chain(number), deadline=soon()), done.append(number)) for number in range(part, 60, 3)
+            ]
+        )
+        for part in range(3)
+    ]
+    for thread in writers:
+        thread.start()
+    while any(thread.is_alive() for thread in writers):
+        for number in list(done):
+            assert store.known(names_of(chain(number))) == [True] * 6
+    for thread in writers:
+        thread.join()
+    assert len(done) == 60
