@@ -538,5 +538,11 @@ def test_a_load_below_its_fixed_cost() -> None:
     assert costs.blocks_worth_loading([0, 1]) == 1, "the slowest tier of a load decides"
     costs.note_load([(0, 0), (0, 9)], 9.0)
     assert costs.fixed.value(0) == pytest.approx(0.05), "the speed of the other place is unknown"
+    costs.note_load([(0, 0)], 0.11, whole=False)
+    assert costs.fixed.value(0) == pytest.approx(0.05), "a load that ended early says only what a load takes at least"
+    costs.note_load([(0, 0)], 1.15, whole=False)
+    assert costs.fixed.value(0) == pytest.approx(0.35)
     now = 100.0
     assert decide(2) == (0, 0), "a measurement expires"
+    costs.fixed.first_tokens = 350
+    assert [decide(blocks) for blocks in (3, 6, 8)] == [(0, 0), (0, 0), (8, 8)], "0.7 s to compute 350 tokens"

@@ -157,6 +157,11 @@ class Bounded(MutableMapping[K, V]):
         """Count an entry anew whose value has changed, and use it."""
         self[key] = self._values[key]
 
+    def newest(self, owner: Hashable) -> Iterator[V]:
+        """Values of an owner, the most recently used first. Nothing may change meanwhile."""
+        if owner in self._owned:
+            yield from map(self._values.__getitem__, reversed(self._owned[owner].keys))
+
     def of(self, owner: Hashable) -> list[K]:
         """Keys of an owner, the least recently used first."""
         return list(self._owned[owner].keys) if owner in self._owned else []

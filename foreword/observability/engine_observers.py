@@ -17,7 +17,7 @@ from foreword.observability.tracing import Attributes, Span, Tracer
 from foreword.usage import MissExplained
 
 # First-token times of unfinished requests.
-_MAX_UNFINISHED: Final = 65536
+_MAX_UNFINISHED: Final = 8192
 # Records that wait for the cause of their miss.
 _MAX_PENDING: Final = 1024
 # Finish reasons of requests that are recorded.

@@ -59,25 +59,34 @@ class FixedCosts:
 
     Args:
         first: the value of a tier without a recent measurement.
+
+    Attributes:
+        first_tokens: such a tier's value is at least the time to compute this many tokens. A machine that computes slowly, as
+            a busy one does, loads slowly too.
     """
 
     def __init__(self, first: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.first = first
+        self.first_tokens = 0
         self._clock = clock
         self._measured: dict[int, tuple[float, float]] = {}  # by tier: the value, and when it was last measured
 
-    def value(self, tier: int) -> float:
-        value, at = self._measured.get(tier, (self.first, -math.inf))
-        return value if self._clock() - at < _FIXED_LIFETIME else self.first
+    def value(self, tier: int, seconds_per_token: float = 0.0) -> float:
+        value, at = self._measured.get(tier, (0.0, -math.inf))
+        if self._clock() - at < _FIXED_LIFETIME:
+            return value
+        return max(self.first, self.first_tokens * seconds_per_token)
 
     @property
     def measured(self) -> dict[int, float]:
         """The last measurements, however old."""
         return {tier: value for tier, (value, _) in self._measured.items()}
 
-    def note(self, tier: int, seconds: float) -> None:
-        """Add a measurement: what a load took longer than its bytes take."""
+    def note(self, tier: int, seconds: float, *, least: bool = False) -> None:
+        """Add a measurement: what a load took longer than its bytes take. `least`: it would have taken longer still."""
         value = self.value(tier)
+        if least and seconds <= value:
+            return
         self._measured[tier] = (value + _FIXED_WEIGHT * (max(seconds, 0.0) - value), self._clock())
 
 
@@ -124,7 +133,8 @@ class LoadCosts:
             return len(places)
         rates, compute = self._read_rates(), per_token * self._block_tokens[0]
         seconds = [self._seconds(0, place, rates) for place in places]
-        best = blocks_worth_loading(seconds, compute, map(self.fixed.value, places))
+        fixed = {place: self.fixed.value(place, per_token) for place in set(places)}
+        best = blocks_worth_loading(seconds, compute, (fixed[place] for place in places))
         if not best:
             self.declined += 1
             self.too_small += blocks_worth_loading(seconds, compute) > 0
@@ -143,7 +153,7 @@ class LoadCosts:
                 continue
             wanted = [at for at in one.places.items() if (at[0][1] + 1) * self._block_tokens[at[0][0]] > held]
             loading = math.fsum(self._seconds(group, place, rates) for (group, _), place in wanted)
-            fixed = max((self.fixed.value(place) for _, place in wanted), default=0.0)
+            fixed = max((self.fixed.value(place, per_token) for _, place in wanted), default=0.0)
             without = (one.position - held) * per_token - loading
             most_without = max(most_without, without)
             if without - fixed > most:
@@ -153,13 +163,14 @@ class LoadCosts:
             self.too_small += most_without > 0.0
         return best
 
-    def note_load(self, blocks: Iterable[tuple[int, int]], seconds: float) -> None:
+    def note_load(self, blocks: Iterable[tuple[int, int]], seconds: float, *, whole: bool = True) -> None:
         """A load of blocks, each given by its group and tier, took this long from the request for it until they could be used.
-        What its bytes take is not part of the fixed cost; nothing is noted where the speed of a tier is unknown."""
+        What its bytes take is not part of the fixed cost; nothing is noted where the speed of a tier is unknown. Not `whole`:
+        it has brought fewer, perhaps since it was stopped."""
         wanted, rates = list(blocks), self._read_rates()
         if wanted and all(place < len(rates) and rates[place] for _, place in wanted):
             transfer = math.fsum(self._seconds(group, place, rates) for group, place in wanted)
-            self.fixed.note(max(place for _, place in wanted), seconds - transfer)
+            self.fixed.note(max(place for _, place in wanted), seconds - transfer, least=not whole)
 
     def _seconds(self, group: int, place: int, rates: Sequence[float]) -> float:
         """To load a block of a group from a tier. What is not in a tier of the store has no measured speed."""

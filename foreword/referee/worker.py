@@ -239,8 +239,9 @@ class VllmEngine:
         return {"bytes": cache.store.tiers[-1].store.status().bytes, "complete": complete}
 
     def forget(self) -> dict[str, Any]:
-        """Reset vLLM's own cache. Requests whose blocks a connector still reads delay that for some steps."""
-        deadline = time.monotonic() + 20
+        """Reset vLLM's own cache. With Foreword's connector that succeeds at once, as in vLLM alone; requests whose blocks
+        another still reads delay it for some steps."""
+        deadline = time.monotonic() + (0 if self._foreword() is not None else 20)
         while not (done := bool(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
             self._llm.llm_engine.step()
             time.sleep(0.001)

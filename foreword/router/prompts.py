@@ -14,7 +14,6 @@ import logging
 import re
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -28,6 +27,7 @@ from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
+from foreword.blocks.bounded import Bounded
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.replica_body import TRANSLATED
@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 _MAX_TOKENS: Final = 4_000_000
 # The size of an entry beyond its tokens.
 _ENTRY_TOKENS: Final = 64
+_TOKEN_BYTES: Final = 4
+_MOST_ENTRIES: Final = 8192
 # The first conversations are also tokenized as a whole, to detect a tokenizer for which splitting is wrong.
 _CHECKED: Final = 16
 _CACHED_TOKENS: Final = 8_000_000
@@ -63,35 +65,34 @@ _TIMEOUT_FACTORS: Final = (1, 5, 25)
 
 
 class TokenLru:
-    """A thread-safe LRU cache of token arrays with a budget in tokens."""
+    """A thread-safe LRU cache of token arrays with a budget in tokens, and of at most 8,192 arrays."""
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
-        self._entries: OrderedDict[bytes, array[int]] = OrderedDict()
-        self.held = 0  # the size of all entries in tokens
+        self._entries: Bounded[bytes, array[int]] = Bounded(
+            "tokens of prompts",
+            _TOKEN_BYTES * max_tokens,
+            size=lambda _, tokens: _TOKEN_BYTES * (len(tokens) + _ENTRY_TOKENS),
+            most=_MOST_ENTRIES,
+        )
         self._lock = threading.Lock()
+
+    @property
+    def held(self) -> int:
+        """The size of all entries in tokens."""
+        return self._entries.bytes // _TOKEN_BYTES
 
     def get(self, name: bytes) -> array[int] | None:
         with self._lock:
-            found = self._entries.get(name)
-            if found is not None:
-                self._entries.move_to_end(name)
-            return found
+            return self._entries.use(name)
 
     def put(self, name: bytes, tokens: array[int]) -> None:
-        size = len(tokens) + _ENTRY_TOKENS
         with self._lock:
-            if name in self._entries or size > self._max_tokens:
-                return
-            self._entries[name] = tokens
-            self.held += size
-            while self.held > self._max_tokens:
-                self.held -= len(self._entries.popitem(last=False)[1]) + _ENTRY_TOKENS
+            if name not in self._entries:
+                self._entries[name] = tokens
 
     def clear(self) -> None:
         with self._lock:
             self._entries.clear()
-            self.held = 0
 
 
 def digest(text: bytes) -> bytes:

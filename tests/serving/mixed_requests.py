@@ -33,7 +33,7 @@ def _name(draw: Random) -> str:
     return f"{draw.getrandbits(48):x}"
 
 
-def _words(draw: Random, most: int = 24) -> str:
+def _words(draw: Random, most: int = 10) -> str:
     return " ".join(_name(draw)[:6] for _ in range(draw.randint(2, most)))
 
 
@@ -158,7 +158,7 @@ def _session(draw: Random) -> MixedRequest:
 
 
 def _tokens(draw: Random) -> MixedRequest:
-    return _post("tokens", "/v1/tokenize", {"model": MODEL, "prompt": _words(draw, 60)})
+    return _post("tokens", "/v1/tokenize", {"model": MODEL, "prompt": _words(draw, 40)})
 
 
 def _unknown(draw: Random) -> MixedRequest:

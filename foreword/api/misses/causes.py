@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,9 +20,13 @@ from foreword.api.misses.outline import (
 )
 from foreword.api.output import CallArguments, CallStart, Piece, Reasoning, Text
 from foreword.api.request import GenerateRequest, Message, ToolCall
+from foreword.blocks.bounded import Bounded
 
 # Numbers of 8 bytes.
 CAPACITY: Final = 1 << 22
+_NUMBER: Final = 8
+# Short conversations would take long to fill it.
+_MOST: Final = 4096
 # Conversations that are compared if none starts with the same messages.
 _COMPARED: Final = 16
 # Share of the text from which a conversation that starts with the same messages needs no comparison with others.
@@ -84,20 +87,28 @@ _AHEAD, _NEARLY = 1.1, 0.85
 
 
 class ConversationHistory:
-    """The most recent conversations of all tenants, about `capacity` numbers of them."""
+    """The most recent conversations of all tenants, which have equal shares: about `capacity` numbers, and at most 4,096."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
-        self.size = 0  # numbers kept
-        self._all: OrderedDict[int, Conversation] = OrderedDict()
-        self._by_tenant: dict[str, OrderedDict[int, Conversation]] = {}
+        self._all: Bounded[tuple[str, int], Conversation] = Bounded(
+            "conversations",
+            _NUMBER * capacity,
+            size=lambda _, one: _NUMBER * one.weight,
+            owner=lambda key: key[0],
+            most=_MOST,
+            dropped=lambda _, one: self._unlink(one),
+        )
         self._by_session: dict[tuple[str, str], Conversation] = {}
         # By tenant, hash of settings and tools (0: any) and hash of the first messages.
         self._by_prefix: dict[tuple[str, int, int], Conversation] = {}
-        self._weights: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._all)
+
+    @property
+    def size(self) -> int:
+        """Numbers kept."""
+        return self._all.bytes // _NUMBER
 
     def known_messages(self, tenant: str, session: str | None) -> dict[int, MessageOutline]:
         """Messages of the session's last conversation, by the hash of their content."""
@@ -107,26 +118,18 @@ class ConversationHistory:
     def add(self, new: Conversation) -> None:
         """Find the nearest earlier conversation, and remember this one."""
         new.nearest = self.nearest(new)
-        self._all[id(new)] = new
-        self._by_tenant.setdefault(new.tenant, OrderedDict())[id(new)] = new
         if new.session is not None:
             self._by_session[new.tenant, new.session] = new
         for key in _prefix_keys(new):
             self._by_prefix[key] = new
-        self._weigh(new)
+        self._all[_key(new)] = new
 
     def answered(self, one: Conversation, answer: MessageOutline) -> None:
         """The answer is the next message of the conversation."""
         one.answer = answer
         one.__dict__.pop("hashes", None)
-        if id(one) in self._all:
-            self._weigh(one)
-
-    def _weigh(self, one: Conversation) -> None:
-        self.size += one.weight - self._weights.get(id(one), 0)
-        self._weights[id(one)] = one.weight
-        while self.size > self._capacity and len(self._all) > 1:
-            self._remove(next(iter(self._all.values())))
+        if _key(one) in self._all:
+            self._all.change(_key(one))
 
     def settle(self, done: Conversation) -> None:
         """A conversation was computed: forget the one that it continues, which it contains."""
@@ -135,8 +138,9 @@ class ConversationHistory:
         old, done.nearest = done.nearest, None
         if old is None or math.isinf(old.computed_at):
             return
-        if id(old) in self._all and first_difference(old, done) is None:
-            self._remove(old)
+        if _key(old) in self._all and first_difference(old, done) is None:
+            del self._all[_key(old)]
+            self._unlink(old)
 
     def nearest(self, new: Conversation) -> Conversation | None:
         """The earlier conversation of the tenant that has most of the new one's text."""
@@ -148,7 +152,7 @@ class ConversationHistory:
             self._longest_prefix(new, 0),
             self._by_session.get((new.tenant, new.session)) if new.session else None,
         ]
-        candidates += islice(reversed(self._by_tenant.get(new.tenant, {}).values()), _COMPARED)
+        candidates += islice(self._all.newest(new.tenant), _COMPARED)
         scored = [(_nearness(one, new), one) for one in dict.fromkeys(candidates) if one is not None]
         best = max(scored, key=lambda entry: entry[0], default=None)
         return best[1] if best is not None and best[0] > 0 else None
@@ -157,19 +161,17 @@ class ConversationHistory:
         found = (self._by_prefix.get((new.tenant, scope, prefix)) for prefix in reversed(new.prefixes))
         return next((one for one in found if one is not None), None)
 
-    def _remove(self, old: Conversation) -> None:
-        del self._all[id(old)]
+    def _unlink(self, old: Conversation) -> None:
         old.nearest = None  # otherwise requests that never end would keep a chain of forgotten ones
-        tenant = self._by_tenant[old.tenant]
-        del tenant[id(old)]
-        if not tenant:
-            del self._by_tenant[old.tenant]
-        self.size -= self._weights.pop(id(old))
         if old.session is not None and self._by_session.get((old.tenant, old.session)) is old:
             del self._by_session[old.tenant, old.session]
         for key in _prefix_keys(old):
             if self._by_prefix.get(key) is old:
                 del self._by_prefix[key]
+
+
+def _key(one: Conversation) -> tuple[str, int]:
+    return one.tenant, id(one)
 
 
 def _prefix_keys(one: Conversation) -> Iterator[tuple[str, int, int]]:

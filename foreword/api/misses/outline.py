@@ -43,7 +43,7 @@ _SEED: Final = secrets.randbits(64)
 MAX_LINES: Final = 512
 _TOKENS_PER_LINE: Final = 64
 _TEXT_PER_TOKEN: Final = 4
-_CONVERSATION_WEIGHT, _MESSAGE_WEIGHT, _TOOL_WEIGHT = 256, 64, 32
+_CONVERSATION_WEIGHT, _MESSAGE_WEIGHT, _TOOL_WEIGHT = 256, 96, 32
 # Names of days and months, and words with a digit: dates, times, counters and random ids. The count is limited because a
 # search starts at each character.
 _VOLATILE: Final = re.compile(

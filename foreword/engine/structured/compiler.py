@@ -24,6 +24,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from foreword.allocator import release_unused
 from foreword.blocks.bounded import Bounded
 from foreword.engine.structured.closing import ClosingPath, examples
 from foreword.engine.structured.sequence_constraint import Constraint
@@ -162,6 +163,8 @@ _MAX_SECONDS: Final = 10.0
 # The compiler calls itself once for each level of a schema, references included.
 _STACK_BYTES: Final = 256 << 20
 _MAX_WAITING: Final = 32
+# Compilations after which free memory is given back.
+_RELEASE_EVERY: Final = 16
 
 
 class _Room(NamedTuple):
@@ -314,6 +317,8 @@ class GrammarCompiler:
             self._check_large(tenant)
             room = _LARGE
             matcher, error = _matcher(vocabulary, text, room)
+        if error:
+            del matcher  # an error has its frames, and so what they have, until the collector comes
         if _OUT_OF_FUEL.search(error):
             raise BadRequest(
                 f"the grammar is too large: its expressions may take {room.bytes >> 20} MiB when they are compiled; "
@@ -368,10 +373,15 @@ def _first_line(error: str) -> str:
 
 def _run(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     """All compilations of a compiler, as long as it exists. One thread, because malloc gives each an arena of its own, which
-    does not use what is free in others."""
+    does not use what is free in others. Grammars leave holes between what stays, so these are given back from time to time."""
+    compiled = 0
     while (work := queue.get()) is not None:
         work()
         del work
+        compiled += 1
+        if compiled >= _RELEASE_EVERY:
+            compiled = 0
+            release_unused()
 
 
 def _start(work: Callable[[], None]) -> None:

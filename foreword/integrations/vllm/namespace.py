@@ -51,6 +51,7 @@ from foreword.store.tiered import TieredStore
 # vLLM shows INFO lines only of loggers below its own.
 log = logging.getLogger("vllm.foreword")
 
+_LAID_OUT: Final = "blocks are laid out otherwise (size, groups, ranks or packing)"
 # Begin of the attribute with the digest of the layers' code, before the versions for which it can be compared.
 CODE: Final = "code in vLLM "
 # Ends of the names of records of servers that could not measure.
@@ -161,17 +162,10 @@ class Observations:
     measured: Mapping[str, ProbeSample] = field(default_factory=dict)
 
     def difference(self, other: Observations) -> str:
-        """Why KV of `other` is not this server's, "" if it is."""
-        if self.measured.keys() != other.measured.keys():
-            names = sorted(self.measured.keys() ^ other.measured.keys())
-            where = "blocks are laid out otherwise (size, groups, ranks or packing)" if "layout" in names[0] else "RoPE"
-            return f"{where}: {names[0]} is on one side only"
-        for name, mine in self.measured.items():
-            why = mine.difference(other.measured[name])
-            if why:
-                return f"{name}: {why}"
+        """Why KV of `other` is not this server's, "" if it is. An attribute explains more than a measurement."""
         same = self.version == other.version
-        for name in sorted(self.resolved.keys() | other.resolved.keys()):
+        names = self.resolved.keys() | other.resolved.keys()
+        for name in sorted(names, key=lambda name: (name.startswith(CODE), name)):
             one, two = self.resolved.get(name), other.resolved.get(name)
             if (one is None or two is None) and (not same or name.startswith(CODE)):
                 continue
@@ -179,7 +173,12 @@ class Observations:
             # Both may say that it is not set, each in its way; one of them with None, or no such attribute at all.
             if one != two and not {"None"} <= both <= {"None", "null", "0", "0.0", "-1", "False", "false", ""}:
                 return f"{name} is {one}, {two} in the store"
-        return ""
+        if self.measured.keys() != other.measured.keys():
+            first = min(self.measured.keys() ^ other.measured.keys())
+            where = _LAID_OUT if first.startswith("layout") else "other rotary embeddings"
+            return f"{where}: {first} is on one side only"
+        differences = ((name, mine.difference(other.measured[name])) for name, mine in self.measured.items())
+        return next((f"{name}: {why}" for name, why in differences if why), "")
 
     @property
     def name(self) -> str:
@@ -461,7 +460,8 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
     if not complete or fresh.hex() in others:
         fresh = sha256(fresh + mine.values).digest()
     if reasons:
-        record, why = reasons[0]
+        # The nearest: another block size says nothing about why KV of this one is not found.
+        record, why = min(reasons, key=lambda one: one[1].startswith(_LAID_OUT))
         log.warning(
             "Foreword: KV in the stores that %s saved with these weights is not used: %s",
             record.vllm,

@@ -123,11 +123,11 @@ class DiskIndex:
                 raise
             self._inode = os.stat(self.file).st_ino
             self.broken = False
-            self._reader, self._writer = reader, writer
             self._version = -1
-            if not self.read_only:
+            if not self.read_only:  # before the first transaction, which others must learn of
                 self._board.open()
                 self.known.forget(opened=self.journal == "wal")
+            self._reader, self._writer = reader, writer
 
     def close(self, deadline: float) -> None:
         """Disconnect after the running calls have ended."""
