@@ -11,6 +11,7 @@ for each run.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions for workers
 
 from vllm_case import WITHIN, finish, make_llm, worker_of
+from vllm_patient import change_embeddings
 
 MODES = ("abort", "keep")
 
@@ -31,6 +33,8 @@ class Life:
     """One vLLM, and what is done to it."""
 
     def __init__(self, job: dict[str, Any], store: list[str] | None) -> None:
+        from vllm.v1.engine import utils
+
         self.job, self.store = job, store
         more = {"distributed_executor_backend": "mp"} if job["where"] == "workers" else {}
         given = {
@@ -38,6 +42,8 @@ class Life:
             "llm": {**job["llm"], **more, "max_model_len": 1024},
             "kv_bytes": 32 << 20,
         }
+        # vLLM's CPU build would start the processes of engine and worker anew, and each imports everything again.
+        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
         self.llm = make_llm({"model": job["model"], **given})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core
@@ -58,7 +64,7 @@ class Life:
         return getattr(core, name)(*args) if core is not None else self.core.call_utility(name, *args)
 
     def change_weights(self) -> None:
-        self.llm.apply_model(_change)
+        self.llm.apply_model(change_embeddings)
 
     def name_weights(self, name: str) -> None:
         self.call("set_weight_version", name)
@@ -103,15 +109,6 @@ class Life:
             time.sleep(0.05)
             now = sum(one.stat().st_size for one in folder.rglob("*") if one.is_file())
             same, before = same + 1 if now == before else 0, now
-
-
-def _change(model: Any) -> None:
-    import torch
-
-    draw = torch.Generator().manual_seed(9)
-    for name, one in model.named_parameters():
-        if "embed" in name:
-            one.data.add_(torch.randn(one.shape, generator=draw).to(one.dtype) * one.data.std())
 
 
 def said(call: Callable[[], Any]) -> Any:
