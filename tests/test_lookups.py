@@ -177,7 +177,7 @@ def test_lookups_of_mixed_traffic_end_on_the_asking_thread(
 ) -> None:
     """Chains are new, in memory, on disk, in both in part, and stored and evicted meanwhile: the thread that asks has the
     answer of at least 95 % of its lookups when the call returns, and each finds all that is there. Where another store object
-    adds blocks to the folder now and then, those are found too."""
+    adds blocks to the folder now and then, those are found too, and 90 % of the lookups end on the thread that asks."""
     draw = random.Random(59)
     memory, disk = MemoryStore(16 * 700, slot_bytes=700), DiskStore(tmp_path / "kv", 1 << 20)
     other = DiskStore(tmp_path / "kv", 1 << 20)
