@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # The build of torch (.ci/torch). For CUDA: make setup TORCH_INDEX=https://download.pytorch.org/whl/cu130
 export TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: setup demo test test-extended test-slow test-all faults erasures strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
+.PHONY: setup demo test test-extended test-slow test-all faults erasures clocks strangers failures fuzz memory ledger agentx faults-system mutants drift matrix gpu gpu-page check lint docs clean
 
 setup: $(STAMP)
 
@@ -58,6 +58,13 @@ ERASURES ?= 10000
 
 erasures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes
+
+# Three servers on one store, one with a wrong wall clock: what differs from right clocks. make clocks OPERATIONS=2000 SEED=7
+# `make faults` and `make erasures` with wrong clocks: python tests/store/fault_campaign.py --clocks
+OPERATIONS ?= 2000
+
+clocks: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/clock_campaign.py --operations $(OPERATIONS) --seed $(SEED)
 
 # Sends what strangers without a key may send to every port, and prints a table: make strangers MESSAGES=7000 SEED=7
 MESSAGES ?= 100000

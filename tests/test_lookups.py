@@ -25,6 +25,7 @@ from foreword.errors import StoreConfigError, StoreFull, StoreReadOnly
 from foreword.offload.lookups import StoreLoad, StoreLookups
 from foreword.offload.search import StoredGroup
 from foreword.store.base import Name, Store
+from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import RAW, Frame, Header, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.redis.redis_store import RedisStore
@@ -168,6 +169,40 @@ def test_found_and_absent(over: Callable[..., Requests]) -> None:
     assert requests.outcomes == {FOUND: 2, ABSENT: 1}
     assert requests.lookups.counts().tokens == {FOUND: 80, ABSENT: 112}
     requests.check_sums()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_lookups_of_mixed_traffic_end_on_the_asking_thread(
+    over: Callable[..., Requests], tmp_path: Path, others: bool
+) -> None:
+    """Chains are new, in memory, on disk, in both in part, and stored and evicted meanwhile: the thread that asks has the
+    answer of at least 95 % of its lookups when the call returns, and each finds all that is there. Where another store object
+    adds blocks to the folder now and then, those are found too, and 90 % of the lookups end on the thread that asks."""
+    draw = random.Random(59)
+    memory, disk = MemoryStore(16 * 700, slot_bytes=700), DiskStore(tmp_path / "kv", 1 << 20)
+    other = DiskStore(tmp_path / "kv", 1 << 20)
+    requests, inline = over(memory, disk), 0
+    for step in range(400):
+        frames = frames_of(draw.randrange(60), 4)
+        if draw.random() < 0.3:
+            memory.put(frames[: draw.randint(1, 4)], deadline=soon())
+        if draw.random() < 0.1:
+            disk.put(frames[: draw.randint(1, 4)], deadline=soon())
+        if others and step % 40 == 0:
+            other.put(frames, deadline=soon())
+        asked = draw.randrange(60)
+        names = [one.name for one in frames_of(asked, 4)]
+        there = [
+            any(found) for found in zip(*(one.present(names, deadline=soon()) for one in (memory, other)), strict=True)
+        ]
+        load = requests.start(asked)
+        inline += load.found is not None
+        wait_until(lambda load=load: load.answered, "the end of the lookup")  # type: ignore[misc]
+        assert load.found is not None and load.found.position == 16 * [*there, False].index(False)
+    counts = requests.lookups.counts()
+    assert sum(counts.lookups.values()) == 400 and counts.inline >= (360 if others else 380) and inline >= counts.inline
+    requests.check_sums()
+    other.close()
 
 
 def test_a_hung_remote_tier_takes_nothing_from_a_local_one(over: Callable[..., Requests]) -> None:

@@ -96,7 +96,7 @@ class Vllms:
                 break
             except Failed as error:
                 print(f"{name}, {rung.name}: {error}\n{log.read_text(errors='replace')[-6000:]}", file=sys.stderr)
-                if len(self.rungs) == 1:
+                if len(self.rungs) == 1 or transfer is RIVAL:  # what is not ours decides nothing about ours
                     raise
                 del self.rungs[0]
         try:

@@ -27,8 +27,8 @@ class ComparedEngine(VllmEngine):
         self._cache = self._foreword()
         if self._cache is not None and job["load_all"]:
             self._cache.costs.prefill_rate = float  # all that is found is loaded, also where computing is faster
-            self._save, self._load = self._cache.save, self._cache.load
-            self._cache.save, self._cache.load = self._note_save, self._note_load
+            self._save, self._hand_over = self._cache.save, self._cache.hand_over
+            self._cache.save, self._cache.hand_over = self._note_save, self._note_load
 
     def _note_save(
         self, root: bytes, keys: Any, parent: bytes, depth: int, blocks: Any, group: int = 0, **more: Any
@@ -47,7 +47,7 @@ class ComparedEngine(VllmEngine):
         self._names.update(zip(blocks, load.names[skip:], strict=False))
         self._saved.update(load.names[skip:])
         self._ends.add(load.names[-1])
-        self._load(load, skip, blocks)
+        self._hand_over(load, skip, blocks)
 
     def stored(self) -> dict[str, Any]:
         from foreword.integrations.vllm.worker_side import worker_of

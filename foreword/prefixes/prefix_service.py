@@ -157,7 +157,9 @@ class PrefixService:
                     self.book.check_free(name, salt=salt)
                 version = max(version, made.version) + 1
             prefix = replace(made, version=version)
-            if self._storage is not None and not one.adopted:
+            if self._storage is not None and one.adopted:
+                self._storage.pin_adopted(prefix.tokens, salt)
+            elif self._storage is not None:
                 self._storage.put(prefix, salt)
             prefix = self.book.commit(prefix, one.kept, salt=salt)
             self._marked(salt)
@@ -242,6 +244,8 @@ class PrefixService:
                     if prefix.name not in stored:
                         with contextlib.suppress(UnknownPrefix):
                             self.book.remove(prefix.name, salt=salt)
+                            # The instance that removed it may have unpinned it before it was pinned here.
+                            self._unpin_stored([prefix.tokens], salt)
             newer = [record for record in records if record.version > self.book.version(record.name, salt=salt)]
             adopted = self._adopt(newer, salt)
             self._marked(salt)

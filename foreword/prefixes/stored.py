@@ -161,6 +161,7 @@ class PrefixPins:
         self.needed: list[Callable[[str], Iterable[Chain]]] = []
         self._store = store
         self._records: list[SharedRecords[Any]] = [SharedRecords(store, kind) for kind in (PREFIXES, RETENTIONS)]
+        self._epochs = [0] * len(store.tiers)
 
     @property
     def named(self) -> str:
@@ -218,6 +219,32 @@ class PrefixPins:
 
     def tick(self) -> None:
         """Is called about once a second."""
+        self.restore()
+
+    def restore(self) -> None:
+        """Pin again what the records say is kept, for all tenants, if a store may have lost its pins since this was done
+        last."""
+        epochs = [tier.store.pin_epoch for tier in self._store.tiers]
+        if epochs == self._epochs:
+            return
+        failures = list[StoreError]()
+        for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
+            prefix = records.kind.key(model, "")
+            found = records.scan(prefix, failed=lambda _, error: failures.append(error)).values
+            for one in found.values():
+                self._pin_stored(bytes.fromhex(one.root), one.chain)
+            # A record that was deleted meanwhile may have been unpinned before it was pinned here.
+            here = records.scan(prefix, known=found, failed=leave).keys
+            for key, one in found.items() if not failures else ():
+                if key not in here:
+                    self.unpin(key.split("/")[2], bytes.fromhex(one.root), one.chain)
+        if not failures:
+            self._epochs = epochs
+
+    def _pin_stored(self, root: bytes, keys: Chain) -> None:
+        """Pin those blocks of a prefix that are stored already."""
+        for number, group in enumerate(self.groups):
+            self._set(self.names(root, number, own_keys(root, group.behind(keys))), pinned=True)
 
 
 class StorePins(PrefixPins):
@@ -328,6 +355,10 @@ class PrefixStorage(ABC):
         """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
         self._records.remove(self._key(name, salt))
 
+    def pin_adopted(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Pin the blocks of a prefix whose record another instance has written, or an earlier process."""
+        self.pins.pin(*self.chain(tokens, salt))
+
     def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
         """Unpin the blocks of a prefix that no other kept one needs."""
         self.pins.unpin(self.tenant(salt), *self.chain(tokens, salt))
@@ -368,6 +399,7 @@ class StoredRetentions:
         pins.needed.append(lambda tenant: [one.keys for one in book.of(tenant) if one.stored])
         book.listener = self
         self._scanned = time.monotonic()
+        self._restore_pins()  # before the first request evicts anything
         self._follower = Follower("foreword-retention", self._tick, 1.0)
         self.scan()
 
@@ -405,13 +437,16 @@ class StoredRetentions:
 
     def _tick(self) -> None:
         self._book.expire()
+        self._restore_pins()
+        if time.monotonic() - self._scanned >= _RETENTIONS_SECONDS:
+            self.scan()
+            self._scanned = time.monotonic()
+
+    def _restore_pins(self) -> None:
         try:
             self._pins.tick()
         except StoreError as error:
             logger.warning("pinning a retained prefix: %s", error.message)
-        if time.monotonic() - self._scanned >= _RETENTIONS_SECONDS:
-            self.scan()
-            self._scanned = time.monotonic()
 
     def _write(self, one: Retained) -> None:
         expires = None if one.ttl is None else time.time() + one.expires - time.monotonic()

@@ -25,8 +25,9 @@ _CACHE: Final[dict[str, Any]] = {
 _LONG: Final = (930, 850)
 _SHORT: Final = (430, 400, 340, 310)  # each answer fills a block
 _TINY: Final = (150, 145, 140, 135, 130, 125, 120)
-_MANY_NEW: Final = 80
+_MANY_NEW: Final = 110
 _MOST_STEPS: Final = 400
+_HALF: Final = 0.5
 _SALTS: Final = ("ann", "bob", None)
 
 
@@ -89,6 +90,14 @@ class Stage:
             evidence.missing.append("no load was under way")
 
 
+def _must_reuse(
+    evidence: Evidence, found: Sequence[Answer], when: str, reference: Sequence[Answer], exact: bool = True
+) -> None:
+    """Hits with the right answers. That nothing hits is a failure: what was stored before had been found."""
+    evidence.must_find(found, [one["reusable"] for one in reference], when, _HALF)
+    evidence.same(found, reference, exact)
+
+
 def _settled(worker: Worker, evidence: Evidence) -> None:
     """Background writes end, and vLLM's own cache is reset, at once."""
     worker.settle()
@@ -114,7 +123,7 @@ def salts_preempted(session: Session, draw: RandomPrompts, evidence: Evidence) -
     evidence.same(stage.finish(names), reference)
     _settled(worker, evidence)
     found = [worker.ask_all([turn], salt=_SALTS[i % 3])[0] for i, turn in enumerate(turns)]
-    evidence.must_reuse(found, "under their own salts", next_reference)
+    _must_reuse(evidence, found, "under their own salts", next_reference)
     evidence.must_find(found, [len(prompt) + _NEW - 2 * BLOCK for prompt in asked], "of prompts and answers", 1.0)
     _settled(worker, evidence)
     for shift in (1, 2):
@@ -143,10 +152,10 @@ def salts_aborted(session: Session, draw: RandomPrompts, evidence: Evidence) -> 
     stage.note(evidence, loading)
     answers = stage.finish([*second, *third])
     evidence.must_compute(answers[:2], "under another salt, after an abort", reference[:2])
-    evidence.must_reuse(answers[2:], "under the salts, at the same time", reference[2:])
+    _must_reuse(evidence, answers[2:], "under the salts, at the same time", reference[2:])
     _settled(worker, evidence)
     found = worker.ask_all(asked[:2], _NEW, salt="bob")
-    evidence.must_reuse(found, "under the second salt", reference[:2])
+    _must_reuse(evidence, found, "under the second salt", reference[:2])
     _settled(worker, evidence)
     found = worker.ask_all(asked[2:3], _NEW, salt="bob")
     evidence.must_compute(found, "under another salt", reference[2:3])
@@ -186,7 +195,7 @@ def adapters_preempted(session: Session, draw: RandomPrompts, evidence: Evidence
         worker.ask_all([prompt], _NEW, adapter=each, salt="ann")[0]
         for prompt, each in zip(prompts, (one, two), strict=True)
     ]
-    evidence.must_hit(found, "under their own adapters and salt")
+    evidence.must_find(found, [len(prompt) - BLOCK for prompt in prompts], "under their own adapters and salt", _HALF)
     evidence.same(found, [right[0, str(one)], right[1, str(two)]])
     _settled(worker, evidence)
 
@@ -215,12 +224,10 @@ def loads_aborted(kind: Kind) -> Check:
         evidence.same(stage.finish(names), reference, kind.exact)
         _settled(worker, evidence)
         found = worker.ask_all(others, _NEW)
-        evidence.must_hit(found, "of those that took the memory", reference)
-        evidence.same(found, reference, kind.exact)
+        _must_reuse(evidence, found, "of those that took the memory", reference, kind.exact)
         _settled(worker, evidence)
         found = worker.ask_all(stored, _NEW)
-        evidence.must_hit(found, "of what was aborted", of_stored)
-        evidence.same(found, of_stored, kind.exact)
+        _must_reuse(evidence, found, "of what was aborted", of_stored, kind.exact)
         _settled(worker, evidence)
 
     which = "" if kind.name == "Llama" else f" of {kind.name}"
@@ -243,7 +250,7 @@ def loads_pressed(session: Session, draw: RandomPrompts, evidence: Evidence) -> 
     count = stage.until(loading=1, most=50)["loading"]
     names = stage.add(others, new_tokens=_MANY_NEW)
     before = stage.until(answered=1)["preempted"]
-    preempted = stage.until(preempted=before + 1, most=150)["preempted"] - before
+    preempted = stage.until(preempted=before + 1, most=250)["preempted"] - before
     stage.until(most=5)
     stage.release()
     stage.note(evidence, count)
@@ -252,7 +259,7 @@ def loads_pressed(session: Session, draw: RandomPrompts, evidence: Evidence) -> 
         evidence.missing.append("nothing was preempted while KV was loaded")
     evidence.same(stage.finish([*first, *names]), reference)
     _settled(worker, evidence)
-    evidence.must_reuse(worker.ask_all([*stored, *others], _MANY_NEW), "on what was stored", reference)
+    _must_reuse(evidence, worker.ask_all([*stored, *others], _MANY_NEW), "on what was stored", reference)
     _settled(worker, evidence)
 
 
@@ -272,9 +279,9 @@ def shared_aborted(session: Session, draw: RandomPrompts, evidence: Evidence) ->
     stage.until(answered=1, most=20)
     stage.release()
     stage.note(evidence, count)
-    evidence.must_reuse(stage.finish([*again, *names[1:]]), "of a shared prefix", reference)
+    _must_reuse(evidence, stage.finish([*again, *names[1:]]), "of a shared prefix", reference)
     _settled(worker, evidence)
-    evidence.must_reuse(worker.ask_all(asked, _NEW), "on what was stored", reference)
+    _must_reuse(evidence, worker.ask_all(asked, _NEW), "on what was stored", reference)
     _settled(worker, evidence)
 
 
@@ -344,7 +351,7 @@ def _check_changed(
     right = session.computed(worker, every)
     session.end(connected=True)
     evidence.same(found, right)
-    evidence.must_hit(again, "after the change")
+    evidence.must_find(again, [len(prompt) - BLOCK for prompt in every], "after the change", _HALF)
     evidence.same(again, right)
     if not Evidence.differ(before, right[: len(before)]):
         evidence.missing.append("the change changes no answer")
@@ -375,7 +382,8 @@ def updated_kind(kind: Kind) -> Check:
                 evidence.problems.append(f"a {what} is refused that vLLM alone accepts")
         for ours, theirs in zip(mine["answers"], alone["answers"], strict=True):
             evidence.same(ours, theirs, kind.exact)
-        evidence.must_hit(mine["answers"][1], "after the reset")
+        once_more = [one["cached"] for one in alone["answers"][3]]  # vLLM's own hits of the next turns
+        evidence.must_find(mine["answers"][1], [most // 2 for most in once_more], "after the reset", _HALF)
         evidence.must_miss(mine["answers"][2], "after the change")
         if not Evidence.differ(mine["answers"][0], mine["answers"][2]):
             evidence.missing.append("the change changes no answer")

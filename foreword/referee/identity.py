@@ -137,7 +137,7 @@ def updated(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
     right = session.computed(worker, asked)
     session.end(connected=True)
     if not done:
-        evidence.missing.append("vLLM or the connector would not reset")
+        evidence.problems.append("vLLM could not reset its cache, as it can without a connector")
         return
     evidence.must_compute(found, "after the change", right)
     if not Evidence.differ(before, right):

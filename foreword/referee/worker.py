@@ -239,8 +239,9 @@ class VllmEngine:
         return {"bytes": cache.store.tiers[-1].store.status().bytes, "complete": complete}
 
     def forget(self) -> dict[str, Any]:
-        """Reset vLLM's own cache. Requests whose blocks a connector still reads delay that for some steps."""
-        deadline = time.monotonic() + 20
+        """Reset vLLM's own cache. With Foreword's connector that succeeds at once, as in vLLM alone; requests whose blocks
+        another still reads delay it for some steps."""
+        deadline = time.monotonic() + (0 if self._foreword() is not None else 20)
         while not (done := bool(self._llm.reset_prefix_cache())) and time.monotonic() < deadline:
             self._llm.llm_engine.step()
             time.sleep(0.001)
@@ -252,9 +253,10 @@ class VllmEngine:
         return {"metrics": [[one.name, one.labels, one.value] for one in found]}
 
     def exchange(self, running: bool = False) -> dict[str, Any]:
-        """Exchange the weights of two layers of equal parts, as an update of weights in place would, and reset both caches.
-        `running`: requests that run are preempted, and computed anew."""
-        self._llm.apply_model(_exchange_layers)
+        """Exchange the weights of two layers of equal parts, as a trainer in the same process would: vLLM learns of it only by
+        the reset of both caches. `running`: requests that run are preempted, and computed anew."""
+        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+        _exchange_layers(executor.driver_worker.get_model())
         return self.reset(True, running)
 
     def reset(self, connector: bool, running: bool = False) -> dict[str, Any]:

@@ -52,6 +52,7 @@ from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.service import MAX_STALLS, Router
 from foreword.router.suspicious import Ask
+from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
@@ -156,6 +157,18 @@ class RoutedRequest:
         repeated = pool.repeats(query)
         await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid, self.ask))
+        try:
+            self._placed(attempt, query, prompt, overhead, repeated)
+        except BaseException:
+            pool.failed(attempt)
+            raise
+        return attempt
+
+    def _placed(
+        self, attempt: Attempt, query: PlacementQuery, prompt: TokenizedPrompt, overhead: float, repeated: bool
+    ) -> None:
+        """Note where it was placed."""
+        router, pool, request = self.router, self.pool, self.request
         if (attempt.decision.home is None or repeated) and not self.attempts and prompt.exact:
             # Later requests of a session go where it is: another replica has no use for their prompts.
             router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
@@ -171,7 +184,6 @@ class RoutedRequest:
             self._trace(self.span, attempt)
         if self.attempts:
             router.on_failover(self.tenant.name, self.arrived, attempt.upstream)
-        return attempt
 
     def _trace(self, span: Span, attempt: Attempt) -> None:
         if attempt.queued:

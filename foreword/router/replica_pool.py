@@ -80,6 +80,8 @@ class ReplicaPool:
         # response, or those where the same is being asked.
         self._broken: dict[asyncio.Future[Attempt], PlacementRequest] = {}
         self._differing: dict[str, list[str]] = {}
+        # All replicas are out because of failed requests, and are used nevertheless.
+        self.panic = False
         self._max_waiting, self._max_queue = config.max_waiting, config.max_queue
         self._timer: asyncio.TimerHandle | None = None
         # The last result of `_key_spaces`, with what it was of.
@@ -114,8 +116,29 @@ class ReplicaPool:
     def refresh(self, upstream: Upstream) -> None:
         """Apply a change of a replica's state."""
         if upstream.url in self.upstreams:
+            if self.panic or upstream.breaker.state != "closed":
+                self._look_for_panic()
             self.fleet.exclude(upstream.url, upstream.excluded(clock()))
             self.serve_queue()
+
+    def _look_for_panic(self) -> None:
+        """Use replicas at which requests failed if no other one is in service: then the requests are at fault, most likely, and
+        in any case nothing is lost by trying."""
+        ones = [one for one in self.upstreams.values() if one.spec.role != "prefill"]
+        sound = any(one.breaker.state == "closed" and not one.out_of_service for one in ones)
+        panic = not sound and any(one.breaker.by_requests for one in ones)
+        if panic == self.panic:
+            return
+        self.panic = panic
+        if panic:
+            logger.warning(
+                "model %s: all replicas are out because requests failed, and probes succeed: they are used", self.model
+            )
+        else:
+            logger.info("model %s: a replica serves requests again", self.model)
+        for one in ones:
+            one.panic = panic
+            self.fleet.exclude(one.url, one.excluded(clock()))
 
     def model_names(self) -> set[str]:
         """The names of all models and adapters that its replicas serve."""

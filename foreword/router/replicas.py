@@ -89,6 +89,9 @@ class ReplicaBreaker:
     succeeds, the breaker is half-open: one request at a time is sent until one succeeds. If that request fails, the next pause
     is twice as long. So a replica that answers probes and fails requests is tried less and less often, and a replica that
     was down is used again as soon as it answers.
+
+    Attributes:
+        by_requests: only failed requests have opened it; no probe has failed since.
     """
 
     def __init__(self, failures: int = 3) -> None:
@@ -100,6 +103,7 @@ class ReplicaBreaker:
         self._pause = _FIRST_PAUSE
         self._open_until: float | None = None
         self.half_open = False
+        self.by_requests = False
 
     @property
     def state(self) -> str:
@@ -108,7 +112,9 @@ class ReplicaBreaker:
     def failed(self, now: float, reason: str, *, certain: bool = False) -> bool:
         """Note a failed request; `certain` failures open the breaker at once. True if it has just opened."""
         self._failed_requests += 1
-        return self._maybe_open(now, reason, certain or self._failed_requests >= self.failures)
+        opens = self._maybe_open(now, reason, certain or self._failed_requests >= self.failures)
+        self.by_requests = not certain and (opens or self.by_requests)
+        return opens
 
     def _maybe_open(self, now: float, reason: str, enough: bool) -> bool:
         if self._open_until is not None or not (enough or self.half_open):
@@ -124,6 +130,7 @@ class ReplicaBreaker:
         if self._open_until is None:
             self._failed_requests = self._failed_probes = 0
             self.half_open, self.reason, self._pause = False, "", _FIRST_PAUSE
+            self.by_requests = False
 
     def due(self, now: float) -> bool:
         """Whether a probe should be sent; always true while not open."""
@@ -131,6 +138,7 @@ class ReplicaBreaker:
 
     def probed(self, now: float, problem: str | None, *, certain: bool = False) -> bool:
         """Note the result of a probe. True if the breaker has just opened."""
+        self.by_requests = self.by_requests and problem is None
         if self._open_until is None:
             self._failed_probes = 0 if problem is None else self._failed_probes + 1
             enough = certain or self._failed_probes >= self.failures
@@ -257,6 +265,7 @@ class Upstream:
         pause_until: it replied that it is overloaded; it gets no requests until then.
         in_flight: requests that this router sent there and that have not ended, at most `max_in_flight`.
         trial: the breaker is half-open, and the trial request is in flight.
+        panic: all replicas of its pool are out because of failed requests: it is used if probes succeed.
         unreachable: the last probe got no answer, so its streams will not continue.
         awaited: responses that are being awaited or read.
         alive_at: when it last answered a request of the router's own. checked: such a request is in flight.
@@ -284,6 +293,7 @@ class Upstream:
     in_flight: int = 0
     max_in_flight: int = 512
     trial: bool = False
+    panic: bool = False
     unreachable: bool = False
     awaited: set[AwaitedResponse] = field(default_factory=set)
     alive_at: float = 0.0
@@ -330,6 +340,11 @@ class Upstream:
         )
 
     @property
+    def ignores_breaker(self) -> bool:
+        """Whether it is used although requests failed there."""
+        return self.panic and self.breaker.by_requests and not self.unreachable
+
+    @property
     def out_of_service(self) -> str:
         """Why it gets no new requests, however little it has to do; empty if it does."""
         if self.drained:
@@ -338,7 +353,7 @@ class Upstream:
             return "unhealthy: its pod is not ready"
         if self.info is None:
             return f"unhealthy: {self.problem}"
-        if self.breaker.state == "open":
+        if self.breaker.state == "open" and not self.ignores_breaker:
             return f"unhealthy: {self.breaker.reason}"
         if self.unconfirmed:
             return "unhealthy: it was away, or its weights have changed, and it was not asked yet what it serves"
@@ -348,7 +363,7 @@ class Upstream:
         """Why it gets no new requests now; empty if it does."""
         if problem := self.out_of_service:
             return problem
-        if self.trial:
+        if self.trial and not self.ignores_breaker:
             return "overloaded: the circuit is half-open, and one trial request is in flight"
         if self.pause_until > now:
             return f"overloaded: it asked to retry in {self.pause_until - now:.1f} s"

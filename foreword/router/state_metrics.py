@@ -48,6 +48,7 @@ _POOL_GAUGES: Final[Table] = (
     ("queued_work_seconds", "Prompt work not done yet, in seconds of one replica.", lambda pool: pool.queued_seconds),
     ("directory_blocks", "Blocks in the directory.", lambda pool: len(pool.fleet.directory)),
     ("sessions", "Known sessions.", lambda pool: len(pool.fleet.sessions)),
+    ("panic", "1 while replicas are used although requests failed at all of them.", lambda pool: float(pool.panic)),
     ("model_fingerprints", "Different weights of replicas in service.", lambda pool: len(pool.by_weights())),
 )
 _POOL_COUNTERS: Final[Table] = (

@@ -173,6 +173,12 @@ class Store(Protocol):
     def refusal(self) -> StoreError | None:
         return None
 
+    @property
+    def pin_epoch(self) -> int:
+        """Another number each time that pins may have been lost, and be set again from what says that blocks are kept. 0 from a
+        store that loses none. Never blocks for long and never raises."""
+        return 0
+
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         """Count how many of `names` are present, from the first up to the first that is missing. Not a use for LRU.
 

@@ -44,6 +44,10 @@ class StoreWrapper(Store):
     def refusal(self) -> StoreError | None:
         return self.inner.refusal
 
+    @property
+    def pin_epoch(self) -> int:
+        return self.inner.pin_epoch
+
     def before_call(self, deadline: float) -> None:
         """Called first in every call that has a deadline. Does nothing here."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,53 @@ def test_a_restart_keeps(family: str, engine: Make, tmp_path: Path) -> None:
         [third] = llm.generate(tokens, greedy(1), cache_report=True)
         assert third.cache_report is not None and third.cache_report.device_tokens == 80
         llm.check()
+
+
+def break_index(folder: Path) -> None:
+    with (folder / "store" / "index.sqlite").open("r+b") as file:
+        file.write(bytes(200))
+
+
+def of_an_earlier_build(folder: Path) -> None:
+    """The index has an old format, so it is rebuilt."""
+    with closing(sqlite3.connect(folder / "store" / "index.sqlite")) as index:
+        index.execute("PRAGMA user_version = 3")
+
+
+@pytest.mark.parametrize("lose", [break_index, of_an_earlier_build])
+@pytest.mark.parametrize("kept", ["named", "retained", "named and removed"])
+def test_pins_follow_from_records(kept: str, lose: Callable[[Path], None], engine: Make, tmp_path: Path) -> None:
+    """Pins lie in the index of a disk store. When it was rebuilt, what the records say is kept is pinned again before the first
+    request, also if no request names it, and survives a flood. What is not kept any more is not pinned."""
+    text, room = "import os\nimport sys\n" * 4, "320KiB"
+    with engine("llama", store=disk(tmp_path, room)) as llm:
+        tokens = llm.tokenizer.encode(text)
+        if kept == "retained":
+            llm.retain(tokens, 600.0)
+        else:
+            llm.add_prefix("base", text)
+        before = pinned(llm)
+        assert before > 0
+        if kept == "named and removed":
+            llm.remove_prefix("base")
+    lose(tmp_path)
+    with engine("llama", store=disk(tmp_path, room)) as llm:
+        assert pinned(llm) == (0 if kept == "named and removed" else before)
+        flood(llm)
+        assert llm.offload is not None and llm.offload.store.status().evictions > 0
+        [again] = llm.generate([[*tokens, 1, 2, 3]], greedy(1))
+        assert (again.cached_tokens > 0) == (kept != "named and removed")
+
+
+def test_pins_come_back_while_a_server_runs(engine: Make, tmp_path: Path) -> None:
+    """An index that is lost under a running server is rebuilt with the pins of all instances' records."""
+    with engine("llama", store=disk(tmp_path)) as llm:
+        llm.add_prefix("base", "import os\nimport sys\n" * 4)
+        llm.retain(prompt(40, 1), 600.0)
+        before = pinned(llm)
+        (tmp_path / "store" / "index.sqlite").unlink()
+        llm.generate([prompt(60, 2)], greedy(1))
+        wait_until(lambda: pinned(llm) == before, "the pins to be back")
 
 
 def test_what_ends_is_unpinned(engine: Make, tmp_path: Path) -> None:

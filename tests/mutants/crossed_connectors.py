@@ -150,14 +150,17 @@ class LoadOfAnotherSalt(Watching):
 
 
 class LoadShiftedByAbort(Watching):
-    """Once a load was aborted, loads under another salt write each block into the place of the next."""
+    """Once a load was aborted, loads under another salt write each block into the place of the next, the last two into one.
+
+    (A permutation alone would change nothing: attention with rotary positions is a sum over the keys.)
+    """
 
     claim = "crossed.salts-aborted"
 
     def edit(self, metadata: ForewordConnectorMetadata) -> None:
         for number, load in enumerate(metadata.loads):
             if self.victim is not None and self.asked[load.request_id].cache_salt != self.victim.cache_salt:
-                parts = (replace(one, blocks=(*one.blocks[1:], one.blocks[0])) for one in load.parts)
+                parts = (replace(one, blocks=(*one.blocks[1:], one.blocks[-1])) for one in load.parts)
                 metadata.loads[number] = replace(load, parts=tuple(parts))
 
 

@@ -146,6 +146,29 @@ def test_a_connection_that_breaks_is_no_death() -> None:
         assert mortals.dead() == 0
 
 
+@pytest.mark.parametrize("failures", ["1", "3"])
+def test_requests_that_fail_everywhere_end_no_service(failures: str) -> None:
+    """Where requests break at all replicas and these answer their probes, others are served as before."""
+    with fleet(2, "--failures", failures, owner="another") as (_, router):
+        assert code_of(post(router, "harmless")) is None
+        for number in range(4):
+            assert code_of(post(router, "BREAK")) == "replica_failed"
+            assert code_of(post(router, f"harmless {number}")) is None
+        broken = [post(router, "BREAK") for _ in range(6)]
+        assert {one.status_code for one in broken} == {502}
+        assert "probes succeed: they are used" in router.text
+        until(lambda: code_of(post(router, "harmless")) is None and router.metric("foreword:router_panic") == 0)
+
+
+def test_the_dead_are_not_used() -> None:
+    """Replicas that are dead are not used, however many are out."""
+    with fleet(2, "--failures", "1") as (mortals, router):
+        mortals.kill()
+        for _ in range(2):
+            assert post(router, "harmless").status_code in (502, 503)
+        assert router.metric("foreword:router_panic") == 0
+
+
 def test_variants_with_the_same_start() -> None:
     """Prompts that differ near their ends only are one suspect, once replicas have died at them; others are not, and neither
     are those whose start was served."""

@@ -33,6 +33,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import skewed_clock
 import torch
 from fault_campaign import (
     Base,
@@ -178,6 +179,7 @@ def _erase_in_child(urls: Sequence[str], salt: Salt, key_store: str, pipe: Conne
     """Another process of the same deployment: says that it is ready, erases, says what it answered, and waits to be killed.
     `unreadable`: a folder that it cannot list."""
     logging.disable()
+    skewed_clock.follow_parent()
     if unreadable:
         _deny("scandir", unreadable)
     keys = DataKeys(EncryptionConfig(key_store=key_store, master_keys=(MASTER,))) if key_store else None

@@ -39,6 +39,7 @@ from typing import Protocol, TypeVar
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parent.parent / "transfer"))
 
+import skewed_clock
 from servers import RedisCluster, RedisServer, S3Server
 
 from foreword.conformance import FlakyStore, make_frames, names_of
@@ -795,7 +796,10 @@ def print_campaign(
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", default=[], help="label of a row; may be given several times")
     parser.add_argument("--notes", action="store_true", help="print the kinds of faults and what was noted")
+    parser.add_argument("--clocks", action="store_true", help="set the wall clock of each process forward and back")
     given = parser.parse_args()
+    if given.clocks:
+        skewed_clock.skew(given.seed)
     print(f"{time.strftime('%Y-%m-%d')}, {_processor()}, load {os.getloadavg()[0]:.1f}, seed {given.seed}\n")
     print("| " + " | ".join(head) + " |\n|---|" + "---:|" * (len(head) - 1), flush=True)
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -522,6 +522,42 @@ def test_a_write_that_fails_after_it_was_given_up(caplog: pytest.LogCaptureFixtu
     store.close()
     server.close()
     assert not caplog.records
+
+
+# Blocks of one chunk that instances delete at once: different ones, adjacent ones, the same, some of them the same.
+AT_ONCE = ([(1,), (5,)], [(3,), (4,)], [(2,), (2,)], [(1, 2, 6), (2, 3)], [(0,), (7,), (3, 4)])
+
+
+@pytest.mark.parametrize("service", ["folder", "s3"])
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_instances_delete_from_one_chunk_at_once(
+    service: str, rounds: int, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """What instances delete at the same time is gone when their calls have returned, and all other blocks are there."""
+    url = f"file://{folder}" if service == "folder" else request.getfixturevalue("server").url()
+    for number in range(rounds):
+        prefix, frames, parts = fresh(), make_frames(number, 8, 500), AT_ONCE[number % len(AT_ONCE)]
+        stores = [ObjectStore(url, prefix=prefix) for _ in range(len(parts) + 1)]
+        assert stores[0].put(frames, deadline=soon()) == 8
+        gate = threading.Barrier(len(parts))
+
+        def delete(store: ObjectStore, places: Sequence[int], frames=frames, gate=gate) -> int:
+            names = [frames[place].name for place in places]
+            store.present(names_of(frames), deadline=soon())  # so it knows the section
+            gate.wait()
+            return store.delete(names, deadline=soon())
+
+        with ThreadPoolExecutor(len(parts)) as pool:
+            counts = list(pool.map(delete, stores, parts))
+        assert all(count <= len(places) for count, places in zip(counts, parts, strict=True))
+        gone = {place for places in parts for place in places}
+        expected = [None if place in gone else bytes(one.data) for place, one in enumerate(frames)]
+        assert sum(counts) >= len(gone)
+        assert read(stores[-1], frames) == expected
+        listed = {name for page in stores[-1].list_names(deadline=soon()) for name in page}
+        assert listed == {one.name for place, one in enumerate(frames) if place not in gone}
+        for store in stores:
+            store.close()
 
 
 def test_copies_of_what_another_instance_has_erased(server: S3Server, proxy: CountingProxy):

@@ -315,6 +315,7 @@ class GrammarCompiler:
         if _OUT_OF_FUEL.search(error):
             del matcher
             self._check_large(tenant)
+            self._work.put(release_unused)  # when this one is done, and perhaps refused
             room = _LARGE
             matcher, error = _matcher(vocabulary, text, room)
         if error:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, told_by_stores, worker_of
 
@@ -111,6 +113,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side = side = ForewordConnectorScheduler(self._info, self._settings, self._engine)
         side.bind_pool(self._pool)
         follow_engine(self._info.config, "reset_prefix_cache", self.before_reset, before=True)
+        follow_engine(self._info.config, "collective_rpc", self.before_workers, before=True)
         return side
 
     @property
@@ -138,6 +141,17 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         alone = core.scheduler.connector is self
         told = self._expected.given_back if alone else None
         give_back(core, self._scheduler, running=reset_running_requests, told=told)
+
+    @hook(lambda *_, **__: None)
+    def before_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> Callable[[], None] | None:
+        """vLLM is about to call a method of its workers, which may change weights."""
+        compare = notice_changes(core, method, self._scheduler.weights_changed)
+        return None if compare is None else partial(self.after_workers, compare)
+
+    @hook(lambda *_: None)
+    def after_workers(self, compare: Callable[[], None]) -> None:
+        """It has called a method of its workers, which may have changed weights."""
+        compare()
 
     @hook(lambda *_: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

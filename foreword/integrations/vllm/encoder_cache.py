@@ -49,6 +49,7 @@ from foreword.integrations.vllm.namespace import (
     unmeasured,
 )
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
+from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
@@ -243,6 +244,7 @@ class EncoderReader:
         self._version = settings.version_of(vllm_config)
         follow_engine(vllm_config, "set_weight_version", self._version.set)
         follow_engine(vllm_config, "reset_encoder_cache", self.reset)
+        follow_engine(vllm_config, "collective_rpc", self.called_workers, before=True)
         self._pool.submit(self._store.describe, str(vllm_config.model_config.model))
         self._pool.submit(self._store.follow)
 
@@ -328,6 +330,11 @@ class EncoderReader:
         self._version.reset()
         self._reads.clear()
         self._in_vllm.clear()
+
+    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
+        """vLLM is about to call a method of its workers. It keeps the outputs that it has itself."""
+        if changes_weights(method) and self._version.changed():
+            self._reads.clear()
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -32,15 +32,10 @@ def give_back(
         told: hears which ended requests need not be reported by a worker any more. None: another connector may keep blocks of
             the same requests, so they are left to a step.
     """
-    scheduler = core.scheduler
+    scheduler, requests = core.scheduler, core.scheduler.requests
     if not all(hasattr(scheduler, name) for name in _STEPS):
         return  # another vLLM, which refuses as it always did
-    requests = scheduler.requests
-    names = [
-        name
-        for name in side.loading()
-        if name in requests and (running or RequestStatus.is_finished(requests[name].status))
-    ]
+    names = [one for one in side.loading() if one in requests and (running or requests[one].is_finished())]
     saves, finished = side.take_last() if told is not None else ([], [])
     # Blocks of live requests that wait to be saved are taken back too, if these start over.
     lost = [name for name, one in requests.items() if running and not RequestStatus.is_finished(one.status)]
@@ -54,14 +49,14 @@ def give_back(
     if told is not None:
         told(finished)
     waiting = RequestStatus.WAITING_FOR_REMOTE_KVS
-    live = [one for one in requests.values() if running and one.status == waiting]
-    loaded = [one for one in live if one.request_id in scheduler.finished_recving_kv_req_ids]
+    live = {name for name, one in requests.items() if running and one.status == waiting}
+    loaded = live & scheduler.finished_recving_kv_req_ids
     if ended or finished:
         report = KVConnectorOutput(finished_sending=set(finished), finished_recving=ended, failed_recving=ended)
         scheduler._update_from_kv_xfer_finished(report)
-    for request in [*(one for one in live if one.request_id in ended), *loaded]:
-        scheduler._handle_failed_recving({request.request_id})
-        scheduler._handle_blocked_waiting_request(request)
+    for name in sorted(live & ended | loaded):
+        scheduler._handle_failed_recving({name})
+        scheduler._handle_blocked_waiting_request(requests[name])
 
 
 def end_in_worker(worker: Any, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
@@ -69,9 +64,5 @@ def end_in_worker(worker: Any, names: Sequence[str], saves: Sequence[BlockSave])
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     group = get_kv_transfer_group()
-    ended: set[str] = set()
-    for one in getattr(group, "_connectors", [group]):
-        end = getattr(one, "end_work", None)
-        if end is not None:
-            ended |= end(names, saves)
-    return ended
+    ours = [one for one in getattr(group, "_connectors", [group]) if hasattr(one, "end_work")]
+    return {name for one in ours for name in one.end_work(names, saves)}

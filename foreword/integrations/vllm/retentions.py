@@ -84,6 +84,7 @@ class ConnectorPins(PrefixPins):
 
     def tick(self) -> None:
         """Try again to pin what was not written yet."""
+        super().tick()
         pending, self._pending = self._pending, {}
         for key, (root, keys, tries) in pending.items():
             if not self.pin_now(root, keys) and tries > 1:

@@ -35,7 +35,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
-from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine, may_change_weights
+from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
     PRODUCERS_LABEL,
@@ -89,7 +89,6 @@ class ForewordConnectorScheduler:
         self._identities = request_identities(info.config, info.key_size)
         self._version = settings.version_of(info.config)
         follow_engine(info.config, "set_weight_version", self.set_weights_version)
-        follow_engine(info.config, "collective_rpc", self.called_workers, before=True)
         self._spoils_base = info.config.lora_config is not None and adapters_spoil_base()
         self._adapted: set[str] = set()  # requests with an adapter
         self._spoilt = False  # vLLM's own cache may have wrong KV of requests without an adapter
@@ -105,6 +104,8 @@ class ForewordConnectorScheduler:
         self._step = (0, 0.0)  # tokens of the last step, and when it was scheduled
         self._worker: ForewordConnectorWorker | None = worker_of(engine)
         self._lookup = None if self._worker is not None else StoreLookup(info, settings)
+        if self._worker is not None:
+            self._worker.tell_of_changes(self.weights_changed)
         stores = self._lookup if self._worker is None else self._worker.offload
         assert stores is not None
         self._stores = stores
@@ -751,45 +752,36 @@ class ForewordConnectorScheduler:
         """Whether vLLM's own cache holds nothing: no block is in use or cached. None where this vLLM does not show its pool."""
         if self._pool is None:
             return None
-        in_use = self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() - 1  # vLLM itself uses a block of zeros
-        return not in_use and not len(self._pool.cached_block_hash_to_block)
+        if self._pool.num_gpu_blocks - self._pool.get_num_free_blocks() != 1:  # vLLM itself uses a block of zeros
+            return False
+        cached = getattr(self._pool, "cached_block_hash_to_block", None)
+        return None if cached is None else not len(cached)
 
     def reset(self) -> None:
         """From now on nothing is found that was saved before, unless the weights get the name of a version."""
-        empty = self._empty
-        self._version.reset(empty is not False)
+        self._version.reset(self._empty is not False)
         self._start_version()
         if self._version.stale:
-            self._say_stale("vLLM did not reset its own cache")
+            self._say_stale("vLLM has not reset its own cache")
 
     def set_weights_version(self, name: str) -> None:
         """The weights are those of version `name`: what was saved under it is found again."""
         if not self._version.set(name, self._empty):
-            self._say_stale(f"weights version {name!r} is not trusted")
+            self._say_stale(f"weights version {name!r} is not trusted over vLLM's own cache")
         self._start_version()
 
-    def called_workers(self, core: Any, method: Any, *_: Any, **__: Any) -> None:
-        """vLLM is about to call a method of its workers, which may change weights."""
-        if may_change_weights(method) and self._version.changed(self._empty):
+    def weights_changed(self) -> None:
+        """The weights have changed, or are about to, without a word about their version."""
+        if self._version.changed(self._empty):
             self._start_version()
-            logger.info(
-                "Foreword: the weights may have changed: KV of before is not used until their version has a name"
-            )
+            logger.info("Foreword: the weights have changed: what was saved before is not used until they have a name")
             if self._version.stale:
-                self._say_stale("they may have changed while vLLM's own cache had KV")
+                self._say_stale("the weights have changed under vLLM's own cache")
 
     def _say_stale(self, why: str) -> None:
-        if not self._version.stale:
-            logger.warning(
-                "Foreword: %s: KV was computed since vLLM's caches were last reset, so what is saved has no name; pause "
-                "vLLM, or reset its caches with the connector, before you set a version",
-                why,
-            )
-            return
         logger.warning(
-            "Foreword: %s: blocks in it may be of other weights. Nothing is saved or loaded until vLLM's cache is empty: "
-            "reset it with reset_running_requests, pause vLLM with clear_cache, or set the version with POST "
-            "/v1/foreword/weights_version",
+            "Foreword: %s: its blocks may be of other weights. Until it is empty, nothing is saved or loaded under their name: "
+            "reset it with reset_running_requests, pause vLLM with clear_cache, or POST /v1/foreword/weights_version",
             why,
         )
 

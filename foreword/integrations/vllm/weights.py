@@ -149,7 +149,8 @@ def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *,
     (`reset_encoder_cache`), so this wraps the methods. False if this vLLM has no such method, or the engine is elsewhere.
 
     Args:
-        before: call it before the method, with the `EngineCore` before the arguments.
+        before: call it before the method, with the `EngineCore` before the arguments. What it returns, if anything, is called
+            when the method has ended, also by an error.
     """
     try:
         from vllm.v1.engine.core import EngineCore
@@ -172,10 +173,12 @@ def _announced(
     @functools.wraps(wrapped)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         following = [(told, before) for model, told, before in listeners if model is self.vllm_config.model_config]
-        for told, before in following:
-            if before:
-                told(self, *args, **kwargs)
-        result = wrapped(self, *args, **kwargs)
+        with contextlib.ExitStack() as ends:
+            for told, before in following:
+                at_end = told(self, *args, **kwargs) if before else None
+                if callable(at_end):
+                    ends.callback(at_end)
+            result = wrapped(self, *args, **kwargs)
         for told, before in following:
             if not before:
                 told(*args, **kwargs)
@@ -183,39 +186,6 @@ def _announced(
 
     call.foreword = listeners  # type: ignore[attr-defined]
     return call
-
-
-# Methods of vLLM's workers that change weights. Others of vLLM's own do not; a function, or a method that an extension of the
-# worker adds, may do anything.
-_CHANGES = frozenset(
-    {
-        "apply_model",
-        "checkpoint_restore",
-        "elastic_ep_execute",
-        "finish_weight_update",
-        "load_model",
-        "reload_weights",
-        "reset_weights",
-        "start_draft_weight_update",
-        "start_weight_update",
-        "update_draft_weights",
-        "update_weights",
-    }
-)
-
-
-def may_change_weights(method: str | Callable[..., Any]) -> bool:
-    """Whether `EngineCore.collective_rpc` of this method may leave other weights in the workers' memory."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    if not isinstance(method, str) or method in _CHANGES:
-        return True
-    own: list[type] = [WorkerBase]
-    with contextlib.suppress(ImportError):
-        from vllm.v1.worker.gpu_worker import Worker
-
-        own.append(Worker)
-    return not any(hasattr(one, method) for one in own)
 
 
 class WeightsVersion:

@@ -49,6 +49,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierWatch
+from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
 from foreword.offload.lookups import StoreLoad
@@ -120,6 +121,7 @@ class ForewordConnectorWorker:
         self._changes: TierWatch | None = None
         self._addresses: Callable[[], list[int]] = list
         self._registered: list[int] = []
+        self._model: Any = None
         self._mapped = True
         self._step_started = 0.0
         self._tokens = 0  # of the step that runs
@@ -168,6 +170,9 @@ class ForewordConnectorWorker:
         All ranks call it together. Without vLLM's worker nothing is measured (`kv_probe.py`). `announced`: no handshake may
         tell the scheduler the namespace, so the stores do.
         """
+        if vllm_worker is not None:
+            self._model = vllm_worker.model_runner.get_model()
+            follow_loads(self._model)
         if self.offload is None:
             started, info = time.monotonic(), self._info
             announced = announced and info.separate
@@ -182,6 +187,10 @@ class ForewordConnectorWorker:
             with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
                 pool.submit(self._open, started).result()
         return self._info.model
+
+    def tell_of_changes(self, told: Callable[[], object]) -> None:
+        """Call `told`, a bound method, before the model of this process loads other weights."""
+        follow_loads(self._model, told)
 
     def _namespace(self, vllm_worker: Any | None) -> bytes:
         """b"" where the scheduler is in another process that cannot be told: it and the ranks then have one in common."""

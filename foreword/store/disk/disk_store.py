@@ -72,6 +72,7 @@ _OPEN_TIMEOUT: Final = 10.0
 _CLOSE_TIMEOUT: Final = 1.0
 _SCAN_ROWS: Final = 1024
 _MAX_UNREADABLE: Final = 4096
+_FOUND_STEP: Final = 8192
 _KNOWN_SECONDS: Final = 0.005  # of a lookup, for what other processes have added since the last one
 _LOAD_SECONDS: Final = 0.5  # of opening a folder, for what it has; the rest is read on a thread
 
@@ -182,6 +183,14 @@ class DiskStore(Store):
         if self._writer.disk_full:
             return StoreFull(f"the file system of {self.path} has no room, although the store may grow")
         return None
+
+    @property
+    def pin_epoch(self) -> int:
+        """Pins lie in the index. It changes when this process has opened an index, which may be a new one, and while one is
+        rebuilt, as more and more blocks are in it."""
+        if self.read_only or self._closed:
+            return 0
+        return self._opener.openings if self._opener.complete() else -1 - self._notes["found"] // _FOUND_STEP
 
     def after_fork(self) -> None:
         """In the child: connections, locks and running operations belong to the parent."""

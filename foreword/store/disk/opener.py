@@ -239,6 +239,9 @@ class IndexOpener:
     Args:
         notes: counters `recovered`, `rebuilt`, `found` and `missing` to increment.
         opened: called each time the index was opened.
+
+    Attributes:
+        openings: how often an index was opened and known to list all blocks.
     """
 
     def __init__(self, index: DiskIndex, files: BlockFiles, notes: Counter[str], opened: Callable[[], None]) -> None:
@@ -247,6 +250,7 @@ class IndexOpener:
         self._notes = notes
         self._opened = opened
         self._reported = False
+        self.openings = 0
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -350,6 +354,7 @@ class IndexOpener:
         except StoreError as error:
             return self._report(error)
         self._reported = False
+        self.openings += self._complete
         return None
 
     def _delay(self, error: StoreError | None) -> float:

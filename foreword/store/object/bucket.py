@@ -125,11 +125,11 @@ class ObjectBucket:
             return None
 
     def write(
-        self, prefix: bytes, head: bytes, blocks: Sequence[tuple[IndexEntry, memoryview]]
+        self, prefix: bytes, head: bytes, blocks: Sequence[tuple[IndexEntry, memoryview]], *, own: bool = False
     ) -> Coroutine[Any, Any, str]:
         """A write of a chunk, which returns its path, "" if it was there. The blocks are copied now: the request may continue
-        after the call."""
-        path = self.prefix + chunk_path(prefix, head, [entry.key for entry, _ in blocks])
+        after the call. `own`: under a path that no other chunk has."""
+        path = self.prefix + chunk_path(prefix, head, [entry.key for entry, _ in blocks], own=own)
         return self._write(prefix, path, pack(blocks))
 
     @_to_its_end
@@ -151,14 +151,20 @@ class ObjectBucket:
 
     @_to_its_end
     async def remove_from(self, prefix: bytes, chunk: ObjectChunk, tags: Collection[bytes]) -> None:
-        """Remove blocks from a chunk of this layout and root: write the others into new chunks, then remove it."""
+        """Remove blocks from a chunk of this layout and root: write the others into new chunks, then remove it.
+
+        No service that the client speaks deletes on a condition, so two instances may both do this with one chunk, and each
+        copies what the other one deletes. Their copies are apart. Each of two that have found the chunk there after they had
+        written their copies sees those of the other one in a listing after it has removed the chunk: `ObjectStore.delete` lists
+        again.
+        """
         kept = [place for place, tag in enumerate(chunk.tags) if tag not in tags]
         data = await self.read(chunk, 0, chunk.size) if kept and chunk.slot else None
         if isinstance(data, int):
             raise StoreUnavailable(f"{chunk.path} has changed")
         runs = consecutive_runs(kept) if data is not None else ()
         parts = [_blocks_of(chunk, data or memoryview(b""), kept[low:high]) for low, high in runs]
-        copies = [await self.write(prefix, chunk.head, blocks) for blocks in parts if blocks]
+        copies = [await self.write(prefix, chunk.head, blocks, own=True) for blocks in parts if blocks]
         if not await self.remove(self.prefix + chunk.path):
             # Another has removed it since it was read, perhaps to erase all of its tenant.
             for path in filter(None, copies):

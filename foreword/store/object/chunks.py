@@ -6,7 +6,9 @@ writers and readers agree on sections without a count of blocks. One listing of 
 `Heads` remembers which section each block belongs to, `Search` what listings of sections have shown.
 
 Path, below the store's prefix: `<layout>/<root>/<head>/<first 8 bytes of the first key>/<tags>`, in hex. The tags are
-Base64 of the first 8 bytes of the last key and of 5 bytes of every key, so that a listing tells which blocks a chunk has.
+Base64 of the first 8 bytes of the last key and of 5 bytes of every key, so that a listing tells which blocks a chunk has. What
+is left of a chunk whose other blocks were deleted has 8 random bytes in place of the first 8, so that no two instances write it
+under one path.
 
 Content, integers little-endian: for each block key (32 bytes), parent key (32), depth (4) and length of the frame (8);
 then for each block a slot: length of the frame (8), frame, zeros. All slots have the same length.
@@ -15,6 +17,7 @@ then for each block a slot: length of the frame (8), frame, zeros. All slots hav
 from __future__ import annotations
 
 import base64
+import os
 import re
 import struct
 import threading
@@ -66,8 +69,10 @@ def section_path(prefix: bytes, head: bytes, first: bytes = b"") -> str:
     return "/".join(part for part in parts if part)
 
 
-def chunk_path(prefix: bytes, head: bytes, keys: Sequence[bytes]) -> str:
-    tags = base64.urlsafe_b64encode(keys[-1][:_LAST_BYTES] + b"".join(key[:_TAG_BYTES] for key in keys)).decode()
+def chunk_path(prefix: bytes, head: bytes, keys: Sequence[bytes], *, own: bool = False) -> str:
+    """The path of a chunk with these blocks. `own`: another one than that of any other chunk with them."""
+    begin = os.urandom(_LAST_BYTES) if own else keys[-1][:_LAST_BYTES]
+    tags = base64.urlsafe_b64encode(begin + b"".join(key[:_TAG_BYTES] for key in keys)).decode()
     return f"{section_path(prefix, head, keys[0])}/{tags}"
 
 

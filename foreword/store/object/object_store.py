@@ -73,6 +73,7 @@ _WAITING: Final = 1024  # chunks
 _WITHIN: Final = 120.0  # seconds for one chunk
 _DAY: Final = 86400.0  # seconds
 _STEP_OBJECTS: Final = 64  # of one step of an erasure, which has a time limit
+_DELETIONS: Final = 16  # rounds of one call; a block that is there after so many is being stored again
 _ROUNDS: Final = 64  # listings of one call that follow blocks which were stored outside of their section
 _PREFIX = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*)?")
 _DIGITS = re.compile(r"[0-9a-f]{32}")
@@ -179,11 +180,21 @@ class ObjectStore(Store):
         return len(frames)
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
-        """Delete blocks. A chunk that has other blocks too is written again without the deleted ones."""
+        """Delete blocks. A chunk that has other blocks too is written again without the deleted ones.
+
+        Blocks count as deleted when two listings have shown none of them: another instance may have copied them while it
+        deleted others of the same chunk, and a listing that runs meanwhile may show neither its copies nor the chunk.
+        """
         self._check_open(deadline)
-        search = self._search(names, deadline, StoreReadOnly)
-        self._remove_from(search.chunks.values(), names, deadline)
-        return len(search.found)
+        deleted, without = set[Name](), 0
+        for _ in range(_DELETIONS):
+            search = self._search(names, deadline, StoreReadOnly)
+            without = 0 if search.chunks else without + 1
+            if without == 2:
+                break
+            deleted.update(search.found)
+            self._remove_from(search.chunks.values(), names, deadline)
+        return len(deleted)
 
     def _remove_from(self, chunks: Iterable[ObjectChunk], names: Sequence[Name], deadline: float) -> None:
         tags = defaultdict[bytes, set[bytes]](set)
