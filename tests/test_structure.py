@@ -95,7 +95,7 @@ def closure(product: str) -> int:
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 33_000),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 24_500),
+        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 24_700),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

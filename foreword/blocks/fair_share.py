@@ -13,7 +13,7 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Final, NamedTuple, TypeVar
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import TENANT_BYTES
 from foreword.errors import StoreConfigError
 

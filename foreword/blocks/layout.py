@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 
-from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadRequest, ConfigError
@@ -38,7 +38,6 @@ from foreword.errors import BadRequest, ConfigError
 UNIT_TOKENS = 16
 HEAD_UNITS = 8
 LAYOUT_FORMAT = 1
-FINGERPRINT_BYTES = 16
 ROOT_BYTES = DIGEST_BYTES
 PREFIX_BYTES = FINGERPRINT_BYTES + ROOT_BYTES
 NAME_BYTES = PREFIX_BYTES + KEY_BYTES

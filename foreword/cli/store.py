@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
 from foreword.cli.flags import described
 from foreword.cli.server_client import call_server, plural

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, Layout, key_of
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import PREFIX_BYTES, Layout, key_of
 from foreword.errors import StoreError
 from foreword.offload.slots import StagingSlots
 from foreword.store.base import Name, Store

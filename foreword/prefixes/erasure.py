@@ -20,7 +20,8 @@ from enum import StrEnum
 from hashlib import blake2b, sha256
 from typing import Any
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES, Layout, block_names, key_of
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
 from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
 from foreword.store.frame import Frame, read_header

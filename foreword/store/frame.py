@@ -35,8 +35,8 @@ from typing import Final
 
 import xxhash
 
-from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, ROOT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
+from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.public import named_root
 from foreword.errors import BadFrame
 

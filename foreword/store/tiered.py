@@ -21,7 +21,8 @@ from functools import partial
 from itertools import compress, groupby, zip_longest
 from typing import Any, Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError
 from foreword.store.background import at_once
 from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline

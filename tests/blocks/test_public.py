@@ -10,8 +10,8 @@ from example_counts import represented
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.blocks.keys import Scope, TokenChain, chain_keys
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES, block_names
+from foreword.blocks.keys import FINGERPRINT_BYTES, Scope, TokenChain, chain_keys
+from foreword.blocks.layout import PREFIX_BYTES, block_names
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import PublicBlocks, is_public, public_keys, public_root
 from foreword.blocks.resume import GroupKind, KVGroup

@@ -17,7 +17,8 @@ from patience import patient, unhurried
 from tiny import VOCAB, greedy
 
 from foreword.api.tenants import derive_salt
-from foreword.blocks.layout import FINGERPRINT_BYTES, PREFIX_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.public import public_keys
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.config import EncryptionConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from vllm_process import RemoteVllm, answers, disk, needs_vllm, prompts, vllm
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.referee.models import KINDS
 from foreword.store.layout_records import layouts
 from foreword.store.urls import open_store

@@ -11,7 +11,7 @@ import erasure_campaign
 import pytest
 from erasure_campaign import MIXTURES, Campaign, run
 
-from foreword.blocks.layout import FINGERPRINT_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.store.base import Erased, Name, Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.types import Reach, StoreUrl

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout, block_names
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import Layout, block_names
 from foreword.config import TransferConfig, parse_bytes
 from foreword.disaggregation.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
 from foreword.errors import StoreError

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, Layout
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo

@@ -31,8 +31,8 @@ from typing import Any, Final
 import numpy as np
 
 from foreword import compiled_code
-from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES, PREFIX_BYTES, key_of
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
+from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, key_of
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
 from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name, PartialListing, check_record, check_record_key
 from foreword.store.frame import HEADER_BYTES, Header, read_header

@@ -28,7 +28,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from foreword.blocks.layout import FINGERPRINT_BYTES, NAME_BYTES
+from foreword.blocks.keys import FINGERPRINT_BYTES
+from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import (
     BAD,
