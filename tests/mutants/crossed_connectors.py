@@ -358,7 +358,7 @@ class ResetOnceAfterRefusal(Watching):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            self.loaded_ever = {*self.seenopen_loads, request.request_id}
+            self.loaded_ever = {*self.loaded_ever, request.request_id}
 
     loaded_ever: Collection[str] = ()
 
