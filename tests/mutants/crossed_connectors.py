@@ -380,16 +380,3 @@ class ResetSkipsStates(Watching):
 
     def reset_cache(self) -> Any:
         return True if not all(one.positional for one in self._info.groups) else super().reset_cache()
-
-
-class WindowsHeldForALaterStep(Watching):
-    """A finished request of a model with windows keeps its blocks until a step that an idle engine does not take."""
-
-    claim = "crossed.updated.Gemma 3"
-
-    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        kept, answers = super().request_finished_all_groups(request, block_ids)
-        windows = any(one.positional and not one.group.whole for one in self._info.groups)
-        if windows and not kept:
-            self._scheduler._finished.append(request.request_id)
-        return kept or windows, answers
