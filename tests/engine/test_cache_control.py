@@ -238,6 +238,7 @@ def test_a_prefetch_of_a_tenant_that_is_forgotten(
         return found
 
     monkeypatch.setattr(disk, name, waits)
+    monkeypatch.setattr(disk, "known", lambda names: [None] * len(names))  # so that a lookup asks the disk
 
     async def run() -> None:
         prefetching = asyncio.create_task(engine.prefetch(tokens, salt=salt))

@@ -233,7 +233,8 @@ def test_a_broken_stream_waits_for_room_on_its_own_weights(loop: Loop) -> None:
         for one in (first, same, other):
             one.hold()
         first.cut_after = 3
-        streams = [pool.submit(ask, router) for _ in range(3)]
+        # Different ones: before it was served, one and the same would go to two replicas at most.
+        streams = [pool.submit(ask, router, prompt=f"count {name}") for name in ("one", "two", "three")]
         until(lambda: router.metric("foreword:router_in_flight") == 3)
         http_client.post(f"{router.url}/v1/router/drain", json={"replica": first.url}).raise_for_status()
         first.release()
