@@ -51,13 +51,13 @@ FAULTS ?= 100000
 SEED ?= 1
 
 faults: setup
-	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes
+	OMP_NUM_THREADS=1 MALLOC_ARENA_MAX=1 $(BIN)/python tests/store/fault_campaign.py --faults $(FAULTS) --seed $(SEED) --notes $(MORE)
 
 # Erases tenants while tiers fail and processes are killed, and prints a table: make erasures ERASURES=500 SEED=7
 ERASURES ?= 10000
 
 erasures: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes $(MORE)
 
 # Three servers on one store, one with a wrong wall clock: what differs from right clocks. make clocks OPERATIONS=2000 SEED=7
 # `make faults` and `make erasures` with wrong clocks: python tests/store/fault_campaign.py --clocks

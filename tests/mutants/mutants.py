@@ -65,8 +65,9 @@ MUTANTS = (
     Mutant(
         "lookups: no tier counts what it could not be asked",
         "foreword/store/tier.py",
-        "self.counters.lookups[outcome] += 1",
-        "self.counters.lookups[outcome] += outcome is not LookupOutcome.TIER_OFF",
+        "else missed\n        with self._lock:\n            self.counters.lookups[outcome] += 1",
+        "else missed\n        with self._lock:\n"
+        "            self.counters.lookups[outcome] += outcome is not LookupOutcome.TIER_OFF",
         ("tests/test_lookups.py",),
     ),
     Mutant(
@@ -115,8 +116,8 @@ MUTANTS = (
     Mutant(
         "keys: weights version trusted though KV was computed before it",
         "foreword/integrations/vllm/weights.py",
-        "        if self._computed:\n",
-        "        if False:\n",
+        "if empty or (empty is None and not self._computed):",
+        "if True:",
         IDENTITY,
     ),
     Mutant(
@@ -331,7 +332,7 @@ MUTANTS = (
     Mutant(
         "records: what another instance renewed is deleted",
         "foreword/store/shared_records.py",
-        "        if found is not None and self.kind.ends(found) <= time.time():",
+        "        if found is not None and self.left(key, found) <= 0:",
         "        if found is not None:",
         RECORDS,
     ),
@@ -493,8 +494,8 @@ MUTANTS = (
     Mutant(
         "offload: loaded into the next block",
         "foreword/offload/manager.py",
-        "store_load.blocks[done + low : done + high], group, lent)",
-        "(*store_load.blocks[done + low + 1 : done + high], store_load.blocks[done + low]), group, lent)",
+        "blocks = store_load.blocks[done + low : done + high]",
+        "blocks = [*store_load.blocks[done + low + 1 : done + high], store_load.blocks[done + low]]",
         OFFLOAD,
     ),
     Mutant(
