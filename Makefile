@@ -46,7 +46,10 @@ test-slow: setup
 test-all: setup
 	$(PYTEST) $(MORE)
 
-# Injects faults into every tier and prints a table: make faults FAULTS=2000 SEED=7
+# More options of a command.
+MORE ?=
+
+# Injects faults into every tier and prints a table: make faults FAULTS=2000 SEED=7 MORE=--clocks
 FAULTS ?= 100000
 SEED ?= 1
 
@@ -60,7 +63,7 @@ erasures: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/store/erasure_campaign.py --erasures $(ERASURES) --seed $(SEED) --notes $(MORE)
 
 # Three servers on one store, one with a wrong wall clock: what differs from right clocks. make clocks OPERATIONS=2000 SEED=7
-# `make faults` and `make erasures` with wrong clocks: python tests/store/fault_campaign.py --clocks
+# With wrong clocks also: make faults MORE=--clocks, and make erasures MORE=--clocks.
 OPERATIONS ?= 2000
 
 clocks: setup
