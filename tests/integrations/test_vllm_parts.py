@@ -609,3 +609,28 @@ def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
         shown.observe(json.loads(json.dumps(worker.aggregate(scheduler).data)), 0)
         assert read() == (fingerprint or read()[0], True)
     assert read()[0] == "bb"
+
+
+@pytest.mark.parametrize(
+    ("variable", "same"),
+    [
+        ("VLLM_DIST_IDENT", True),
+        ("VLLM_INSTANCE_ID", True),
+        ("VLLM_HOST_IP", True),
+        ("HOSTNAME", True),
+        ("VLLM_USE_TRITON_AWQ", False),
+        ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", False),
+    ],
+)
+def test_environment_of_servers_that_share_unmeasured(
+    monkeypatch: pytest.MonkeyPatch, variable: str, same: bool
+) -> None:
+    """With `trust_unmeasured`, servers share KV although variables differ that say where or which a server is, and none where
+    those differ that may change numbers."""
+    with stubbed_vllm():
+        trusted = importlib.import_module("foreword.integrations.vllm.namespace").trusted
+        names = set()
+        for value in ("one", "two"):
+            monkeypatch.setenv(variable, value)
+            names.add(trusted(bytes(32), "settings", SimpleNamespace()))
+    assert (len(names) == 1) == same

@@ -61,7 +61,7 @@ _WITHIN = 5.0
 # Variables of the environment that say where a server is, not what it computes.
 _PLACES = re.compile(
     r"VLLM_.*(HOST|PORT|ADDR|URL|PATH|ROOT|DIR|KEY|LOG|TRACE|STAT|TIMEOUT|CACHE|PROCESS|WORKER|USAGE|CONFIG|MEDIA|SERVER|"
-    r"ENGINE|DEBUG|THREADS_BIND|KVCACHE_SPACE|_ID|RANK|DEV_MODE)"
+    r"ENGINE|DEBUG|THREADS_BIND|KVCACHE_SPACE|_ID|IDENT|RANK|DEV_MODE)"
 )
 # The rest of what may change numbers: of torch, its libraries and their kernels.
 _NUMERIC = re.compile(
