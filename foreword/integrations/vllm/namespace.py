@@ -60,8 +60,8 @@ _PRIVATE, _TRUSTED = "private", "trusted"
 _WITHIN = 5.0
 # Variables of the environment that say where a server is, not what it computes.
 _PLACES = re.compile(
-    r"VLLM_.*(HOST|PORT|ADDR|URL|PATH|ROOT|DIR|KEY|LOG|TRACE|STAT|TIMEOUT|CACHE|PROCESS|WORKER|USAGE|CONFIG|MEDIA|SERVER|"
-    r"ENGINE|DEBUG|THREADS_BIND|KVCACHE_SPACE|_ID|IDENT|RANK|DEV_MODE)"
+    r"VLLM_.*(HOST|_IP|PORT|ADDR|URL|PATH|ROOT|DIR|KEY|LOG|TRACE|STAT|TIMEOUT(_\w+)?|CACHE|PROCESS|WORKER|USAGE|CONFIG|"
+    r"MEDIA|SERVER|ENGINE|DEBUG|THREADS_BIND|KVCACHE_SPACE|_ID|IDENT|RANK|DEV_MODE)"
 )
 # The rest of what may change numbers: of torch, its libraries and their kernels.
 _NUMERIC = re.compile(
