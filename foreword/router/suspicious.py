@@ -129,7 +129,7 @@ class Flight:
 
 
 class Ask:
-    """A client's request, as far as deaths of replicas concern it.
+    """The share of a client's request in deaths of replicas.
 
     Args:
         name: its id, for the log.

@@ -111,7 +111,7 @@ class FoundRecords(Generic[Shared]):
 
     Attributes:
         values: sound records whose time is not over, without those that were not to be read.
-        expired: those whose time is over, as far as this process can know; `SharedRecords.expire` deletes them.
+        expired: those whose time is over, by what this process can know; `SharedRecords.expire` deletes them.
         keys: of all that the stores have, or may have.
     """
 
@@ -164,7 +164,7 @@ class SharedRecords(Generic[Shared]):
         return found
 
     def left(self, key: str, value: Shared) -> float:
-        """Seconds for which a record still counts, as far as this process can know; negative or 0 if its time is over."""
+        """Seconds for which a record still counts, by what this process can know; negative or 0 if its time is over."""
         lasts, now = self.kind.lasts(value), time.monotonic()
         if math.isinf(lasts):
             return lasts

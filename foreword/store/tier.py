@@ -239,7 +239,7 @@ class StoreTier:
         return found, outcome
 
     def known_prefix(self, names: Sequence[Name]) -> tuple[int, LookupOutcome] | None:
-        """What `lookup` would find, as far as the store knows it by itself; None if a call must tell."""
+        """Tell what `lookup` would find, if the store knows it by itself; None if a call must tell."""
         started = time.perf_counter()
         told = self._told(names)
         count = next((i for i, there in enumerate(told) if not there), len(told))

@@ -78,7 +78,7 @@ class LateSaves:
             self._changed.notify_all()
 
     def _rest(self, save: BlockSave) -> BlockSave | None:
-        """Save blocks, as far as there is room. Returns the rest."""
+        """Save the blocks for which there is room. Returns the rest."""
         done = self._save(save)
         if done == len(save.blocks):
             return None

@@ -94,7 +94,7 @@ class ChangeBoard:
 
 
 class KnownBlocks:
-    """The ids of the blocks in the index, as far as this process knows them. Thread-safe.
+    """The ids of the blocks in the index that this process knows. Thread-safe.
 
     Invariant: while the board is as it was at `_seen`, each block that others have put into the index has its id here. What
     this process puts there has its id here before the put returns.
