@@ -32,7 +32,7 @@ class SwallowingRelay:
     new      all of connections that are accepted from now on
     request  requests for completions, and what comes after them on the same connection
     answer   the answers to these
-    rest     all of these but their first bytes
+    rest     all of these from their first event on
     """
 
     def __init__(self, loop: Loop, target: str) -> None:
@@ -76,10 +76,13 @@ class SwallowingRelay:
     async def _down(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter, dead: asyncio.Event) -> None:
         with suppress(ConnectionError):
             while data := await there.read(1 << 16):
-                if not dead.is_set() or self.how == "rest":
+                if not dead.is_set():
                     writer.write(data)
-                if dead.is_set() and self.how == "rest":
-                    return
+                elif self.how == "rest":  # up to the first event, however many came with it
+                    head, event, _ = data.partition(b"data:")
+                    writer.write(head + event)
+                    if event:
+                        return
 
 
 @pytest.fixture(scope="module")
