@@ -29,12 +29,12 @@ from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.dashboard.metric_history import MetricsHistory
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config
 from foreword.router.app import routes_of as router_routes
 from foreword.router.service import Router
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 REFERENCE = Path(__file__).parent / "reference"
 PATHS = Path(__file__).parent / "paths.md"

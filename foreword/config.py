@@ -138,6 +138,13 @@ class StoreConfig:
         return parse_bytes(self.staging, "store.staging (--store-staging)")
 
 
+def encryption_variables() -> dict[str, str]:
+    """What FOREWORD_ENCRYPTION_* give, by key."""
+    prefix = f"{ENV_PREFIX}ENCRYPTION_"
+    found = {name.removeprefix(prefix): text for name, text in os.environ.items() if name.startswith(prefix)}
+    return {name.lower(): text for name, text in found.items() if not is_service_variable(name, text)}
+
+
 @dataclass(frozen=True, slots=True)
 class EncryptionConfig:
     """Encryption of blocks and records in stores that outlive the process. Needs stores, a key store and master keys.
@@ -173,10 +180,7 @@ class EncryptionConfig:
     def from_environment(cls, given: Mapping[str, Any] = MappingProxyType({})) -> EncryptionConfig:
         """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file. What is given
         here has precedence. Raises ConfigError."""
-        prefix = f"{ENV_PREFIX}ENCRYPTION_"
-        found = {name.removeprefix(prefix): text for name, text in os.environ.items() if name.startswith(prefix)}
-        values = {name.lower(): text for name, text in found.items() if not is_service_variable(name, text)}
-        return build(cls, "encryption", {**values, **given})
+        return build(cls, "encryption", {**encryption_variables(), **given})
 
 
 ALL_RIGHTS = frozenset({"pull", "push", "get"})

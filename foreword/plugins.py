@@ -33,10 +33,13 @@ class Plugins(Generic[T]):
         self, group: str, what: str, kind: type[T], builtin: Mapping[str, T], error: type[ForewordError] = ConfigError
     ) -> None:
         self._group, self._what, self._kind, self._error = group, what, kind, error
-        self._parts = dict(builtin)
+        self._builtin = builtin
+        self._parts: dict[str, T] = {}
         self._added: dict[str, EntryPoint] | None = None
 
     def __getitem__(self, name: str) -> T:
+        if name in self._builtin:
+            return self._builtin[name]
         if name not in self._parts:
             if name not in self._entries():
                 names = list(self)
@@ -45,7 +48,7 @@ class Plugins(Generic[T]):
         return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*self._parts, *self._entries())))
+        return iter(dict.fromkeys((*self._builtin, *self._entries())))
 
     def _entries(self) -> Mapping[str, EntryPoint]:
         if self._added is None:

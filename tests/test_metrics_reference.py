@@ -19,10 +19,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from vllm_stub import stubbed_vllm
 
 from foreword.engine.hit_audit import AuditCounts
-from foreword.observability.metrics import PrometheusObserver
 from foreword.offload.manager import OffloadStatus
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.state_metrics import RouterStateCollector
+from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.base import StoreStatus
 from foreword.store.tier_counters import PER_TIER, TierCounters, TierState
 

@@ -27,7 +27,7 @@ from foreword.offload.portable_copies import UnitCopyMaker, UnitGroup, copy_comp
 from foreword.offload.search import StoredGroup, find_resumable
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Store
-from foreword.store.codecs.codec import CodedStore, codec_named
+from foreword.store.codec import CodedStore, codec_named
 from foreword.store.frame import HEADER_BYTES, Frame, read_header
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore, TierSearch

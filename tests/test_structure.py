@@ -1,36 +1,20 @@
-"""Budgets of the package: what a user of one product imports, and names that stand twice.
+"""The shape of the package: which product imports which, what a user of one product imports, and names that stand twice.
 
-They make growth and dispersion visible. Lower them after deletions; a change that needs more says why.
+Budgets make growth and dispersion visible. Lower them after deletions; a change that needs more says why.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
 
 import pytest
+from products import NEEDS, closure, imported, imports, lines, package, product_of, upward
 
 import foreword
 
 pytestmark = pytest.mark.extended
-ROOT = Path(foreword.__file__).parent
-PRODUCTS = {"vLLM connector": "foreword.integrations.vllm", "router": "foreword.router"}
-
-Trees = dict[str, tuple[Path, ast.Module]]
-
-
-@functools.cache
-def package() -> Trees:
-    """Every module of the package: its file, and its source as a tree."""
-    found = {}
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = [ROOT.name, *path.relative_to(ROOT).with_suffix("").parts]
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = (path, ast.parse(path.read_text(encoding="utf-8")))
-    return found
 
 
 def repeated(named: Iterable[tuple[str, str]]) -> set[str]:
@@ -57,45 +41,20 @@ def file_names() -> set[str]:
     return repeated((path.name, str(path.parent)) for path in paths if path.name != "__init__.py")
 
 
-def imports(module: str) -> Iterator[str]:
-    """Modules of the package that one imports when it runs, also within functions."""
-    modules = package()
-    todo: list[ast.AST] = [modules[module][1]]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            todo += node.orelse
-            continue
-        todo += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert not node.level, f"{module}: imports name the whole module"
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                yield from (one for one in [whole if whole in modules else node.module] if one in modules)
-
-
-def closure(product: str) -> int:
-    """Lines of all that a product can import, its own modules included."""
-    modules = package()
-    todo = [name for name in modules if f"{name}.".startswith(f"{product}.")]
-    seen: set[str] = set()
-    while todo:
-        name = todo.pop()
-        if name and name not in seen:
-            seen.add(name)
-            todo += [*imports(name), name.rpartition(".")[0]]
-    return sum(len(modules[name][0].read_text(encoding="utf-8").splitlines()) for name in seen)
-
-
 @pytest.mark.parametrize(
     ("what", "count", "budget"),
     [
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
-        ("lines that the vLLM connector imports", lambda: closure(PRODUCTS["vLLM connector"]), 33_000),
-        ("lines that the router imports", lambda: closure(PRODUCTS["router"]), 24_700),
+        ("imports that point up between products", upward, 0),
+        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 28_500),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 24_700),
+        (
+            "lines that prefixes for Transformers import",
+            lambda: lines(closure("foreword.integrations.transformers")),
+            11_500,
+        ),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 13_500),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -107,8 +66,19 @@ def test_budgets(what: str, count: Callable[[], int | Collection[str]], budget: 
     assert number <= budget, f"{number} {what}, the budget is {budget}{names}"
 
 
+def test_products() -> None:
+    """No product needs one that needs it, and the cache runs without torch, HTTP, and the products above it."""
+    order = list(NEEDS)
+    assert all(order.index(need) < order.index(product) for product, needs in NEEDS.items() for need in needs)
+    found = {product_of(module) for module in closure("foreword.cache")}
+    assert found == {"cache"}
+
+
 def test_counters() -> None:
     """The counters see what they count: this package has lazy imports, and names that stand once."""
+    tree = ast.parse("if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    from c import d")
+    assert sorted(imported(tree, {"a", "b", "c", "c.d"})) == ["b", "c.d"]
+    assert product_of("foreword.integrations.vllm.connector") == "vllm" and product_of("foreword.store.tier") == "cache"
     assert "foreword.store.disk.disk_store" in set(imports("foreword.store.builtin"))
     assert "PrefixCache" not in class_names()
     assert "prefix_cache.py" not in file_names()

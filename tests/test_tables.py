@@ -22,11 +22,11 @@ from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.salt import Salt
 from foreword.events import FirstToken
 from foreword.newest import Newest
-from foreword.observability.engine_observers import EngineRecorder
 from foreword.router.prompts import TokenLru
 from foreword.routing.directory import EstimatedBlocks
 from foreword.routing.prefix_popularity import PrefixPopularity
 from foreword.routing.sessions import SessionTable
+from foreword.server.engine_observers import EngineRecorder
 
 FULL = 10_000
 TENANTS = 50

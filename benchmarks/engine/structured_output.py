@@ -30,7 +30,7 @@ from benchmarks.harness import machine, set_up, table
 from foreword import LLM, SamplingParams
 from foreword.blocks.salt import NO_SALT
 from foreword.engine.request import Request
-from foreword.engine.structured.structured_output import StructuredOutput
+from foreword.tokens.structured_output import StructuredOutput
 
 END = "<|endoftext|>"
 STEPS, WARM, ROUNDS = 40, 8, 5

@@ -105,10 +105,10 @@ class Bench:
         from foreword.blocks.prefix_cache import PrefixCache
         from foreword.engine.loop import EngineLimits
         from foreword.engine.model import prepare_model
-        from foreword.engine.tokenizer import Tokenizer
         from foreword.engine.torch_runner import TorchRunner
         from foreword.entrypoints.build_engine import kv_blocks
         from foreword.process_config import EngineConfig
+        from foreword.tokens.tokenizer import Tokenizer
 
         kernels = "triton" if triton else "torch"
         self.config = EngineConfig(device=str(device), kernels=kernels, generation_config="openai", **options)

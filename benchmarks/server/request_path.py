@@ -68,9 +68,9 @@ def main() -> None:
     from foreword.api.http import bind, serving
     from foreword.config import StoreConfig
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.observability.metrics import PrometheusObserver
     from foreword.process_config import Config, EngineConfig, ServerConfig
     from foreword.server.app import ServerApp
+    from foreword.server.engine_metrics import PrometheusObserver
 
     observer = PrometheusObserver()
     store = StoreConfig(urls=("memory://?size=64MiB", f"disk://{tempfile.mkdtemp()}?size=64MiB"))

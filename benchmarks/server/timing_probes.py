@@ -25,9 +25,9 @@ import aiohttp
 from benchmarks.harness import machine, median, set_up, table
 from foreword.api.http import bind, serving
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 ENGINE = EngineConfig(max_model_len=1024, kv_memory="600000 tokens", threads=1, seed=0)
 PREFIXES = PrefixConfig(budget="90%")

@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from benchmarks.harness import machine, median, set_up, table, version_of
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.store.codecs.codec import NAMES, Codec, codec_named
+from foreword.store.codec import NAMES, Codec, codec_named
 
 MODEL = Path(__file__).resolve().parents[2] / "foreword" / "models" / "stdlib-nano"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

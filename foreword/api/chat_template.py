@@ -10,7 +10,7 @@ import msgspec
 from foreword.api.request import GenerateRequest, Message, Tool, ToolCall
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+    from foreword.tokens.tokenizer import Tokenizer
 
 
 def chat_text(tokenizer: Tokenizer, request: GenerateRequest, before: Sequence[Mapping[str, Any]] = ()) -> str:

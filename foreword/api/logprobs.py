@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foreword.api.output import TokenEntry
-from foreword.engine.token_logprob import TokenLogprob
+from foreword.tokens.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+    from foreword.tokens.tokenizer import Tokenizer
 
 # JSON has no infinity. OpenAI and vLLM use this value for probability 0.
 _IMPOSSIBLE = -9999.0

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from foreword.decoders import decode_json
-from foreword.engine.structured.structured_output import StructuredOutput as OutputFormat
 from foreword.errors import BadRequest
+from foreword.tokens.structured_output import StructuredOutput as OutputFormat
 
 DialectName = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 Role = Literal["system", "user", "assistant", "tool"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from foreword.blocks.salt import ungenerated
+from foreword.blocks.salt import derive_salt, ungenerated
 from foreword.config import read_text
 from foreword.errors import BadRequest, ConfigError, Unauthorized, did_you_mean
 
@@ -141,11 +141,6 @@ def _tenant_of_salt(salt: str | None) -> Tenant:
     if len(found) > _MAX_SALT:
         raise BadRequest(f"The header {SALT_HEADER} may stand for {_MAX_SALT} bytes at most")
     return Tenant("default" if not found else f"salt-{hashlib.sha256(found).hexdigest()[:12]}", found, "router")
-
-
-def derive_salt(secret: bytes, tenant: str) -> bytes:
-    """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
-    return hmac.digest(secret, tenant.encode(), hashlib.sha256)
 
 
 def _read(path: str | None) -> list[str]:

@@ -100,6 +100,11 @@ def with_generation(tenant: bytes, generation: bytes) -> bytes:
     return ungenerated(tenant) + (_GENERATION_MARK + generation if generation else b"")
 
 
+def derive_salt(secret: bytes, tenant: str) -> bytes:
+    """HMAC-SHA256 of the tenant's name: equal on all servers with the same secret."""
+    return hmac.digest(secret, tenant.encode(), sha256)
+
+
 def ungenerated(tenant: bytes) -> bytes:
     """A tenant's salt in its first generation."""
     end = len(tenant) - GENERATION_BYTES

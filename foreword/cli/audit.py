@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from foreword.blocks.prefix_cache import HOLE
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.errors import BadRequest, reason_of
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A report from the folder of --audit-reports.")]

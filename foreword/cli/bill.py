@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.cli.server_client import plural
 from foreword.config import read_text
 from foreword.decoders import decode_json

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from foreword.api.dialects.answer_reader import AnswerReader
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.errors import ForewordError
 
 if TYPE_CHECKING:

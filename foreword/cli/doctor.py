@@ -16,7 +16,8 @@ import typer
 
 from foreword import __version__
 from foreword.blocks.layout import NAME_BYTES
-from foreword.cli.flags import described, with_config
+from foreword.cli.commands import described
+from foreword.cli.flags import with_config
 from foreword.compiled_code import CannotBuild, processor_flags, system_lines
 from foreword.errors import ForewordError, ModelNotFound
 from foreword.process_config import Config, EngineConfig

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import typer
 
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.cli.server_client import check_url
 from foreword.config import read_secret
 from foreword.errors import ConfigError

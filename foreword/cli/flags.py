@@ -1,5 +1,4 @@
-"""The options of a command: how `--help` lists them, and the configuration that is read from a TOML file, the environment and
-flags.
+"""The configuration of a command that serves, which is read from a TOML file, the environment and flags.
 
 Flags override the environment, the environment overrides the file. The file has a table per section (`[engine]`,
 `[server]`, ...). An environment variable is named after section and key: `FOREWORD_ENGINE_BLOCK_SIZE=16`. There is one flag per
@@ -17,16 +16,15 @@ import inspect
 import logging
 import os
 import re
-import tomllib
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
-from foreword.config import ENV_PREFIX, build, is_service_variable, read_text
+from foreword.config import ENV_PREFIX, build, is_service_variable
+from foreword.config_files import read_tables
 from foreword.errors import ConfigError, did_you_mean
 from foreword.process_config import Config
 
@@ -62,6 +60,8 @@ _NOT_FOR_ROUTERS = {("encryption", "read_plain")} | {
         "reasoning_parser",
     )
 }
+# Options that `--help` lists of every command that listens.
+LISTENING = ("config", "host", "port", "api-keys", "log-level")
 _POSITIONAL = ("engine", "model")
 _NOT_FLAGS = {("encryption", "master_keys")}  # what a command line shows to every user of the machine
 _NAME_PREFIX = {"engine": "", "server": "", "prefixes": "prefix-", "router": ""}
@@ -290,16 +290,11 @@ class GivenConfig:
 def _read_file(path: Path | None) -> _Layer:
     if path is None:
         return {}
-    try:
-        data = tomllib.loads(read_text(path, "the configuration file"))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for name, table in data.items():
+    tables = read_tables(path)
+    for name in tables:
         if name not in _SECTIONS:
             raise ConfigError(f"{path}: unknown table [{name}]{did_you_mean(name, _SECTIONS)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} must be a table, written [{name}]")
-    return data
+    return tables
 
 
 def _read_environment(environ: Mapping[str, str]) -> tuple[_Layer, list[str]]:
@@ -334,59 +329,3 @@ def _meant(given: str) -> str:
     close = difflib.get_close_matches(given, keys, n=1, cutoff=_CLOSE)
     close += [name for name, key in keys.items() if key == given and "_" in key]
     return f"{ENV_PREFIX}{close[0].upper()}" if close else ""
-
-
-def check_file(option: str, path: Path | None) -> None:
-    """Raises ConfigError for a file that cannot be written where it should be. None: there is none."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(
-            f"{option} {path}: {'it is a folder' if path.is_dir() else f'there is no folder {path.parent}'}"
-        )
-
-
-_ALL = "--help-all"
-
-
-class HelpCommand(TyperCommand):
-    """A command whose `--help` lists common options in groups, and examples; `--help-all` lists every option.
-
-    Attributes:
-        common: names of the options that `--help` shows; empty for all.
-    """
-
-    common: ClassVar[frozenset[str]] = frozenset()
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if _ALL in args:
-            ctx.meta[_ALL] = True
-            print(self.get_help(ctx))
-            ctx.exit()
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        parameters = self.get_params(ctx)
-        for parameter in parameters:
-            record = parameter.get_help_record(ctx)
-            if record is None or not (self._shows(parameter) or _ALL in ctx.meta):
-                continue
-            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
-        if not all(map(self._shows, parameters)):
-            count = sum(one.param_type_name == "option" for one in parameters)
-            groups["Options"].append((_ALL, f"Show all {count} options, and exit."))
-        for name, records in groups.items():
-            if records:
-                with formatter.section(name):
-                    formatter.write_dl(records)
-
-    def _shows(self, parameter: Any) -> bool:
-        named = {one.lstrip("-") for one in parameter.opts} & self.common
-        return not self.common or parameter.param_type_name == "argument" or parameter.name == "help" or bool(named)
-
-
-def described(*examples: str, common: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments of typer's `command`: examples below the help, and the options that `--help` shows (by default all)."""
-    kind = type("Command", (HelpCommand,), {"common": frozenset(common)})
-    lines = "\n".join(f"  foreword {one}" for one in examples)
-    return {"cls": kind, "epilog": f"\b\nExample{'s' if len(examples) > 1 else ''}:\n{lines}"}

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foreword.cli.flags import described, load_config
+from foreword.cli.commands import described
 from foreword.cli.server_client import plural
 from foreword.cli.store import TenantSecret, salt_of
 from foreword.config import EncryptionConfig
+from foreword.config_files import read_encryption
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def register(app: typer.Typer) -> None:
 def _opened(config: Path | None) -> closing[DataKeys]:
     from foreword.store.data_keys import DataKeys, check_exists
 
-    chosen = EncryptionConfig.from_environment() if config is None else load_config(config).encryption
+    chosen = EncryptionConfig.from_environment() if config is None else read_encryption(config)
     if chosen.key_store is None:
         raise ConfigError("there is no key store: set FOREWORD_ENCRYPTION_KEY_STORE, or name a file with --config")
     check_exists(chosen)

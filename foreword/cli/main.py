@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import sys
 import tempfile
 import traceback
-from typing import Annotated
+from importlib import import_module
+from typing import Annotated, Final
 
 import typer
 
 from foreword import __version__
-from foreword.cli import audit, bill, conform, demo, doctor, explain, keys, prefix, serve, simulate, store, traffic
 from foreword.errors import ForewordError
 
 app = typer.Typer(
@@ -23,8 +24,14 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
-for _group in (serve, doctor, prefix, demo, store, simulate, traffic, conform, audit, explain, keys, bill):
-    _group.register(app)
+# Modules of `foreword.cli` with commands, in the order of `--help`. A package that is not installed lacks its own.
+_MODULES: Final = (
+    *("serve", "route", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
+    *("conform", "audit", "explain", "keys", "bill"),
+)
+for _module in _MODULES:
+    if importlib.util.find_spec(f"foreword.cli.{_module}") is not None:
+        import_module(f"foreword.cli.{_module}").register(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.cli.server_client import call_server, plural
 from foreword.config import read_text
 from foreword.errors import ConfigError

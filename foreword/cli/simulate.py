@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foreword.cli.flags import check_file, described
+from foreword.cli.commands import check_file, described
 from foreword.config import read_secret
 from foreword.errors import ConfigError
 

@@ -15,7 +15,7 @@ import typer
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import Salt
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 from foreword.cli.server_client import call_server, plural
 from foreword.config import EncryptionConfig, check_secret, read_secret
 from foreword.errors import ConfigError
@@ -354,7 +354,7 @@ def forget(
 
 def salt_of(tenant: str | None, secret: str | None, cache_salt: str | None = None) -> Salt:
     """The salt of a tenant's requests (None: of those without a tenant), or of those with a `cache_salt`."""
-    from foreword.api.tenants import derive_salt
+    from foreword.blocks.salt import derive_salt
 
     if tenant is not None and secret is None:
         raise ConfigError("--tenant needs the servers' --tenant-secret: it determines the names of the tenant's blocks")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foreword.cli.flags import described
+from foreword.cli.commands import described
 
 if TYPE_CHECKING:
     from foreword.sim.miss_report import CauseSummary, TrafficReport

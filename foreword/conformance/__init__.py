@@ -34,7 +34,7 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
 
 An engine over Foreword's stores subclasses `foreword.conformance.engine_contract.EngineContract` (docs/guides/own-engine.md).
 
-A front subclasses `foreword.conformance.front_contract.FrontContract`, with a fixture `front` that serves on real connections.
+A front subclasses `foreword.api.front_contract.FrontContract`, with a fixture `front` that serves on real connections.
 It asks each of its routes for rights, quota, charge, limits, the format of errors, and one count in the metrics.
 
 `FlakyStore` wraps a store and injects failures, delays and damaged reads, to test what uses a store.

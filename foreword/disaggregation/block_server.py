@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Final
 
 from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.pool import BlockPool
-from foreword.disaggregation.frame_server import FrameServer, HeldBlock
 from foreword.events import BlocksRemoved, BlocksStored, Event
 from foreword.futures import complete
 from foreword.store.base import Name, Store
+from foreword.transfer.frame_server import FrameServer, HeldBlock
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena

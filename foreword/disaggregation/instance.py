@@ -23,8 +23,8 @@ from foreword.disaggregation.request_messages import MigrationOffer, PrefillTask
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
-from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import BadRequest, ForewordError
+from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer.link import Payload
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide

@@ -18,8 +18,8 @@ from foreword.blocks.retention import Retention
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.decoders import decode_msgpack
 from foreword.engine.request import MAX_N, CacheReport, SamplingParams
-from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import BadRequest
+from foreword.tokens.token_logprob import TokenLogprob
 
 VERSION = 2
 

@@ -14,9 +14,9 @@ from typing import Any, Final, Protocol
 
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
-from foreword.engine.token_logprob import TokenLogprob
 from foreword.offload.search import Found, StoredGroup
 from foreword.store.tier_counters import LookupOutcome
+from foreword.tokens.token_logprob import TokenLogprob
 
 MAX_PREFETCHES: Final = 64
 # Prefetches that load at the same time.

@@ -29,10 +29,10 @@ from foreword.engine.attention.kv_tensors import block_bytes, block_distances, c
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.sequence import Chunk, SequenceState, Step
 from foreword.engine.torch_runner import TorchRunner
+from foreword.prefixes.mismatch import DEVICE, Mismatch
 
 log = logging.getLogger(__name__)
 
-DEVICE: Final = "device"
 # Distances that rounding explains, by dtype; lossy codecs add theirs (benchmarks/instances/audit.py measures both).
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 _LOSS_TOLERANCE: Final = {"": 0.0, "int8": 0.1, "int4": 0.35}
@@ -47,38 +47,6 @@ _MAX_PAUSE: Final = 1.0  # seconds
 def tolerance(dtype: torch.dtype, loss: str = "") -> float:
     """The largest distance that counts as equal. `loss`: the lossy codec of the stores (`Layout.loss`)."""
     return _TOLERANCE[dtype] + sum(_LOSS_TOLERANCE[name] for name in loss.split("+"))
-
-
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A cached block whose KV is not what its tokens give.
-
-    Attributes:
-        tokens: of the chain, the block's own included.
-        root: root key of the chain.
-        keys: of its blocks, the bad one's included.
-        group: KV group of the block.
-        source: where the block came from: `device` if it was computed here, the label of a tier, or an instance.
-        layers: numbers of the layers of the group.
-        distances: of keys and of values, by layer; `noise` are those between two computations.
-        found: the KV as it was cached, in payload order (`blocks/layout.py`).
-    """
-
-    tokens: array[int]
-    root: bytes
-    keys: list[bytes]
-    group: int
-    source: str
-    layers: tuple[int, ...]
-    distances: list[tuple[float, float]]
-    noise: list[tuple[float, float]]
-    tolerance: float
-    found: bytes
-
-    @property
-    def block(self) -> int:
-        """Number of the block in its chain."""
-        return len(self.keys) - 1
 
 
 @dataclass(slots=True)

@@ -32,8 +32,6 @@ from foreword.engine.request import MAX_RETENTIONS, Delta, FinishReason, Migrate
 from foreword.engine.runner import Runner, Sampled, draw_of
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import Chunk, SequenceState, Step
-from foreword.engine.token_logprob import TokenLogprob
-from foreword.engine.tokenizer import Tokenizer
 from foreword.errors import BadRequest, PromptTooLong, QueueFull
 from foreword.events import (
     Event,
@@ -46,6 +44,8 @@ from foreword.events import (
     RequestPreempted,
     StepFinished,
 )
+from foreword.tokens.token_logprob import TokenLogprob
+from foreword.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from foreword.engine.hit_audit import HitAudit

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import hashlib
 import importlib.util
-import inspect
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import psutil
 import torch
 import transformers
 from torch import nn
-from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.compiled_code import CannotBuild, is_compiled
 from foreword.config import parse_bytes
@@ -41,7 +34,7 @@ from foreword.engine.preflight import check_model
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
-from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
+from foreword.integrations.model_identity import fingerprint_model, fixed_rope_length
 from foreword.process_config import EngineConfig
 from foreword.texts import readable
 
@@ -51,11 +44,6 @@ EMBEDDED = "stdlib-nano"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Fields of `generation_config.json` that `SamplingParams` has too.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Settings of a configuration that do not change the KV.
-_VOLATILE = IGNORED_KEYS - CODE_KEYS
-# Packages whose classes are no part of a model.
-_LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
-_in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 # Supported `layer_types`. Layers of any other type keep state outside attention (linear attention, state spaces,
 # convolutions), or attend in a way that the attention interface does not say (in chunks, sparsely, compressed), some of
 # them only beyond a length that no short check reaches.
@@ -312,43 +300,6 @@ def _read_weights(source: str, settings: Any, dtype: torch.dtype, config: Engine
     return model.eval().requires_grad_(False)
 
 
-def fingerprint_model(model: nn.Module) -> bytes:
-    """SHA-256 over the configuration, the source of classes that neither PyTorch nor Transformers contains, and, in order of
-    name, every parameter's name, dtype, shape and bytes (`model_content.py`).
-
-    A copy of a model elsewhere has the same fingerprint, also with other names or settings of generation in its configuration;
-    other weights under the same path have another.
-    """
-    settings = plain_config(model.config.to_dict(), _VOLATILE)  # type: ignore[operator, union-attr]
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
-    for name, module in model.named_modules():
-        digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
-    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
-    digest.update(digest_of_tensors(tensors))
-    return digest.digest()
-
-
-def code_of(kind: Any) -> list[bytes]:
-    """What names the code of a class or function: its place in its file, a digest of that, and of files that it imports if a
-    checkpoint contains them. Nothing for a library's. One that is in no file, as in a notebook, is another one each time it is
-    defined."""
-    while isinstance(kind, functools.partial):
-        kind = kind.func
-    kind = kind if hasattr(kind, "__qualname__") else type(kind)
-    package = str(kind.__module__).partition(".")[0]
-    if package in _LIBRARIES:
-        return []
-    try:
-        file = inspect.getfile(kind)
-        more = get_relative_import_files(file) if package == "transformers_modules" else []
-        place = kind.__qualname__, getattr(getattr(kind, "__code__", None), "co_firstlineno", 0)
-        return [repr(place).encode(), *sorted(hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more))]
-    except (OSError, TypeError):
-        return [_in_no_file.setdefault(kind, os.urandom(32))]
-
-
 def _record(model: Any, settings: Any) -> LayerRecorder:
     """The model's layers; refuses a model whose layers do not all use the attention interface."""
     try:
@@ -461,19 +412,6 @@ def trim_heap() -> None:
     """Give free memory back to the system, as that of weights that were replaced: glibc keeps pieces below 32 MiB otherwise."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def fixed_rope_length(text: Any) -> int | None:
-    """The length up to which a model's rotary embedding does not change with a sequence's length. None if it never does."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    lengths = [
-        int(
-            part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None) or 0
-        )
-        for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]
-        if part.get("rope_type") in ("dynamic", "longrope")
-    ]
-    return min(filter(None, lengths), default=None)
 
 
 def _max_model_len(text: Any, recorder: LayerRecorder, config: EngineConfig) -> int:

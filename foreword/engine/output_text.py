@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foreword.engine.request import Request
-from foreword.engine.stops import StopFinder
+from foreword.tokens.stops import StopFinder
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+    from foreword.tokens.tokenizer import Tokenizer
 
 
 class OutputText:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from foreword.engine.request import Request
-from foreword.engine.token_logprob import TokenLogprob
+from foreword.tokens.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 from foreword.blocks.miss_history import MissReason
 from foreword.blocks.retention import Reservation, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.engine.stops import ReasoningSpan
-from foreword.engine.structured.structured_output import StructuredOutput
-from foreword.engine.token_logprob import MAX_LOGPROBS, TokenLogprob
 from foreword.errors import BadRequest, EngineFailed, ForewordError, GrammarTooComplex, RequestFailed
+from foreword.tokens.stops import ReasoningSpan
+from foreword.tokens.structured_output import StructuredOutput
+from foreword.tokens.token_logprob import MAX_LOGPROBS, TokenLogprob
 
 # `moved`: it continues at another instance (`Delta.moved`).
 FinishReason = Literal["stop", "length", "abort", "error", "moved"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from foreword.engine.request import SamplingParams
 from foreword.engine.sequence import SequenceState, Step, TokenCounts
-from foreword.engine.token_logprob import TokenLogprob
+from foreword.tokens.token_logprob import TokenLogprob
 
 if TYPE_CHECKING:
     from foreword.engine.structured.sequence_constraint import Constraint

@@ -27,7 +27,7 @@ from foreword.engine.kernels.native import TYPES, Kernels, SampledRow
 from foreword.engine.request import SamplingParams
 from foreword.engine.runner import Draw, Sampled
 from foreword.engine.sequence import TokenCounts
-from foreword.engine.token_logprob import TokenLogprob
+from foreword.tokens.token_logprob import TokenLogprob
 
 # Logits that PyTorch's operators sample together on a CPU: temporary tensors of this size stay in the cache.
 _LOGITS_AT_ONCE: Final = 1 << 20

@@ -32,7 +32,6 @@ from foreword.engine.engine_stores import EngineStores
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
-from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engine
 from foreword.entrypoints.cache_requests import RetentionInfo
@@ -42,6 +41,7 @@ from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.process_config import EngineConfig, PrefixConfig
+from foreword.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

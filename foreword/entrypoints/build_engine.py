@@ -22,7 +22,6 @@ from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
-from foreword.disaggregation.frame_server import num_frame_slots
 from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
@@ -37,7 +36,6 @@ from foreword.engine.self_check import check_bits, probe_bits, self_check
 from foreword.engine.sequence import SequenceState
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.structured.vocabulary import Vocabulary
-from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported
@@ -55,6 +53,8 @@ from foreword.store.frame import HEADER_BYTES
 from foreword.store.sealing import KeyRing
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
+from foreword.tokens.tokenizer import Tokenizer
+from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener
 
 log = logging.getLogger(__name__)

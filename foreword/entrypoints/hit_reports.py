@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from foreword import __version__
 from foreword.blocks.keys import token_bytes
-from foreword.engine.hit_audit import HitAudit, Mismatch
+from foreword.engine.hit_audit import HitAudit
+from foreword.prefixes.mismatch import Mismatch
 from foreword.prefixes.quarantine import ChainQuarantine
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.engine.model import code_of, fingerprint_model, fixed_rope_length
 from foreword.errors import BadRequest, ForewordError, ModelUnsupported
+from foreword.integrations.model_identity import code_of, fingerprint_model, fixed_rope_length
 from foreword.store.engine_store import BATCH_BLOCKS, EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier_counters import LookupOutcome

@@ -19,9 +19,9 @@ import msgspec
 
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.public import roots_behind
-from foreword.engine.hit_audit import DEVICE, Mismatch
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
+from foreword.prefixes.mismatch import DEVICE, Mismatch
 from foreword.store.background import Follower
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import RecordKind, SharedRecords

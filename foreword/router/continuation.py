@@ -14,8 +14,8 @@ from typing import Any, Final
 from foreword.api import logprobs
 from foreword.api.dialects.answer_reader import AnswerChoice, Logprobs
 from foreword.api.request import GenerateRequest
-from foreword.engine.stops import StopFinder
 from foreword.errors import ReplicaFailed
+from foreword.tokens.stops import StopFinder
 
 # Fields that a continuation replaces, or that concern the first replica only.
 _DROPPED: Final = frozenset(

@@ -11,8 +11,8 @@ import zmq
 import zmq.asyncio
 
 from foreword.api.event_curve import secure_subscriber
+from foreword.kv_event_wire import REPLAY_END, decode_batch, decode_number, encode_number
 from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.kv_event_wire import REPLAY_END, decode_batch, decode_number, encode_number
 
 logger = logging.getLogger(__name__)
 

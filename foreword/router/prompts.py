@@ -35,7 +35,7 @@ from foreword.router.replicas import CONNECTION_ERRORS, Upstream
 from foreword.tasks import shared
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+    from foreword.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class PromptTokenizer:
 
     async def load(self, source: str) -> None:
         """Load the router's own tokenizer. Raises ModelNotFound."""
-        from foreword.engine.tokenizer import Tokenizer  # slow to import
+        from foreword.tokens.tokenizer import Tokenizer  # slow to import
 
         self._tokenizer = await self._work.run(0, Tokenizer.load, source)
         self._messages = MessageTokenizer(self._tokenizer)

@@ -22,8 +22,8 @@ from foreword.blocks.keys import KEY_BYTES, Scope, chain_keys, parent_behind
 from foreword.blocks.public import is_public, public_chain
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.errors import BadRequest
+from foreword.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
 from foreword.routing.directory import CacheTier, Directory, find_record
-from foreword.routing.kv_event_wire import DEVICE_MEDIUM, HOST_MEDIUM, REMOTE, STORAGE_MEDIUM, event_fields
 
 MEDIA: Final[Mapping[str, CacheTier]] = {
     DEVICE_MEDIUM: CacheTier.DEVICE,

@@ -25,13 +25,13 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
-from foreword.observability.engine_observers import EngineTraces
 from foreword.observability.ledger import UsageLedger
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
 from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext, check_length
+from foreword.server.engine_metrics import PrometheusObserver
+from foreword.server.engine_observers import EngineTraces
 from foreword.server.peers import Peers
 from foreword.server.prepare import parser_names
 from foreword.store.data_keys import data_keys_of

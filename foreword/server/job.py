@@ -29,12 +29,12 @@ from foreword.api.tools.parser import AnswerFormats, AnswerParser, leaves_reason
 from foreword.blocks.retention import RetentionAnswer
 from foreword.engine.output_text import OutputText
 from foreword.engine.request import CacheReport, Delta, MigratedTo, Request
-from foreword.engine.token_logprob import TokenLogprob
 from foreword.errors import CannotMigrate
+from foreword.tokens.token_logprob import TokenLogprob
 from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
+    from foreword.tokens.tokenizer import Tokenizer
 
 # Last tokens of a prompt in which an opening tag of reasoning is looked for.
 _PROMPT_END = 16

@@ -1,4 +1,4 @@
-"""Publishes KV cache events of the device and the store tiers over ZeroMQ, in vLLM's format (`routing/kv_event_wire.py`).
+"""Publishes KV cache events of the device and the store tiers over ZeroMQ, in vLLM's format (`kv_event_wire.py`).
 
 Differences to vLLM's own publisher: a block is published when the step that computes it has ended. A removal is published when
 no copy of the block is left, so a repeated key is not another copy. Hashes are Foreword's keys.
@@ -33,8 +33,7 @@ from foreword.blocks.public import is_public
 from foreword.decoders import decode_msgpack
 from foreword.errors import ConfigError
 from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
-from foreword.newest import Newest
-from foreword.routing.kv_event_wire import (
+from foreword.kv_event_wire import (
     DEVICE_MEDIUM,
     HOST_MEDIUM,
     LOCAL,
@@ -47,6 +46,7 @@ from foreword.routing.kv_event_wire import (
     encode_batch,
     encode_number,
 )
+from foreword.newest import Newest
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach

@@ -37,8 +37,8 @@ from foreword.server.job import FOLLOW_HEADER, Caller, Job, reader_for
 from foreword.server.peers import server_url
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
     from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 VERSION: Final = 2

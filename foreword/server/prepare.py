@@ -21,15 +21,15 @@ from foreword.api.tools.parser import AnswerFormats, detect, formats_named
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import Salt
 from foreword.engine.request import Request, SamplingParams
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest
 from foreword.process_config import ServerConfig
 from foreword.server.endpoint import ServerContext, check_length, check_model, check_token_ids, encode_bounded
 from foreword.server.job import Caller, Job, prompt_opens_reasoning, reader_for
+from foreword.tokens.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
-    from foreword.engine.tokenizer import Tokenizer
     from foreword.entrypoints.async_engine import AsyncEngine
+    from foreword.tokens.tokenizer import Tokenizer
 
 _numbers = itertools.count()
 _CHARACTERS_PER_TOKEN = 4

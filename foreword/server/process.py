@@ -23,14 +23,14 @@ from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
 from foreword.events import Observer
-from foreword.observability.engine_observers import EngineRecorder, EngineTraces
 from foreword.observability.ledger import UsageLedger
-from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.process_config import Config, ServerConfig
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
+from foreword.server.engine_observers import EngineRecorder, EngineTraces
 from foreword.tasks import background
 
 if TYPE_CHECKING:

@@ -1,14 +1,16 @@
-"""The types of stores that come with Foreword. Client libraries are imported only when a URL needs them."""
+"""The types of stores that come with the cache: the process's memory, and folders. Those of Foreword's other packages are named
+here, too, and imported when a URL needs them."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
+from importlib import import_module
 from typing import Any, ClassVar, Final
-from urllib.parse import urlencode
 
 from foreword.blocks.layout import Layout
 from foreword.config import check_folder, parse_bytes
@@ -66,7 +68,7 @@ class MemoryType(StoreType):
         return MemoryStore(label=url.label, **self._settings(url))
 
     def _settings(self, url: StoreUrl) -> dict[str, Any]:
-        _refuse_host(url, "memory://?size=4GiB")
+        refuse_host(url, "memory://?size=4GiB")
         if url.path:
             raise StoreConfigError(f"{url.shown!r} names a path; write for example memory://?size=4GiB")
         if url.codec != "raw":
@@ -94,7 +96,7 @@ class DiskType(StoreType):
         from foreword.store.disk.disk_store import DiskStore
 
         DiskStore.check_options(**self._settings(url))
-        _check_owner(url)
+        require_owner(url)
         if url.writable:
             check_folder(url.path)
         elif not os.path.isdir(url.path):
@@ -108,7 +110,7 @@ class DiskType(StoreType):
 
         store = DiskStore(url.path, label=url.label, **self._settings(url))
         if layout is not None:
-            _check_owner(url, store)  # again: another user may have been faster in making the folder
+            require_owner(url, store)  # again: another user may have been faster in making the folder
         return store
 
     def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
@@ -119,7 +121,7 @@ class DiskType(StoreType):
         shutil.rmtree(part.path, ignore_errors=True)
 
     def _settings(self, url: StoreUrl) -> dict[str, Any]:
-        _refuse_host(url, "disk:///var/cache/foreword?size=20GiB")
+        refuse_host(url, "disk:///var/cache/foreword?size=20GiB")
         if not url.path:
             raise StoreConfigError("a disk store needs a folder: disk:///var/cache/foreword?size=20GiB")
         if ",/" in url.path:
@@ -129,95 +131,6 @@ class DiskType(StoreType):
         given = {"size": _DISK_SIZE, **read_options(url, self.options)}
         given.pop("owner", None)
         return given
-
-
-class RedisType(StoreType):
-    """`redis://host`, and the other forms of `store/redis/addresses.py`. Other options are those of redis-py."""
-
-    label = "redis"
-    options: ClassVar[Options] = {"prefix": str, "ttl": lambda text: parse_number(text) or None}
-
-    def __init__(self, reach: Reach = Reach.NETWORK) -> None:
-        self.reach = reach
-
-    def check(self, url: StoreUrl) -> None:
-        for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
-            if name in url.options and not os.path.isfile(url.options[name]):
-                raise StoreConfigError(f"{url.shown}: there is no file {url.options[name]} ({name}=)")
-        self.open(url, None).close()  # it connects at the first call
-
-    def open(self, url: StoreUrl, layout: Layout | None) -> Store:
-        try:
-            from foreword.store.redis.redis_store import RedisStore
-        except ModuleNotFoundError as error:
-            raise _missing(error, "redis") from None
-        query = urlencode({key: value for key, value in url.options.items() if key not in self.options})
-        given = read_options(url, self.options, others=True)
-        return RedisStore(url.url + (f"?{query}" if query else ""), label=url.label, **given)
-
-    def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
-        prefix = f"{url.options.get('prefix', 'foreword')}-{name}"
-        return replace(url, options={**url.options, "prefix": prefix})
-
-
-class ObjectsType(StoreType):
-    """`s3://bucket/path`, `gs://`, `az://`, `file:///folder`. Other options are those of obstore."""
-
-    label = "objects"
-    options: ClassVar[Options] = {"prefix": str, "chunk": int, "parallel": int, "touch": parse_number}
-
-    def check(self, url: StoreUrl) -> None:
-        try:
-            from foreword.store.object.client import open_client
-            from foreword.store.object.object_store import ObjectStore
-        except ModuleNotFoundError as error:
-            raise _missing(error, "s3") from None
-        settings = self._settings(url)
-        others = {key: settings.pop(key) for key in list(settings) if key not in self.options}
-        ObjectStore.check_options(**settings)
-        if url.scheme != "file":
-            for key, text in others.items():
-                if key.endswith("endpoint") and not re.match("https?://[^/]", text):
-                    raise StoreConfigError(f"{url.shown}: {key}= takes a URL such as https://host:9000, not {text!r}")
-            open_client(url.url, others)
-            return
-        _refuse_host(url, "file:///srv/foreword")
-        if not url.path:
-            raise StoreConfigError("an object store in a folder needs the folder: file:///srv/foreword")
-        owner = others.pop("owner", None)
-        if others or owner not in (None, "me", "any"):
-            wrong = next(iter(others), "owner")
-            raise StoreConfigError(f"{url.shown}: unknown option {wrong!r}: a folder has no options but owner=any")
-        _check_owner(url)
-        check_folder(url.path)
-
-    def exists(self, url: StoreUrl) -> bool:
-        return url.scheme != "file" or holds_store(url.path)
-
-    def open(self, url: StoreUrl, layout: Layout | None) -> Store:
-        try:
-            from foreword.store.object.object_store import ObjectStore
-        except ModuleNotFoundError as error:
-            raise _missing(error, "s3") from None
-        settings = self._settings(url)
-        if url.scheme == "file":
-            settings.pop("owner", None)
-        store = ObjectStore(url.url, label=url.label, **settings)
-        if url.scheme == "file" and layout is not None:
-            _check_owner(url, store)
-        return store
-
-    def empty_part(self, url: StoreUrl, name: str) -> StoreUrl:
-        return replace(url, url=f"{url.url.rstrip('/')}/{name}", path=f"{url.path.rstrip('/')}/{name}")
-
-    def remove_part(self, part: StoreUrl) -> None:
-        if part.scheme == "file":
-            shutil.rmtree(part.path, ignore_errors=True)
-        else:
-            super().remove_part(part)
-
-    def _settings(self, url: StoreUrl) -> dict[str, Any]:
-        return {**url.options, **read_options(url, self.options, others=True)}
 
 
 class PeerType(StoreType):
@@ -234,25 +147,51 @@ class PeerType(StoreType):
         raise StoreConfigError(f"{url.shown}: only an engine can read from another instance; omit this store here")
 
 
-_REDIS: Final = RedisType()
-_OBJECTS: Final = ObjectsType()
-BUILTIN: Final[dict[str, StoreType]] = {
-    "memory": MemoryType(),
-    "disk": DiskType(),
+# Types of Foreword's own packages that may not be installed, and the extra that installs them. They are named here and not by
+# entry points, so that they are found in a checkout, too, and so that an error says what is missing.
+_REDIS: Final = ("foreword.store.redis.redis_type:REDIS", "redis")
+_OBJECTS: Final = ("foreword.store.object.object_type:OBJECTS", "s3")
+_ELSEWHERE: Final = {
     **dict.fromkeys(("redis", "rediss"), _REDIS),
-    "unix": RedisType(Reach.HOST),
+    "unix": ("foreword.store.redis.redis_type:UNIX", "redis"),
     **dict.fromkeys(("redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel"), _REDIS),
     **dict.fromkeys(("s3", "gs", "az", "file"), _OBJECTS),
-    "peer": PeerType(),
 }
 
 
-def _refuse_host(url: StoreUrl, example: str) -> None:
+class BuiltinTypes(Mapping[str, StoreType]):
+    """The types of Foreword's own stores by scheme. Raises StoreConfigError for one whose package is not installed."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, StoreType] = {"memory": MemoryType(), "disk": DiskType(), "peer": PeerType()}
+
+    def __getitem__(self, scheme: str) -> StoreType:
+        if scheme not in self._found:
+            place, extra = _ELSEWHERE[scheme]
+            module, _, name = place.partition(":")
+            try:
+                self._found[scheme] = getattr(import_module(module), name)
+            except ModuleNotFoundError as error:
+                raise missing_library(error, extra) from None
+        return self._found[scheme]
+
+    def __contains__(self, scheme: object) -> bool:
+        return scheme in self._found or scheme in _ELSEWHERE
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(("memory", "disk", *_ELSEWHERE, *self._found)))
+
+    def __len__(self) -> int:
+        return len(_ELSEWHERE | self._found)
+
+
+def refuse_host(url: StoreUrl, example: str) -> None:
+    """Raises StoreConfigError for a URL that names a host."""
     if split_url(url.url).netloc:
         raise StoreConfigError(f"{url.shown!r} names a host; write for example {example}")
 
 
-def _check_owner(url: StoreUrl, store: Store | None = None) -> None:
+def require_owner(url: StoreUrl, store: Store | None = None) -> None:
     """Raises StoreConfigError, and closes the store, if other users could write into a folder without `owner=any`."""
     if url.options.get("owner") == "any":
         return
@@ -275,6 +214,7 @@ def holds_store(folder: str) -> bool:
     return any(name in _STORE_ENTRIES or _LAYOUT.fullmatch(name) for name in names)
 
 
-def _missing(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
+def missing_library(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
+    """An error that says how to install what a store needs."""
     package = str(error.name).partition(".")[0]
     return StoreConfigError(f"this store needs {package}: pip install 'foreword[{extra}]'")

@@ -6,7 +6,7 @@ small block does not pay for padding.
 Offset  Bytes  Field of the header, integers little-endian
 0       4      magic "FWKV"
 4       2      format version, 2
-6       2      codec (store/codecs/codec.py; 0 is raw)
+6       2      codec (store/codec.py; 0 is raw)
 8       16     layout fingerprint
 24      16     root: the first 16 bytes of the chain's root key
 40      32     key

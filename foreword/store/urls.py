@@ -20,8 +20,8 @@ from foreword.blocks.layout import Layout
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.plugins import Plugins
 from foreword.store.base import Store
-from foreword.store.builtin import BUILTIN
-from foreword.store.codecs.codec import CodedStore, codec_named, named_loss
+from foreword.store.builtin import BuiltinTypes
+from foreword.store.codec import CodedStore, codec_named, named_loss
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
 from foreword.store.tier_admission import AdmissionRule
@@ -32,7 +32,7 @@ from foreword.texts import readable
 
 _LOCATION: Final = "location/id"
 _LOCATION_SECONDS: Final = 5.0
-TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BUILTIN, StoreConfigError)
+TYPES: Final = Plugins("foreword.stores", "store type", StoreType, BuiltinTypes(), StoreConfigError)
 
 
 def parse(url: str) -> StoreUrl:

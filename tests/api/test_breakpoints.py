@@ -9,8 +9,8 @@ from foreword.api.breakpoints import MAX_BREAKPOINTS, retentions, written_tokens
 from foreword.api.chat_template import template_tools
 from foreword.api.request import CacheBreakpoint, CacheControl, GenerateRequest, Message, Tool
 from foreword.blocks.retention import Retention, RetentionAnswer
-from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.llm import LLM
+from foreword.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

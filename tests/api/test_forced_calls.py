@@ -16,8 +16,8 @@ from foreword.api.output import CallArguments, CallStart, Reasoning
 from foreword.api.request import Tool, ToolChoice
 from foreword.api.tools.constraint import after_reasoning, forced_calls
 from foreword.api.tools.parser import AnswerFormats, parse
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest
+from foreword.tokens.structured_output import StructuredOutput
 
 WEATHER = Tool("get_weather", "", {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]})
 TOOLS = (WEATHER, Tool("add"))

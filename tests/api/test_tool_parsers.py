@@ -24,8 +24,8 @@ from foreword.api.tools.parser import (
     parse,
 )
 from foreword.api.tools.reader import joined
-from foreword.engine.stops import StopFinder
 from foreword.errors import ConfigError
+from foreword.tokens.stops import StopFinder
 
 TOOLS = (
     Tool("get_weather", parameters={"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}),

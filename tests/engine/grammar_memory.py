@@ -18,9 +18,9 @@ from llguidance import LLMatcher
 
 import foreword
 from foreword.engine.structured.compiler import GrammarCompiler
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest
+from foreword.tokens.structured_output import StructuredOutput
 
 FOLDER = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 STEPS = 1500

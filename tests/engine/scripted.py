@@ -13,7 +13,7 @@ from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.runner import Draw, Sampled
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
-from foreword.engine.tokenizer import Tokenizer
+from foreword.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(tiny.tokenizer(), (tiny.EOS,))
 BLOCK = 4

@@ -9,9 +9,9 @@ import pytest
 from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.request import Message, Tool, ToolCall
 from foreword.engine.request import SamplingParams
-from foreword.engine.tokenizer import Tokenizer
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
+from foreword.tokens.tokenizer import Tokenizer
 
 MODEL = "foreword/models/stdlib-nano"
 TOOLS = (

@@ -11,7 +11,7 @@ import vocabularies
 from example_counts import examples
 from vocabularies import KINDS, SCRIPTS, text_behind
 
-from foreword.engine.tokenizer import Tokenizer
+from foreword.tokens.tokenizer import Tokenizer
 
 
 @functools.cache

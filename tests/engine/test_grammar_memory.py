@@ -14,9 +14,9 @@ import pytest
 
 import foreword
 from foreword.engine.structured.compiler import CompiledOutput, GrammarCompiler
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.errors import BadRequest, QueueFull
+from foreword.tokens.structured_output import StructuredOutput
 
 FOLDER = Path(foreword.__file__).parent / "models" / "stdlib-nano"
 SMALL, LARGE = 24 << 20, 68 << 20  # what is counted at most for one of each kind

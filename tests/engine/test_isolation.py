@@ -21,11 +21,11 @@ from foreword.engine import loop
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.stops import ReasoningSpan
 from foreword.entrypoints.cache_requests import release
 from foreword.entrypoints.llm import LLM
 from foreword.errors import RequestFailed
 from foreword.events import Event, RequestBroken
+from foreword.tokens.stops import ReasoningSpan
 
 ROOT = str(Path(foreword.__file__).parent)
 BLOCKS = str(Path(foreword.__file__).parent / "blocks")

@@ -20,9 +20,9 @@ from foreword.blocks.salt import NO_SALT, Salt
 from foreword.disaggregation.kv_transfer import KVRange, KVSend
 from foreword.disaggregation.live_migration import GROWTH
 from foreword.engine.request import Delta, SamplingParams
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, NotFound, TransferError
+from foreword.tokens.structured_output import StructuredOutput
 from foreword.transfer.connection import Connection
 from foreword.transfer.transfers import KVSource
 

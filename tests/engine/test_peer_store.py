@@ -31,8 +31,8 @@ from foreword.engine.request import Request, SamplingParams
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import EngineConfig
+from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 

@@ -16,11 +16,10 @@ from example_counts import represented
 from patience import patient, unhurried
 from tiny import VOCAB, greedy
 
-from foreword.api.tenants import derive_salt
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.public import public_keys
-from foreword.blocks.salt import PUBLIC, Salt
+from foreword.blocks.salt import PUBLIC, Salt, derive_salt
 from foreword.config import EncryptionConfig
 from foreword.engine.request import CacheReport, Request
 from foreword.entrypoints.async_engine import AsyncEngine

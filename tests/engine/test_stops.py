@@ -12,9 +12,9 @@ from scripted import TOKENIZER, run, say
 from tiny import EOS, prompt
 
 from foreword.engine.request import Delta, SamplingParams
-from foreword.engine.stops import ReasoningSpan, StopFinder
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, PromptTooLong
+from foreword.tokens.stops import ReasoningSpan, StopFinder
 
 
 def answer(text: str, **params: object) -> tuple[str, Delta, int]:

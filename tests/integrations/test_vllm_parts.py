@@ -26,10 +26,10 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
+from foreword.api.front_contract import Asked, FrontContract, RunningFront
 from foreword.api.http import bind
 from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
-from foreword.conformance.front_contract import Asked, FrontContract, RunningFront
 from foreword.errors import ConfigError, StoreError, TransferRefused
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from foreword.api.http import bind
 from foreword.config import StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 # Every place where a stranger's text reaches the page has this in it.
 HOSTILE = "<img/src=x/onerror=window.hacked=1>"

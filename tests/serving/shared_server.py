@@ -23,9 +23,9 @@ from foreword.api.front import Front
 from foreword.api.http import bind, serving
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.observability.ledger import UsageLedger
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 # float32: in bfloat16 a cached and a computed prefix round differently, which can tip a sampled token.
 ENGINE = EngineConfig(

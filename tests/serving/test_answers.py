@@ -13,8 +13,8 @@ from foreword.api.tools.parser import AnswerFormats
 from foreword.api.tools.reader import joined
 from foreword.engine.output_text import OutputText
 from foreword.engine.request import Delta, Request, SamplingParams
-from foreword.engine.tokenizer import Tokenizer
 from foreword.server.job import DeltaReader, reader_for
+from foreword.tokens.tokenizer import Tokenizer
 
 FORMATS = AnswerFormats("hermes", "think")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "héllo"}}\n</tool_call>'

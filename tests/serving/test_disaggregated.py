@@ -17,9 +17,9 @@ import pytest
 from server_process import ControlledProcess, ServerProcess, kill, slow
 from shared_server import ENGINE, PREFIXES, SharedServer, SharedServers, until
 
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -26,8 +26,8 @@ from server_process import ServerProcess
 from servers import RedisServer
 from shared_server import until
 
-from foreword.api.tenants import derive_salt
 from foreword.blocks.fair_share import tenant_of
+from foreword.blocks.salt import derive_salt
 from foreword.config import EncryptionConfig
 from foreword.conformance import soon
 from foreword.store.data_keys import DataKeys, tenant_of_salt

@@ -18,10 +18,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.public import PublicBlocks, is_public, public_keys
 from foreword.blocks.salt import NO_SALT, PUBLIC, Salt
 from foreword.events import BlocksRemoved
-from foreword.router.event_subscriber import KvEventSubscription
-from foreword.routing.directory import Directory
-from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.kv_event_wire import (
+from foreword.kv_event_wire import (
     REPLAY_END,
     BlockRemoved,
     BlockStored,
@@ -30,6 +27,9 @@ from foreword.routing.kv_event_wire import (
     encode_batch,
     encode_number,
 )
+from foreword.router.event_subscriber import KvEventSubscription
+from foreword.routing.directory import Directory
+from foreword.routing.event_feed import KvEventFeed
 from foreword.server.kv_events import KvEventLog, KvEvents
 
 BLOCK = 4

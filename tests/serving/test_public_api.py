@@ -10,9 +10,9 @@ import pytest
 from shared_server import ENGINE, PREFIXES, SharedServer, served, words
 
 from foreword.api.http import bind
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 PATH = "/v1/public/prefixes"
 CONFIG = ServerConfig(

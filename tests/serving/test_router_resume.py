@@ -16,9 +16,9 @@ from shared_server import ENGINE, PREFIXES, SharedServers
 from test_router_continuation import TEXT, ending, ids_of, stream, text, tokens_of
 
 from foreword.api.http import bind
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 
 CHAT = "/v1/chat/completions"
 ASK: Any = [{"role": "user", "content": "What is the weather in Rome?"}]

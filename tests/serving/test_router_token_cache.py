@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from foreword.engine.tokenizer import Tokenizer as Foreword
 from foreword.router.prompts import MessageTokenizer
+from foreword.tokens.tokenizer import Tokenizer as Foreword
 
 TEXT = ["the cat sat on the mat", "a dog and a cat", "no mat no cat", " two  spaces ", "<b> <bc> <c> [x] aa aaa"]
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}{{ message['content'] }}{% endfor %}"

@@ -22,12 +22,12 @@ from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest
-from foreword.observability.metrics import PrometheusObserver
 from foreword.process_config import Config, EngineConfig, ServerConfig
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
 from foreword.router.replicas import Upstream
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.prepare import count_prompt
 
 # Shows everything that a template can be given.

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from shared_server import SharedServers, words
 
-from foreword.api.tenants import Tenants, derive_salt
+from foreword.api.tenants import Tenants
+from foreword.blocks.salt import derive_salt
 from foreword.errors import ConfigError, Unauthorized
 from foreword.process_config import ServerConfig
 

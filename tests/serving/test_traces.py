@@ -20,11 +20,11 @@ from foreword.api.http import bind
 from foreword.config import StoreConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError
-from foreword.observability.engine_observers import EngineTraces
-from foreword.observability.metrics import PrometheusObserver
 from foreword.observability.tracing import Tracer
 from foreword.process_config import Config, EngineConfig, ServerConfig
 from foreword.server.app import ServerApp
+from foreword.server.engine_metrics import PrometheusObserver
+from foreword.server.engine_observers import EngineTraces
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
 

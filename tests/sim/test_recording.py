@@ -19,11 +19,11 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
-from foreword.observability.engine_observers import EngineRecorder
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.router.misses import record_finished
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
+from foreword.server.engine_observers import EngineRecorder
 from foreword.sim.costs import FleetSpec
 from foreword.sim.run import simulate
 from foreword.sim.trace import read_trace

@@ -35,11 +35,11 @@ from processes import start, wait
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import make_frames, names_of, put_all, read, soon
 from foreword.conformance.frames import LAYOUT
-from foreword.engine.hit_audit import Mismatch
 from foreword.integrations.vllm import retentions
 from foreword.integrations.vllm.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.erasure import erase_prefixes
+from foreword.prefixes.mismatch import Mismatch
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import Frame

@@ -15,8 +15,8 @@ from processes import in_child
 from servers import wait_until
 
 from foreword.conformance import make_frames, put_all, read, soon
-from foreword.engine.hit_audit import Mismatch
 from foreword.prefixes import quarantine as quarantine_module
+from foreword.prefixes.mismatch import Mismatch
 from foreword.prefixes.quarantine import QUARANTINE_SECONDS, ChainQuarantine
 from foreword.router.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.store import machine, shared_records

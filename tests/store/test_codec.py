@@ -21,7 +21,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import StoreContract, soon
 from foreword.errors import BadFrame, StoreConfigError, StoreTimeout
 from foreword.store.base import Store, StoredBlock, StoreStatus, time_left
-from foreword.store.codecs.codec import NAMES, CodedStore, codec_named, named_loss
+from foreword.store.codec import NAMES, CodedStore, codec_named, named_loss
 from foreword.store.frame import HEADER_BYTES, Frame, Header, check, frame, read_header, seal
 from foreword.store.memory.memory_store import MemoryStore
 

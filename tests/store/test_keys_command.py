@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from foreword.api.tenants import derive_salt
-from foreword.blocks.salt import Salt
+from foreword.blocks.salt import Salt, derive_salt
 from foreword.cli.main import app
 from foreword.config import EncryptionConfig
 from foreword.conformance import make_frames, read, soon, whole

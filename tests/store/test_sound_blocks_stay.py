@@ -19,7 +19,7 @@ from foreword.cli.store import _verify_tier
 from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name, Store
-from foreword.store.codecs.codec import Codec
+from foreword.store.codec import Codec
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES, VERSION, Frame
 from foreword.store.memory.memory_store import MemoryStore

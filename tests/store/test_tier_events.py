@@ -11,7 +11,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, make_frames, names_of, put_all, read, soon, whole
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name, Store
-from foreword.store.codecs.codec import CodedStore, codec_named
+from foreword.store.codec import CodedStore, codec_named
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.memory.memory_store import MemoryStore

@@ -18,8 +18,8 @@ import msgspec
 
 from foreword.api.errors import MAX_BODY_BYTES, BodyTooLarge
 from foreword.decoders import convert, decode_json
-from foreword.engine.structured.structured_output import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 from foreword.errors import BadRequest
+from foreword.tokens.structured_output import MAX_CHOICES, MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH
 
 # A field that is kept as JSON and was not given.
 NO_JSON: Final = msgspec.Raw()

@@ -14,7 +14,7 @@ from foreword.api.dialects.conversation_body import CacheOptions, openai_ttl
 from foreword.api.dialects.decode import NO_JSON, UNSET_RAW, Limits, bounded_object, check_length, is_set, refuse
 from foreword.api.request import CacheControl, Continuation, OutputFormat
 from foreword.decoders import decode_json
-from foreword.engine.token_logprob import MAX_LOGPROBS
+from foreword.tokens.token_logprob import MAX_LOGPROBS
 
 # Python's integers are unbounded; the code that uses these fields is not.
 Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

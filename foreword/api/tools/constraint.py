@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from foreword.api.request import Tool, ToolChoice
 from foreword.api.tools.formats import REASONING_TAGS, Markers, TokenId, json_rule
 from foreword.api.tools.parser import AnswerFormats
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.errors import BadRequest
+from foreword.tokens.structured_output import StructuredOutput
 
 
 def forced_calls(

@@ -13,9 +13,9 @@ from foreword.api.tools.formats import REASONING_TAGS, ReasoningFormat, Reasonin
 from foreword.api.tools.harmony import Harmony
 from foreword.api.tools.json_calls import Hermes, Llama3Json, Mistral
 from foreword.api.tools.reader import SPACE, PieceCollector, Reading, TextReader, call_id
-from foreword.engine.stops import ReasoningSpan
 from foreword.errors import ConfigError
 from foreword.plugins import Plugins
+from foreword.tokens.stops import ReasoningSpan
 
 _BUILTIN: Final[dict[str, ToolFormat]] = {
     "harmony": Harmony(),

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from llguidance import LLMatcher
 
-from foreword.engine.structured.structured_output import StructuredOutput
 from foreword.engine.structured.vocabulary import NUM_BYTES
+from foreword.tokens.structured_output import StructuredOutput
 
 _MAX_EXAMPLES: Final = 64
 _MAX_LENGTH: Final = 512

@@ -28,15 +28,15 @@ from foreword.allocator import release_unused
 from foreword.blocks.bounded import Bounded
 from foreword.engine.structured.closing import ClosingPath, examples
 from foreword.engine.structured.sequence_constraint import Constraint
-from foreword.engine.structured.structured_output import (
+from foreword.engine.structured.vocabulary import Vocabulary
+from foreword.errors import BadRequest, QueueFull
+from foreword.futures import complete
+from foreword.tokens.structured_output import (
     MAX_CHOICES,
     MAX_FORMAT_CHARACTERS,
     MAX_FORMAT_DEPTH,
     StructuredOutput,
 )
-from foreword.engine.structured.vocabulary import Vocabulary
-from foreword.errors import BadRequest, QueueFull
-from foreword.futures import complete
 
 # The parsers of grammars and of regular expressions call themselves for each level of brackets.
 _MAX_BRACKETS: Final = 100

@@ -24,7 +24,6 @@ import torch
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
 from foreword.config import TransferConfig, parse_bytes
-from foreword.disaggregation.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
 from foreword.errors import StoreError
 from foreword.integrations.vllm.producers import KVProducers, LeaseReader
 from foreword.integrations.vllm.rank_stores import rank_address
@@ -33,6 +32,7 @@ from foreword.offload.staging import StagingArena
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.transfer.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
 from foreword.transfer.sockets import Address, parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVSource, TransferService, TransferSide

@@ -26,8 +26,8 @@ from foreword.blocks.layout import BlockUnits, key_of
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.integrations.vllm.step_messages import TierChange
+from foreword.kv_event_wire import LOCAL, REMOTE
 from foreword.newest import Newest
-from foreword.routing.kv_event_wire import LOCAL, REMOTE
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach

@@ -19,7 +19,7 @@ import zstandard
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame
-from foreword.store.codecs.codec import Codec, check_length
+from foreword.store.codec import Codec, check_length
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from foreword.blocks.layout import Layout
 from foreword.errors import BadFrame
-from foreword.store.codecs.codec import Codec, check_length, check_tokens
+from foreword.store.codec import Codec, check_length, check_tokens
 
 _UNQUANTIZED: Final = 0
 _QUANTIZED: Final = 1

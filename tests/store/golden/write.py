@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.store.codecs.codec import NAMES, codec_named
+from foreword.store.codec import NAMES, codec_named
 
 FOLDER = Path(__file__).parent
 DTYPES = ("bfloat16", "float16", "float32")

@@ -10,8 +10,8 @@ from typing import Any
 import transformers
 from jinja2 import TemplateError
 
-from foreword.engine.detokenizer import TextStream, TokenTexts
 from foreword.errors import BadRequest, ModelNotFound
+from foreword.tokens.detokenizer import TextStream, TokenTexts
 
 # Arguments of `apply_chat_template` and variables that it sets.
 _OWN_OPTIONS = frozenset(

@@ -30,7 +30,6 @@ from foreword.store.tier_counters import LookupOutcome, TierState
 from foreword.usage import MissExplained
 
 if TYPE_CHECKING:
-    from foreword.disaggregation.frame_server import ServedStatus
     from foreword.engine.hit_audit import HitAudit
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.build_engine import ModelInfo
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from foreword.store.base import StoreStatus
     from foreword.store.tier import StoreTier
     from foreword.store.tier_counters import TierCounters
+    from foreword.transfer.frame_server import ServedStatus
     from foreword.transfer.transfer_endpoint import EndpointStatus
 
 # vLLM's buckets, so that quantiles compare; those of tokens begin earlier, for small models.

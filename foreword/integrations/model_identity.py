@@ -1,0 +1,76 @@
+"""What names a model of Transformers that is in memory: its configuration, code and weights, wherever they came from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
+
+# Settings of a configuration that do not change the KV.
+_VOLATILE = IGNORED_KEYS - CODE_KEYS
+# Packages whose classes are no part of a model.
+_LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
+_in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+
+
+def fingerprint_model(model: nn.Module) -> bytes:
+    """SHA-256 over the configuration, the source of classes that neither PyTorch nor Transformers contains, and, in order of
+    name, every parameter's name, dtype, shape and bytes (`model_content.py`).
+
+    A copy of a model elsewhere has the same fingerprint, also with other names or settings of generation in its configuration;
+    other weights under the same path have another.
+    """
+    settings = plain_config(model.config.to_dict(), _VOLATILE)  # type: ignore[operator, union-attr]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
+    own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
+    for name, module in model.named_modules():
+        digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
+    digest.update(digest_of_tensors(tensors))
+    return digest.digest()
+
+
+def code_of(kind: Any) -> list[bytes]:
+    """What names the code of a class or function: its place in its file, a digest of that, and of files that it imports if a
+    checkpoint contains them. Nothing for a library's. One that is in no file, as in a notebook, is another one each time it is
+    defined."""
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    kind = kind if hasattr(kind, "__qualname__") else type(kind)
+    package = str(kind.__module__).partition(".")[0]
+    if package in _LIBRARIES:
+        return []
+    try:
+        file = inspect.getfile(kind)
+        more = get_relative_import_files(file) if package == "transformers_modules" else []
+        place = kind.__qualname__, getattr(getattr(kind, "__code__", None), "co_firstlineno", 0)
+        return [repr(place).encode(), *sorted(hashlib.sha256(Path(one).read_bytes()).digest() for one in (file, *more))]
+    except (OSError, TypeError):
+        return [_in_no_file.setdefault(kind, os.urandom(32))]
+
+
+def fixed_rope_length(text: Any) -> int | None:
+    """The length up to which a model's rotary embedding does not change with a sequence's length. None if it never does."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    lengths = [
+        int(
+            part.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None) or 0
+        )
+        for part in [rope, *[value for value in rope.values() if isinstance(value, dict)]]
+        if part.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(filter(None, lengths), default=None)

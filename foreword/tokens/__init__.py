@@ -1,0 +1,1 @@
+"""Tokens and their text: tokenizers, detokenizing, stop strings, what a text must match. No torch."""
