@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +29,41 @@ class CompiledKernels(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and add the libraries to the wheel. An editable install compiles when it runs."""
-        named = os.environ.get("FOREWORD_WHEEL_CXX", "")
-        compiler = shutil.which(named or "c++")
-        if named and compiler is None:
-            raise RuntimeError(f"FOREWORD_WHEEL_CXX names {named}, which does not exist")
-        if version == "editable" or compiler is None or platform.system() != "Linux":
-            return
-        target = subprocess.check_output([compiler, "-dumpmachine"], text=True).partition("-")[0]
-        build = _load(Path(self.root) / PACKAGE / "compiled_code.py")
         self._folder = tempfile.TemporaryDirectory()
-        made: list[Path] = []
-        for variant in (one for one in build.SHIPPED if one.machine == target):
-            for names in build.LIBRARIES:
-                path = Path(self._folder.name) / build.shipped_name(variant, names)
-                source = Path(self.root) / PACKAGE / names[0]
-                subprocess.run(
-                    [compiler, *build.COMMON_FLAGS, *variant.flags, "-o", str(path), str(source)], check=True
-                )
-                build_data["force_include"][str(path)] = str(PACKAGE / build.SHIPPED_FOLDER / path.name)
-                made.append(path)
-        if made:
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-manylinux_{'_'.join(map(str, _glibc(made)))}_{target}"
+        if version != "editable":
+            add_libraries(Path(self.root) / PACKAGE, Path(self._folder.name), build_data)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the libraries, which are in the wheel now."""
-        if hasattr(self, "_folder"):
-            self._folder.cleanup()
+        self._folder.cleanup()
+
+
+def add_libraries(
+    package: Path, folder: Path, build_data: dict[str, Any], wanted: Callable[[Path], bool] = lambda source: True
+) -> None:
+    """Compile the libraries whose source, a path below the package, is wanted, and add them to a wheel.
+
+    Without a compiler, or on another system, nothing is added. Raises RuntimeError if the named compiler does not exist.
+    """
+    named = os.environ.get("FOREWORD_WHEEL_CXX", "")
+    compiler = shutil.which(named or "c++")
+    if named and compiler is None:
+        raise RuntimeError(f"FOREWORD_WHEEL_CXX names {named}, which does not exist")
+    if compiler is None or platform.system() != "Linux":
+        return
+    target = subprocess.check_output([compiler, "-dumpmachine"], text=True).partition("-")[0]
+    build = _load(package / "compiled_code.py")
+    made: list[Path] = []
+    for variant in (one for one in build.SHIPPED if one.machine == target):
+        for names in (one for one in build.LIBRARIES if wanted(Path(one[0]))):
+            path = folder / build.shipped_name(variant, names)
+            command = [compiler, *build.COMMON_FLAGS, *variant.flags, "-o", str(path), str(package / names[0])]
+            subprocess.run(command, check=True)
+            build_data["force_include"][str(path)] = str(PACKAGE / build.SHIPPED_FOLDER / path.name)
+            made.append(path)
+    if made:
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-manylinux_{'_'.join(map(str, _glibc(made)))}_{target}"
 
 
 def _load(path: Path) -> Any:

@@ -4,7 +4,8 @@ The same commit gives the same examples everywhere, so a red run can be had agai
 draws more and new ones. No test asserts a time, hypothesis' deadlines included: a loaded machine is not a defect.
 
 Tests do not depend on their order: `make test MORE=--shuffle=7` runs the files, and the tests in each, in an order drawn
-from 7. `make test-extended MORE=--part=0/2` runs every second test of each file, from the first one on.
+from 7. `make test-extended MORE=--part=0/2` runs every second test of each file, from the first one on. `make test
+MORE=--products=route` runs the tests that a change of `route` may break: its own, and those of the products above it.
 """
 
 import atexit
@@ -65,6 +66,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn from this seed")
+    parser.addoption("--products", metavar="NAME,NAME", help="run the tests that a change of these products may break")
     parser.addoption("--part", default="0/1", metavar="K/N", help="run every N-th test of each file, from number K on")
 
 
@@ -75,6 +77,11 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with few tests run first: these are the long ones, and a long one at the end would leave the other cores idle."""
+    if chosen := config.getoption("products"):
+        import products
+
+        wanted = products.concerned(chosen.split(","))
+        items[:] = [item for item in items if item.path.stem in wanted]
     first, every = map(int, config.getoption("part").split("/"))
     count = Counter[Path]()
     mine = []

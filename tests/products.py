@@ -1,10 +1,15 @@
-"""The products of the repository: which modules each has, and which products it may import. Floors go up: a product imports
-those below it only."""
+"""The products of the repository: which modules and tests each has, and which products it may import. Floors go up: a product
+imports those below it only.
+
+python tests/products.py stores      prints the files of tests of a product, one a line
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
+import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -12,39 +17,14 @@ from pathlib import Path
 import foreword
 
 ROOT = Path(foreword.__file__).parent
+TESTS = Path(__file__).parent
 
-# What each product may import. All stand on the cache.
-NEEDS = {
-    "cache": (),
-    "stores": ("cache",),
-    "testing": ("cache",),
-    "wire": ("cache",),
-    "engines": ("cache",),
-    "http": ("cache",),
-    "vllm": ("cache", "wire", "http"),
-    "route": ("cache", "wire", "http"),
-    "serve": ("cache", "wire", "engines", "http", "route"),
-    "lab": ("cache", "stores", "testing", "wire", "engines", "http", "vllm", "route", "serve"),
-}
-# Packages and modules of each product, without "foreword."; the longest name that fits counts. What none names is the cache's.
-_MODULES = {
-    "stores": ("store.redis", "store.object", "store.codecs"),
-    "testing": ("conformance",),
-    "wire": ("transfer",),
-    "engines": (
-        *("integrations.sglang", "integrations.llama_cpp", "integrations.transformers"),
-        "integrations.model_identity",
-    ),
-    "http": ("tokens", "api", "dashboard", "observability", "process_config", "cli.flags"),
-    "vllm": ("integrations.vllm", "integrations.vllm_middleware"),
-    "route": ("router", "routing", "cli.route"),
-    "serve": ("engine", "entrypoints", "server", "disaggregation", "cli.serve", "cli.prefix", "cli.doctor"),
-    "lab": (
-        *("sim", "referee", "cli.simulate", "cli.traffic", "cli.conform", "cli.chain", "cli.explain", "cli.probe"),
-        *("cli.bill", "cli.demo", "cli.audit"),
-    ),
-}
-_HOMES = {f"foreword.{name}": product for product, names in _MODULES.items() for name in names}
+TABLE: dict[str, dict[str, list[str]]] = tomllib.loads(
+    (Path(__file__).parents[1] / "packages" / "products.toml").read_text(encoding="utf-8")
+)
+# What each product may import.
+NEEDS = {name: tuple(settings["needs"]) for name, settings in TABLE.items()}
+_HOMES = {f"foreword.{name}": product for product, settings in TABLE.items() for name in settings["modules"]}
 
 Trees = dict[str, tuple[Path, ast.Module]]
 
@@ -78,16 +58,18 @@ def imported(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            todo += node.orelse
-            continue
-        todo += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 yield from (one for one in [whole if whole in modules else node.module] if one in modules)
+        elif isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            todo += node.orelse
+        else:  # only statements have imports below them
+            for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+                below = getattr(node, name, ())
+                todo += below if isinstance(below, list) else ()
 
 
 def imports(module: str) -> Iterator[str]:
@@ -131,3 +113,61 @@ def sizes() -> dict[str, int]:
     for module in package():
         found[product_of(module)] += lines([module])
     return dict(found)
+
+
+# Tests
+
+
+@functools.cache
+def _sources() -> dict[str, tuple[Path, ast.Module]]:
+    """Every file of the tests: its path below `tests/`, and its source as a tree."""
+    return {
+        path.stem: (path.relative_to(TESTS), ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(TESTS.rglob("*.py"))
+    }
+
+
+@functools.cache
+def _uses(name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Helpers that a file of tests imports, and products."""
+    tree = _sources()[name][1]
+    return frozenset(imported(tree, _sources())), frozenset(map(product_of, imported(tree, package())))
+
+
+def _imported_by(test: str) -> set[str]:
+    """Products that a file of tests imports, also by the helpers that it imports."""
+    todo, seen, found = [test], set[str](), set[str]()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            helpers, products = _uses(name)
+            todo += helpers
+            found |= products
+    return found
+
+
+@functools.cache
+def home_of(test: str) -> str:
+    """The product of a file of tests, given as its name without `.py`."""
+    order, path = list(NEEDS), _sources()[test][0]
+    # Contracts are a requirement of everybody's tests.
+    used = _imported_by(test) - {"testing"}
+    lowest = next((name for name in order if used <= {name, *NEEDS[name]}), order[-1])
+    named = [name for name in order if any(path.match(one) for one in TABLE[name].get("tests", []))]
+    return max([lowest, *named], key=order.index)
+
+
+def tests_of(product: str) -> list[Path]:
+    """Files of tests of a product, below `tests/`."""
+    return [path for name, (path, _) in _sources().items() if name.startswith("test_") and home_of(name) == product]
+
+
+def concerned(products: Collection[str]) -> set[str]:
+    """Names of the files of tests that a change of these products may break: their own, and those of products above them."""
+    found = {name for product in products for name in above(product)}
+    return {name for name in _sources() if name.startswith("test_") and home_of(name) in found}
+
+
+if __name__ == "__main__":
+    print(*tests_of(sys.argv[1]), sep="\n")

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from foreword.cli.main import app
 from foreword.errors import ConfigError
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.usage import TokenUsage
 
 PRICES = """

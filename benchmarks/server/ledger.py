@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness import machine, median, set_up, table
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.usage import TokenUsage
 
 RATES = (50, 500, 2000, 0)

@@ -281,7 +281,7 @@ class FrontMetrics(Protocol):
 
 
 class UsageLog(Protocol):
-    """Gets the requests that count against quotas (observability/ledger.py)."""
+    """Gets the requests that count against quotas (ledger.py)."""
 
     def note(self, name: str, tenant: str, route: str, status: int, seconds: float, usage: TokenUsage) -> None: ...
 

@@ -22,7 +22,7 @@ from foreword.decoders import decode_json
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foreword.observability.ledger import RequestUsage
+    from foreword.ledger import RequestUsage
 
 # A kind of tokens, the key of its price, and what it is called in a bill.
 _KINDS: Final = {
@@ -106,7 +106,7 @@ Charges = dict[tuple[str, str, str], Counter[str]]
 def read_ledgers(paths: Iterable[Path]) -> tuple[Charges, int]:
     """The charges, and how many lines could not be read. Raises ConfigError."""
 
-    from foreword.observability.ledger import RequestUsage
+    from foreword.ledger import RequestUsage
 
     charges: Charges = {}
     bad = 0

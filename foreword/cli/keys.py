@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 keys_app = typer.Typer(help="Keys that encrypt blocks in stores.", no_args_is_help=True, rich_markup_mode=None)
 
 _LONGEST_KEEP = 1e12
+_PATIENCE = 60.0
 
 File = Annotated[
     Path | None, typer.Option("--config", help="TOML file with [encryption]; without it FOREWORD_ENCRYPTION_* count.")
@@ -44,7 +45,7 @@ def _opened(config: Path | None) -> closing[DataKeys]:
     if chosen.key_store is None:
         raise ConfigError("there is no key store: set FOREWORD_ENCRYPTION_KEY_STORE, or name a file with --config")
     check_exists(chosen)
-    return closing(DataKeys(chosen))
+    return closing(DataKeys(chosen, call_seconds=_PATIENCE))
 
 
 def _salt(tenant: str | None, secret: str | None, no_tenant: bool) -> bytes:

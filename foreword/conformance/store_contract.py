@@ -372,7 +372,7 @@ class StoreContract(ReadContract, BudgetContract):
         if store.authenticates or isinstance(store, TieredStore):
             pytest.skip("the store seals frames, or its tiers do")
         config = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'5a' * 32}",))
-        with closing(DataKeys(config)) as keys:
+        with closing(DataKeys(config, call_seconds=60.0)) as keys:
             sealed = KeyRing(data=keys).sealed(store)
             frames = [*make_frames(24, 6, 3000), *make_frames(25, 2, 0), *make_frames(26, 2, 1)]
             tenant = tenant_of(frames[0].name)

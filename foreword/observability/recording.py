@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-from foreword.observability.line_file import LineFile
+from foreword.line_file import LineFile
 from foreword.usage import MissExplained
 
 # Integers of this size are exact in every JSON reader.

@@ -25,7 +25,7 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.process_config import Config

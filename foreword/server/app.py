@@ -25,7 +25,7 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.process_config import Config
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
 from foreword.server.admission import Admission

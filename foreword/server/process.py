@@ -23,7 +23,7 @@ from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
 from foreword.events import Observer
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.process_config import Config, ServerConfig

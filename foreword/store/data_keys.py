@@ -106,17 +106,18 @@ class _Generation:
 
 
 class KeyStoreCalls:
-    """Calls of a key store, each within a second, or until the caller's deadline. After one that fails none is made until a
-    probe has succeeded. A call that had less than a second says nothing of the key store."""
+    """Calls of a key store, each within `call_seconds` (by default one), or until the caller's deadline. After one that fails
+    none is made until a probe has succeeded. A call that had less time says nothing of the key store."""
 
-    def __init__(self, store: Store, seconds: float) -> None:
+    def __init__(self, store: Store, seconds: float, call_seconds: float | None = None) -> None:
         self._tier, self._seconds, self.down = StoreTier(store), seconds, False
+        self._call_seconds = call_seconds or _CALL_SECONDS
 
     def _call(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
         if self.down:
             raise StoreUnavailable("the key store does not answer")
         time_left(deadline)
-        hurried = deadline < time.monotonic() + _CALL_SECONDS
+        hurried = deadline < time.monotonic() + self._call_seconds
         try:
             return self._try(call, deadline)
         except (StoreTimeout, StoreUnavailable) as error:
@@ -127,7 +128,7 @@ class KeyStoreCalls:
             raise
 
     def _try(self, call: Callable[..., Result], deadline: float = math.inf) -> Result:
-        deadline = min(deadline, time.monotonic() + _CALL_SECONDS)
+        deadline = min(deadline, time.monotonic() + self._call_seconds)
         return self._tier.call(partial(call, deadline=deadline), deadline)
 
     def _probe(self) -> None:
@@ -195,6 +196,10 @@ class ListedKey:
 class DataKeys:
     """The data keys of all tenants. Thread-safe.
 
+    Args:
+        store: the key store, if it is open already.
+        call_seconds: how long a call of the key store may take, where no request waits for it; by default a second.
+
     Attributes:
         on_end: functions that are called with a tenant's salt in a generation that has ended, on any thread: they must be quick
             and must not raise.
@@ -202,10 +207,12 @@ class DataKeys:
     Raises ConfigError, or StoreError if the key store cannot be opened.
     """
 
-    def __init__(self, config: EncryptionConfig, store: Store | None = None) -> None:
+    def __init__(
+        self, config: EncryptionConfig, store: Store | None = None, *, call_seconds: float | None = None
+    ) -> None:
         self._config = config
         self._masters = MasterKeys(config)
-        self._store = KeyStoreCalls(store or _opened(config), config.check_seconds)
+        self._store = KeyStoreCalls(store or _opened(config), config.check_seconds, call_seconds)
         self._sealing, self._looking_at = TenantLocks(), TenantLocks()
         self._lock = threading.Lock()  # of the start of the thread that looks
         self._entries: dict[tuple[bytes, int], _Entry] = {}

@@ -22,7 +22,7 @@ import foreword
 from foreword.api.front import Front
 from foreword.api.http import bind, serving
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver

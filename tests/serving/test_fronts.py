@@ -19,7 +19,7 @@ from shared_server import ROUTER_KEY, SharedServers, another_server
 from foreword.api.dialects.answer_reader import check_whole
 from foreword.api.front_contract import Asked, FrontContract, RunningFront, keys
 from foreword.api.routes import JsonBody
-from foreword.observability.ledger import UsageLedger
+from foreword.ledger import UsageLedger
 from foreword.process_config import ServerConfig
 from foreword.router.replica_body import PASSED, PATHS
 

@@ -42,8 +42,8 @@ from foreword.integrations.vllm.worker_side import (
     ForewordConnectorWorker,
     worker_of,
 )
+from foreword.ledger import UsageLedger
 from foreword.newest import Newest
-from foreword.observability.ledger import UsageLedger
 from foreword.offload.search import Found
 from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome

@@ -11,7 +11,7 @@ from typing import IO, Annotated
 
 import msgspec
 
-from foreword.observability.line_file import LineFile
+from foreword.line_file import LineFile
 from foreword.usage import TokenUsage
 
 
