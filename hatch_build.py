@@ -2,7 +2,7 @@
 
 With them an installed Foreword needs no compiler. The libraries do not depend on Python's or torch's ABI, so one wheel serves
 all versions of Python; its tag says which glibc it needs. Without a compiler, or on another system, the wheel is pure Python,
-and the kernels are compiled at the first start. `FOREWORD_WHEEL_CXX` names another compiler, such as aarch64-linux-gnu-g++.
+and the kernels are compiled at the first start. `FOREWORD_WHEEL_CXX` names another compiler, such as aarch64-linux-gnu-g++, or is `none`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def add_libraries(
     Without a compiler, or on another system, nothing is added. Raises RuntimeError if the named compiler does not exist.
     """
     named = os.environ.get("FOREWORD_WHEEL_CXX", "")
-    compiler = shutil.which(named or "c++")
-    if named and compiler is None:
+    compiler = None if named == "none" else shutil.which(named or "c++")
+    if named not in ("", "none") and compiler is None:
         raise RuntimeError(f"FOREWORD_WHEEL_CXX names {named}, which does not exist")
     if compiler is None or platform.system() != "Linux":
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_structure import ROOT
+from products import ROOT
 
 from foreword.blocks.salt import Salt
 from foreword.config import EncryptionConfig
