@@ -11,7 +11,7 @@ from example_counts import represented
 from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import chain_prefix, key_of
 from foreword.blocks.resume import GroupKind, KVGroup, alignment
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.policy import FixedCosts, LoadCosts
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.routing.costs import LoadCost
@@ -131,7 +131,7 @@ def test_the_load_that_saves_the_most(seed: int, whole: bool) -> None:
     assert unknown.best(found, case.held) == everything, "nothing was computed yet"
 
 
-def _check_blocks(case: Case, plan: Plan) -> None:
+def _check_blocks(case: Case, plan: LoadPlan) -> None:
     """A plan has the blocks of each group in the order of the chain, without those for which there is no device block."""
     needed = case.needed(plan.position)
     numbered = {at: number for number, at in enumerate(needed)}

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from foreword.conformance import soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.load import StoreLoad
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 
 WITHIN = 60.0
 
 
-def plan_of(offload: EngineStores, root: bytes, keys: Sequence[bytes]) -> Plan:
+def plan_of(offload: EngineStores, root: bytes, keys: Sequence[bytes]) -> LoadPlan:
     """The load of a chain, all of which the stores have."""
     tokens = len(keys) * offload.units[0].tokens
     search, until = offload.search(root, keys, 0, tokens), soon(WITHIN)
@@ -21,7 +21,7 @@ def plan_of(offload: EngineStores, root: bytes, keys: Sequence[bytes]) -> Plan:
         assert time.monotonic() < until, "timeout"
         offload.wait(offload.changes, 0.01)
     assert search.found is not None and search.found.position == tokens
-    return Plan(0, tokens, search.found.places)
+    return LoadPlan(0, tokens, search.found.places)
 
 
 def hand_over(offload: EngineStores, root: bytes, keys: Sequence[bytes], blocks: Sequence[int]) -> StoreLoad:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from foreword.blocks.layout import BlockUnits, Layout
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.offload.load import StoreLoad
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.lookups import StoreSearch
 from foreword.offload.manager import MIN_PATIENCE, OffloadManager
-from foreword.offload.plan import Plan
 from foreword.offload.search import StoredGroup
 from foreword.offload.writer import WRITE_TIMEOUT
 from foreword.store.tier_counters import LookupOutcome
@@ -57,7 +57,7 @@ class EngineStores(OffloadManager):
         self.lookups.refuse(outcome, tokens)
 
     def load(
-        self, plan: Plan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
     ) -> StoreLoad:
         """Start to load what is planned into the device blocks `blocks`: of each KV group, in order, those behind the first
         `plan.held` tokens."""

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, TypeVar
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
 from foreword.engine.token_logprob import TokenLogprob
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.policy import LoadCosts
 from foreword.offload.search import Found, StoredGroup
 from foreword.store.tier_counters import LookupOutcome
@@ -118,7 +118,7 @@ class RemoteKV(ExternalKV, Protocol):
     closed: bool
 
 
-class Search(Protocol):
+class BlockSearch(Protocol):
     """A search in the stores (`offload.lookups.StoreSearch`)."""
 
     @property
@@ -147,9 +147,9 @@ class Stores(Protocol[AnyLoad]):
     def costs(self) -> LoadCosts: ...
     def search(
         self, root: bytes, keys: Sequence[bytes], held: int, limit: int, /, *, patient: bool = False
-    ) -> Search: ...
+    ) -> BlockSearch: ...
     def load(
-        self, plan: Plan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], /, *, patient: bool = False
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], /, *, patient: bool = False
     ) -> AnyLoad: ...
     def hurry(self, load: AnyLoad, /) -> None: ...
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int, /) -> None: ...
@@ -187,7 +187,7 @@ class StoreKV:
         self._in_flight = in_flight
         self._patient = patient
         self._search = stores.search(root, keys, first * block_size, len(keys) * block_size, patient=patient)
-        self._plan: Plan | None = None
+        self._plan: LoadPlan | None = None
         self._load: Load | None = None
         self._held = 0
         self._began = 0.0

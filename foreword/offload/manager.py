@@ -32,8 +32,8 @@ from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
 from foreword.offload.load import StoreLoad
+from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
-from foreword.offload.plan import GroupBlocks
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind

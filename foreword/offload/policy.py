@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.search import Found
 
 # The position at which a load ends, and the places of the blocks that it may need.
@@ -110,7 +110,7 @@ class LoadCosts:
         rate = self.prefill_rate()
         return 1 / rate if rate else None
 
-    def best(self, found: Found, held: int, *, patient: bool = False) -> Plan | None:
+    def best(self, found: Found, held: int, *, patient: bool = False) -> LoadPlan | None:
         """The load that saves the most time, of what a search has found, if the first `held` tokens are there; None if it has
         found nothing more, or computing is faster. The smaller of two loads that save the same.
 
@@ -118,7 +118,7 @@ class LoadCosts:
         """
         per_token = self.seconds_per_token
         if found.position <= held or patient or per_token is None:
-            return Plan(held, found.position, found.places) if found.position > held else None
+            return LoadPlan(held, found.position, found.places) if found.position > held else None
         best, most, most_without = None, 0.0, 0.0
         for one, loading, fixed in self._possible(found, held, per_token):
             saved = (one[0] - held) * per_token - loading
@@ -130,7 +130,7 @@ class LoadCosts:
             self.declined += 1
             self.too_small += most_without > 0.0
             return None
-        return Plan(held, *best)
+        return LoadPlan(held, *best)
 
     def _possible(self, found: Found, held: int, per_token: float) -> Iterator[tuple[_End, float, float]]:
         """Where loads can end, from the smallest on; each with the seconds that its bytes take, and its fixed cost."""

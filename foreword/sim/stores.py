@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from foreword.blocks.resume import GroupKind, KVGroup
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.policy import FixedCosts, LoadCosts
 from foreword.offload.search import Found, StoredGroup
 from foreword.routing.directory import CacheTier
@@ -146,7 +146,7 @@ class SimulatedStores:
         return SimulatedSearch(Found(end, end, places, step=size))
 
     def load(
-        self, plan: Plan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
     ) -> SimulatedLoad:
         """Load what is planned. Loads from one tier are serialized."""
         first, size = plan.held // self._block_size, self._block_size

@@ -22,7 +22,7 @@ from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
-from foreword.offload.plan import Plan
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.policy import LoadCosts
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.tier_counters import LookupOutcome
@@ -502,11 +502,11 @@ class Shelf:
     def costs(self) -> Shelf:
         return self
 
-    def best(self, found: Found, held: int, *, patient: bool) -> Plan | None:
-        plan = Plan(held, found.position, found.places) if found.position > held else None
+    def best(self, found: Found, held: int, *, patient: bool) -> LoadPlan | None:
+        plan = LoadPlan(held, found.position, found.places) if found.position > held else None
         return self._draw.choice([plan, plan, plan, None])
 
-    def load(self, plan: Plan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
+    def load(self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
         size, free = self._size, iter(blocks)
         parts = plan.blocks(self.groups, keys, lambda group, block: next(free))
         wanted = [(part.group, *pair) for part in parts for pair in zip(part.keys, part.blocks, strict=True)]
@@ -612,7 +612,7 @@ class FullStores:
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         pass
 
-    def load(self, plan: Plan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
+    def load(self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
         self.loading += blocks
         return Load([], 1000)
 

@@ -25,7 +25,7 @@ from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDiges
 from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata
 from foreword.integrations.vllm.weights import LoadedAdapters
 from foreword.integrations.weight_files import weights_digest
-from foreword.offload.plan import GroupBlocks
+from foreword.offload.load_plan import GroupBlocks
 from foreword.store import tier
 from foreword.store.base import Store
 

@@ -13,8 +13,8 @@ from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
+from foreword.offload.load_plan import LoadPlan
 from foreword.offload.lookups import StoreSearch
-from foreword.offload.plan import Plan
 from foreword.offload.search import Found
 
 BlockIds = Sequence[Sequence[int]]
@@ -48,7 +48,7 @@ class RequestState:
     search: StoreSearch | None = None
     searched_from: int = 0
     found: Found | None = None
-    load: Plan | None = None
+    load: LoadPlan | None = None
     held: int = 0
     cached: int = 0
     reach: int = 0

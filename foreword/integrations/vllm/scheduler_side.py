@@ -43,7 +43,7 @@ from foreword.integrations.vllm.worker_side import (
 )
 from foreword.newest import Newest
 from foreword.observability.ledger import UsageLedger
-from foreword.offload.plan import GroupBlocks
+from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.search import Found
 from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foreword.integrations.vllm.weights import Adapter
-from foreword.offload.plan import GroupBlocks
+from foreword.offload.load_plan import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Plans of loads: the blocks with which a sequence continues from a later position. Pure.
 
-A search says what the stores have (`search.Found`), `policy.LoadCosts.best` how much of it is worth loading: a `Plan`. A load
-takes the blocks of each KV group with their keys and the device blocks that they go into (`GroupBlocks`).
+A search says what the stores have (`search.Found`), `policy.LoadCosts.best` how much of it is worth loading: a `LoadPlan`. A
+load takes the blocks of each KV group with their keys and the device blocks that they go into (`GroupBlocks`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from foreword.offload.search import StoredGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LoadPlan:
     """A load that lets a sequence continue from `position` instead of `held` tokens.
 
     Attributes:
