@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import whole_loads
 from actors import LAYOUT as SENT
 from actors import PATIENCE, Prefill, Recorder, keys_of
 from busy_device import WITHIN, BusyDevice, DeviceEvent
@@ -161,11 +162,8 @@ def loads(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for begin in (start, failing):
         monkeypatch.setattr(staging, "start_scatter", begin)
-        found = offload.find(ROOT, KEYS)
-        while not found.answered:
-            offload.wait(offload.changes, 0.01)
         engine.begin_step()
-        offload.load(found, 0, range(BLOCKS))
+        found = whole_loads.load(offload, ROOT, KEYS, range(BLOCKS))
         engine.settle(lambda load=found: load.done)  # type: ignore[misc]
         assert not found.done
         found.close()
