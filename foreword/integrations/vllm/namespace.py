@@ -26,6 +26,7 @@ import logging
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -247,19 +248,13 @@ def layout_words(layouts: Iterable[Layout]) -> dict[str, str]:
     """The attributes of a server's layouts in words: the values that they have, for a comparison by `Observations`."""
     found: dict[str, dict[str, None]] = {name: {} for name in _LAYOUT_WORDS}
     for one in layouts:
-        described = {**one.describe(), "group": f"{_group_words(one.group)} ({len(one.layers) or 'uneven'})"}
+        described = one.describe()
+        # Of "0/3 window <digest>" the first two words; the only group has none.
+        described["group"] = f"{' '.join(one.group.split()[:2]) or 'the only group'} ({len(one.layers) or 'no'})"
+        described["layers"] = ", ".join(f"{count} x {layer}" for layer, count in Counter(one.layers).items())
         for name, values in found.items():
-            values[_value_words(name, described.get(name))] = None
+            values[str(described.get(name) or "none")] = None
     return {name: " and ".join(values) for name, values in found.items()}
-
-
-def _group_words(group: str) -> str:
-    """Of "0/3 window <digest>" the first two words; the only group has none."""
-    return " ".join(group.split()[:2]) or "the only group"
-
-
-def _value_words(name: str, value: object) -> str:
-    return short(value if isinstance(value, str) and value else json.dumps(value or "none", sort_keys=True))
 
 
 # A record has up to a MiB for a large model: a row of a sample is 4 KiB.
