@@ -18,6 +18,7 @@ import torch
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import public_keys
+from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
@@ -27,7 +28,6 @@ from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
 from foreword.engine.engine_stores import EngineStores
-from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
@@ -42,7 +42,6 @@ from foreword.engine.torch_runner import TorchRunner, bytes_per_block
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
-from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
@@ -225,7 +224,7 @@ def build_engine(
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
     offload = None
     if stores.urls:
-        offload = _open_stores(stores, keys, loaded, runner, transfer or TransferConfig(), progress)
+        offload = _open_stores(stores, keys, loaded, cache.groups, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
     prefixes = prefixes or PrefixConfig()
     kept = _kept_prefixes(prefixes, info, cache)
@@ -347,7 +346,6 @@ def _engine_core(
         max_num_seqs=config.max_num_seqs,
         reserve=config.reserve,
         offload=offload,
-        stored=_grouped_stores(cache, offload) if offload is not None and cache.windows else None,
         reclaim=kept.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
@@ -418,6 +416,7 @@ def _open_stores(
     config: StoreConfig,
     keys: KeyRing | None,
     loaded: models.LoadedModel,
+    kinds: Sequence[KVGroup],
     runner: TorchRunner,
     transfer: TransferConfig,
     progress: Callable[[str], None],
@@ -438,13 +437,14 @@ def _open_stores(
     wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
-    return EngineStores(tiers, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
-
-
-def _grouped_stores(cache: PrefixCache, offload: EngineStores) -> GroupedStores:
-    """The stores of a model with windows."""
-    pairs = zip(cache.groups, offload.units, strict=True)
-    return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])
+    return EngineStores(
+        tiers,
+        staging,
+        layouts,
+        kinds=kinds,
+        lookup_timeout=config.lookup_timeout,
+        load_timeout=config.load_timeout,
+    )
 
 
 def _keep_freed_memory() -> None:
