@@ -117,6 +117,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         finished: requests that have ended, whose blocks vLLM gets back when they are saved: the last ones are among `saves`, or
             the write queue had no room for earlier ones.
         ended: requests whose blocks vLLM has taken back.
+        idle: the workers have nothing to do for this step: the scheduler's side says so, as many calls read it.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -130,6 +131,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    idle: bool = False
 
     @property
     def empty(self) -> bool:
