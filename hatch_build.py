@@ -2,7 +2,8 @@
 
 With them an installed Foreword needs no compiler. The libraries do not depend on Python's or torch's ABI, so one wheel serves
 all versions of Python; its tag says which glibc it needs. Without a compiler, or on another system, the wheel is pure Python,
-and the kernels are compiled at the first start. `FOREWORD_WHEEL_CXX` names another compiler, such as aarch64-linux-gnu-g++, or is `none`.
+and the kernels are compiled at the first start. `FOREWORD_WHEEL_CXX` names another compiler, such as
+aarch64-linux-gnu-g++, or is `none`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -34,7 +34,7 @@ from foreword.engine.preflight import check_model
 from foreword.engine.request import SamplingParams
 from foreword.engine.torch_runner import TorchRunner, record_layers
 from foreword.errors import BadRequest, ConfigError, ModelNotFound, ModelUnsupported
-from foreword.integrations.model_identity import fingerprint_model, fixed_rope_length
+from foreword.integrations.model_identity import earlier_fingerprint, fingerprint_model, fixed_rope_length
 from foreword.process_config import EngineConfig
 from foreword.texts import readable
 
@@ -72,6 +72,7 @@ class LoadedModel:
         backends: which kernels serve which shapes, in words.
         inexact: why the bits of a token's KV depend on the batch; empty if they do not.
         namespace: part of every block's key: the fingerprint, and under batch invariance what the bits depend on as well.
+        earlier: the fingerprint that earlier builds gave the model, if it was to be computed; else b"".
     """
 
     model: Any
@@ -94,6 +95,7 @@ class LoadedModel:
     backends: tuple[str, ...] = ()
     inexact: str = ""
     namespace: bytes = b""
+    earlier: bytes = b""
 
     def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
         """What computes its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
@@ -117,10 +119,14 @@ def embedded_model() -> Path:
     return Path(str(files("foreword") / "models" / EMBEDDED))
 
 
-def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, progress: Callable[[str], None] = lambda _: None, *, named: Collection[str] = ()
+) -> LoadedModel:
     """Load, check and fingerprint a model.
 
-    `progress` is called with a message before each phase. Raises ModelNotFound, ModelUnsupported or ConfigError.
+    `progress` is called with a message before each phase. `named`: the first 32 digits of fingerprints that stores have records
+    of; if one is another model's, or this one's in an earlier build, `earlier` is computed. Raises ModelNotFound,
+    ModelUnsupported or ConfigError.
     """
     source = config.model or str(embedded_model())
     device = _device(config.device)
@@ -129,7 +135,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     _refuse_foreign(settings)
     dtype = _dtype(config.dtype, settings, device)
     model = _read_weights(source, settings, dtype, config)
-    return prepare_model(model, settings, source, dtype, device, config, progress)
+    return prepare_model(model, settings, source, dtype, device, config, progress, named=named)
 
 
 def prepare_model(
@@ -140,6 +146,8 @@ def prepare_model(
     device: torch.device,
     config: EngineConfig,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    named: Collection[str] = (),
 ) -> LoadedModel:
     """Check and fingerprint a Transformers model, in evaluation mode and with `attention.NAME` as its attention, and prepare
     it for the engine. `settings` are its configuration. Raises ModelUnsupported or ConfigError."""
@@ -148,6 +156,7 @@ def prepare_model(
         _quantize(model, dtype, device)
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
+    earlier = earlier_fingerprint(model) if set(named) - {fingerprint.hex()[:32]} else b""
     model = model.to(device)
     if any(one.dim() == 3 and one.stride(1) * one.itemsize % 16 for one in model.parameters()):
         # PyTorch's grouped product of experts takes rows of whole 16 bytes.
@@ -196,6 +205,7 @@ def prepare_model(
         backends=describe(model, measured),
         inexact=inexact,
         namespace=fingerprint,
+        earlier=earlier,
     )
 
 

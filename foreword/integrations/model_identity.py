@@ -8,19 +8,28 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.model_content import CODE_KEYS, IGNORED_KEYS, digest_of_tensors, plain_config, tensor_content
 
 # Settings of a configuration that do not change the KV.
 _VOLATILE = IGNORED_KEYS - CODE_KEYS
+_EARLIER_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "_attn_implementation",
+}
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
 _in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
@@ -33,14 +42,35 @@ def fingerprint_model(model: nn.Module) -> bytes:
     A copy of a model elsewhere has the same fingerprint, also with other names or settings of generation in its configuration;
     other weights under the same path have another.
     """
-    settings = plain_config(model.config.to_dict(), _VOLATILE)  # type: ignore[operator, union-attr]
+    digest = _digest_of_code(model, plain_config(model.config.to_dict(), _VOLATILE))  # type: ignore[operator, union-attr]
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
+    digest.update(digest_of_tensors(tensors))
+    return digest.digest()
+
+
+def _digest_of_code(model: nn.Module, settings: Mapping[str, Any]) -> hashlib._Hash:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
     for name, module in model.named_modules():
         digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
+    return digest
+
+
+def earlier_fingerprint(model: nn.Module) -> bytes:
+    """The fingerprint of builds before the content of tensors identified a model: nearly all keys of its configuration counted,
+    and SHA-256 of tensors. Records of named prefixes of those builds have it in their keys."""
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    digest = _digest_of_code(model, {key: value for key, value in config.items() if key not in _EARLIER_VOLATILE})
+    tensors = sorted(model.state_dict().items())
+
+    def hashed(one: tuple[str, Tensor]) -> bytes:
+        flat = one[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(flat.numpy().data).digest()
+
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
-    digest.update(digest_of_tensors(tensors))
+        for (name, tensor), part in zip(tensors, threads.map(hashed, tensors), strict=True):
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
     return digest.digest()
 
 

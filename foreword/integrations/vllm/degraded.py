@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar, cast
 
 from foreword.errors import ConfigError, ModelUnsupported, StoreConfigError
-from foreword.integrations.vllm.step_messages import BlockLoad, ForewordConnectorMetadata, GroupBlocks, LeaseRevocation
+from foreword.integrations.vllm.step_messages import BlockLoad, ForewordConnectorMetadata, LeaseRevocation
+from foreword.offload.load_plan import GroupBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,12 @@ def hook(instead: Callable[..., Any], *, at_start: bool = False, always: bool = 
         return cast(Method, guarded)
 
     return guard
+
+
+def quick(method: Method) -> Method:
+    """A call that vLLM makes and that nothing guards: it reads attributes only. What may fail is in a `hook` behind it."""
+    method.__dict__["is_hook"] = True
+    return method
 
 
 def statistic(instead: Callable[..., Any]) -> Callable[[Method], Method]:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foreword.integrations.vllm.weights import Adapter
+from foreword.offload.load_plan import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +33,6 @@ class KVProducer:
 
     lease: bytes
     addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks of one KV group to be loaded.
-
-    Attributes:
-        numbers: index of each block in the request's chain.
-        keys: keys of the blocks' frames, without the rank's layout fingerprint: one per block, or per unit of its tokens.
-        places: index of the tier that has each block.
-        blocks: vLLM's block ids.
-    """
-
-    group: int
-    numbers: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +117,8 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
         finished: requests that have ended, whose blocks vLLM gets back when they are saved: the last ones are among `saves`, or
             the write queue had no room for earlier ones.
         ended: requests whose blocks vLLM has taken back.
+        idle: the workers have nothing to do for this step: the scheduler's side says so, as many calls read it.
+        prefills: so much of a prompt is computed that the step's duration says how fast that is.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -147,6 +132,8 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     refused: list[BlockLoad] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    idle: bool = False
+    prefills: bool = False
 
     @property
     def empty(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import sys
@@ -36,6 +35,7 @@ from foreword.integrations.vllm.namespace import (
     announced,
     choose,
     engine_of,
+    layout_words,
     note_unmeasured,
 )
 from foreword.integrations.vllm.packing import unit_group
@@ -52,7 +52,7 @@ from foreword.integrations.vllm.tier_events import TierWatch
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
-from foreword.offload.lookups import StoreLoad
+from foreword.offload.load import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
@@ -103,6 +103,7 @@ class ForewordConnectorWorker:
         self._settings = settings
         self._engine = engine
         self.offload: OffloadManager | None = None
+        self.reports = info.separate or info.events  # whether the scheduler's side has to hear of the tiers
         self._memory_tiers: list[Store] = []
         self._saves: list[bool] = []
         self._loading: dict[str, StoreLoad] = {}
@@ -124,7 +125,6 @@ class ForewordConnectorWorker:
         self._model: Any = None
         self._mapped = True
         self._step_started = 0.0
-        self._tokens = 0  # of the step that runs
         self._seen = 0
         self._waits = 0
         self._rank = 0
@@ -246,7 +246,9 @@ class ForewordConnectorWorker:
         resolved = resolved_attributes(model, info.config)
         resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
-        seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
+        units = [one for rank in range(info.ranks) for one in info.units(rank)]
+        words = layout_words(layout for one in units for layout in one.layouts)
+        seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, words)
         with self._persistent() as store:
             return choose(store, info.base, seen)
 
@@ -352,10 +354,8 @@ class ForewordConnectorWorker:
             if not self._mapped or not self._adapters.may_load(load.adapter):
                 self._refused.append(load)
                 continue
-            store_load = self._store_load(load)
+            store_load = self.offload.hand_over(load.root, load.parts, load.position - load.held)
             self._loading[load.request_id] = store_load
-            numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
-            self.offload.hand_over(store_load, 0, numbers)
             start = partial(self.offload.start, store_load)
             if load.producer is None or self._instances is None:
                 start()
@@ -401,18 +401,6 @@ class ForewordConnectorWorker:
             ended.add(request_id)
         return ended
 
-    def _store_load(self, load: BlockLoad) -> StoreLoad:
-        assert self.offload is not None
-        units = self.offload.units
-        found = StoreLoad(
-            [name for part in load.parts for name in units[part.group].names(load.root, part.keys)], math.inf
-        )
-        places = [(part, place) for part in load.parts for place in part.places]
-        found.places = [place for part, place in places for _ in range(units[part.group].block_units)]
-        found.groups = [part.group for part, _ in places for _ in range(units[part.group].block_units)]
-        found.tokens, found.started = load.position - load.held, time.monotonic()
-        return found
-
     def stop_loads(self, request_ids: Iterable[str]) -> None:
         """Finished requests: no copy into their blocks begins any more. vLLM keeps the blocks until `take_received` has the
         request, when those that have begun are done: this thread does not wait for them."""
@@ -456,7 +444,7 @@ class ForewordConnectorWorker:
     @property
     def has_results(self) -> bool:
         """Whether a load or a lease may have ended, or a request's last blocks are saved."""
-        if self._loading or self._refused or self._finished or self._failed_requests:
+        if self._loading or self._refused or self._finished or self._failed_requests or self._failed_blocks:
             return True
         return self._instances is not None
 
@@ -486,9 +474,9 @@ class ForewordConnectorWorker:
     def save(self, metadata: ForewordConnectorMetadata) -> None:
         """Save and lease the blocks that the step has filled."""
         assert self.offload is not None
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
-        if metadata.empty:
+        if metadata.idle:
             return
         self.save_blocks(metadata.saves)
         self._finished.update(dict.fromkeys(metadata.finished, time.monotonic() + _KEEP_SECONDS))
@@ -544,12 +532,11 @@ class ForewordConnectorWorker:
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
         """Before a step overwrites blocks: end the leases that it says, here and at producers. Copies follow its stream."""
-        self._tokens = metadata.tokens
         if metadata.tokens:
             self._waits = 0
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self._step_started = time.monotonic()
-        if metadata.empty:
+        if metadata.idle:
             return
         if metadata.ended:
             self.drop_late(metadata.ended)
@@ -579,13 +566,17 @@ class ForewordConnectorWorker:
     # Reports
 
     def take_stats(self, *, at_once: bool = False) -> ForewordStats | None:
-        """Statistics since the last report; None if nothing has changed, or if it is too early. It is not too early behind a
-        step without tokens, which costs nothing and may be the last one for long, nor if `at_once`."""
+        """Statistics since the last report; None if nothing has changed, or, unless `at_once`, if it is too early."""
         stats = self._stats
-        if stats is None or not (at_once or not self._tokens or stats.due):
+        if stats is None or not (at_once or stats.due):
             return None
         seconds, self._load_seconds = self._load_seconds, []
         return stats.read(seconds)
+
+    @property
+    def stats_due(self) -> float:
+        """When the statistics are to be read again."""
+        return self._stats.due_at if self._stats is not None else 0.0
 
     def take_changes(self) -> ForewordWorkerMetadata | None:
         """Changes in the tiers since the last call, and how fast they are read if the scheduler is in another process; None if
