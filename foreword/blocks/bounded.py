@@ -5,6 +5,10 @@ Entries may belong to owners, as tenants are. Each has a share of the limit, whi
 that have entries (`fair_share.py`): while the mapping is full, entries leave of those that have more than that.
 
     bytes <= limit, whatever is set, and an owner with at most its share loses nothing to the others
+
+A mapping whose entries come from few of the requests would take long to fill, and memory would seem to leak meanwhile. Where it
+has a window, entries leave that were not used in the last `window` uses; requests that set nothing are counted by `passed`.
+Then it is full after `window` requests, whatever these are.
 """
 
 from __future__ import annotations
@@ -77,6 +81,7 @@ class Bounded(MutableMapping[K, V]):
         size: bytes of an entry; by default those of key and value, about.
         owner: of an entry; by default all entries have the same.
         most: maximum number of entries, too.
+        window: uses after which an entry leaves that was not used meanwhile; None for no such limit.
         dropped: called with each entry that left because of a limit.
     """
 
@@ -88,12 +93,14 @@ class Bounded(MutableMapping[K, V]):
         size: Callable[[K, V], int] | None = None,
         owner: Callable[[K], Hashable] = lambda key: None,
         most: int | None = None,
+        window: int | None = None,
         dropped: Callable[[K, V], None] = lambda key, value: None,
     ) -> None:
         self.name, self.limit, self.bytes = name, limit, 0
         self._size = size or (lambda key, value: ENTRY_BYTES + size_of(key) + size_of(value))
-        self._owner, self._most, self._dropped = owner, most, dropped
-        self._values: dict[K, V] = {}
+        self._owner, self._most, self._window, self._dropped = owner, most, window, dropped
+        # With a window the least recently used first.
+        self._values: dict[K, V] = {} if window is None else OrderedDict()
         self._owned: dict[Hashable, _Owned] = {}
         self._uses = 0
         _all.add(self)
@@ -131,6 +138,7 @@ class Bounded(MutableMapping[K, V]):
         self.bytes += size
         while self.bytes > self.limit or (self._most is not None and len(self._values) > self._most):
             self._drop_one()
+        self._drop_old()
 
     def __delitem__(self, key: K) -> None:
         del self._values[key]
@@ -151,7 +159,14 @@ class Bounded(MutableMapping[K, V]):
         owned.keys[key] = owned.keys[key][0], self._uses
         owned.keys.move_to_end(key)
         owned.used_at = time.monotonic()
+        if isinstance(self._values, OrderedDict):
+            self._values.move_to_end(key)
         return self._values[key]
+
+    def passed(self, count: int = 1) -> None:
+        """Count requests that set and use nothing here."""
+        self._uses += count
+        self._drop_old()
 
     def change(self, key: K) -> None:
         """Count an entry anew whose value has changed, and use it."""
@@ -176,7 +191,18 @@ class Bounded(MutableMapping[K, V]):
             owner = choose(oldest, use, share(everybody, self.limit, now), now)
         else:
             owner = found[0]
-        key = next(iter(self._owned[owner].keys))
+        self._drop(next(iter(self._owned[owner].keys)))
+
+    def _drop_old(self) -> None:
+        """Drop entries that have not been used within the window."""
+        while self._window is not None and self._values:
+            key = next(iter(self._values))
+            _, used = self._owned[self._owner(key)].keys[key]
+            if used > self._uses - self._window:
+                return
+            self._drop(key)
+
+    def _drop(self, key: K) -> None:
         value = self._values[key]
         del self[key]
         self._dropped(key, value)

@@ -106,3 +106,26 @@ def test_a_count_of_all_mappings() -> None:
     assert kept_bytes()["a name of this test"] == kept.bytes > 3_000
     del kept
     assert "a name of this test" not in kept_bytes()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_with_a_window_it_is_full_after_that_many_requests(seed: int) -> None:
+    """However few of the requests set something: exactly those entries are kept that were set or used within the window."""
+    draw, window, left = Random(seed), 500, set[int]()
+    kept: Bounded[int, int] = Bounded(
+        "test", 1 << 20, owner=lambda key: key % 3, window=window, dropped=lambda key, value: left.add(key)
+    )
+    used: dict[int, int] = {}
+    for number in range(5_000):
+        action = draw.random()
+        if action < 0.05 and kept:
+            again = draw.choice(list(kept))
+            assert kept.use(again) == again
+            used[again] = number
+            continue
+        if action < 0.1:
+            kept[number] = used[number] = number
+        else:
+            kept.passed()
+        assert set(kept) == {key for key, at in used.items() if at > number - window} == set(used) - left
+    assert left
