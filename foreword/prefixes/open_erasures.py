@@ -1,9 +1,9 @@
 """Erasures that are not complete yet. They are repeated where they are open until they are, also after a restart.
 
 A record `erasures/<id>` in the stores that can be reached names what is erased, digests of tenants and salts, and where it is
-open: everywhere, until it was swept for the first time. A process that starts adopts the records that it finds, since the one
-that wrote them may be gone. Several may repeat an erasure. One that has not all of the places erases its own, and leaves the
-record to those that have the others.
+open: everywhere, until it was swept for the first time. It is written before an answer says that something is open. A process
+that starts adopts the records that it finds, since the one that wrote them may be gone. Several may repeat an erasure. One that
+has not all of the places erases its own, and leaves the record to those that have the others.
 """
 
 from __future__ import annotations
@@ -125,9 +125,12 @@ class OpenErasures:
         begun = destroyed.noted(Receipt(what, []))
         everywhere = self._locations.keys() - {KEY_STORE} | _open_tiers(begun)
         one = OpenErasure(os.urandom(12).hex(), prefixes, what, frozenset(everywhere), begun)
-        self._follower.do(lambda: self._write(one))
+        record = _Once(lambda: self._write(one))
+        self._follower.do(record)
         one.receipt = destroyed.noted(erase_prefixes(self._store, prefixes, what, queued=self._drop(prefixes)))
         one.tiers = _open_tiers(one.receipt)
+        if one.tiers:
+            record()  # the thread may be busy with others, and this process may end right after its answer
         with self._lock:
             while len(self._known) >= _MAX:
                 self._known.pop(
@@ -213,6 +216,20 @@ class OpenErasures:
             log.info("erasure %s is continued: %s", name, one.what)
             with self._lock:
                 self._known.setdefault(name, one)
+
+
+class _Once:
+    """Work for whichever thread comes first. Another one waits for its end."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                work()
 
 
 def _open_tiers(receipt: Receipt) -> frozenset[str]:

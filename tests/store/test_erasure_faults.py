@@ -254,6 +254,31 @@ def test_another_instance_leaves_what_it_does_not_have(
             assert not any(present(tier.store, mine))
 
 
+def test_an_answer_follows_the_record(stack: ExitStack, tmp_path: Path) -> None:
+    """A process may end right after the answer that an erasure is open. Its record is in a store by then, although the thread
+    that writes records still reads those of before."""
+    memory, disk = FlakyStore(MemoryStore(8 << 20)), DiskStore(tmp_path, 8 << 20)
+    store, _, _ = filled(stack, memory, disk)
+    reached, opened = threading.Event(), threading.Event()
+    listed = disk.records
+
+    def wait(*given: Any, **more: Any) -> Any:
+        reached.set()
+        assert opened.wait(60)
+        return listed(*given, **more)
+
+    disk.records = wait  # type: ignore[method-assign]
+    erasures = OpenErasures(store, lambda _: 0, pause=60)
+    stack.callback(erasures.close)
+    stack.callback(opened.set)
+    assert reached.wait(60)
+    disk.records = listed  # type: ignore[method-assign]
+    memory.inject("fail", 1.0)
+    name, receipt = erasures.erase([ANN])
+    assert not receipt.complete
+    assert _recorded(tmp_path, name)
+
+
 def test_a_process_that_ends_in_an_erasure(tmp_path: Path) -> None:
     """The next one continues it, although the first has given no receipt. One that began to continue it, too, leaves what the
     tenant has stored since it was completed."""
