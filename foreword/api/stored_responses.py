@@ -16,6 +16,7 @@ from msgspec import Struct
 from foreword.api.front import Answer, Call, Handler
 from foreword.api.request import Message
 from foreword.api.routes import NO_BODY, ClientQuery, Meter, Right, Routes
+from foreword.decoders import decode_msgpack
 from foreword.errors import BadRequest, NotFound
 from foreword.newest import Newest
 
@@ -48,10 +49,6 @@ class _Packed:
         return len(self.data) + _ENTRY_BYTES
 
 
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(StoredResponse).decode
-
-
 class StoredResponses:
     """Runs on the event loop's thread. The responses unused for longest make room for others.
 
@@ -79,7 +76,7 @@ class StoredResponses:
     ) -> None:
         """Keep a response of the tenant with this salt, if it is not too large. `began`: when its request came, by the clock;
         if the tenant was forgotten since, it is not kept."""
-        data = _encode(StoredResponse(tuple(messages), body))
+        data = msgspec.msgpack.encode(StoredResponse(tuple(messages), body))
         compressed = len(data) <= _MOST_COMPRESSED
         data = zlib.compress(data, 1) if compressed else data
         response = _Packed(data, compressed, self._clock() + self._ttl)
@@ -103,7 +100,7 @@ class StoredResponses:
             )
         self._kept[owner, response_id] = _Packed(found.data, found.compressed, self._clock() + self._ttl)
         self._kept.move_to_end((owner, response_id))
-        return _decode(zlib.decompress(found.data) if found.compressed else found.data)
+        return decode_msgpack(zlib.decompress(found.data) if found.compressed else found.data, StoredResponse)
 
     def remove(self, owner: bytes, response_id: str) -> None:
         """Raises NotFound."""

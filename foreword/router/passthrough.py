@@ -82,27 +82,17 @@ def foreword_replicas(router: Router) -> list[Upstream]:
 
 
 async def _send(
-    router: Router,
-    call: Call,
-    upstream: Upstream,
-    path: str,
-    body: bytes,
-    *,
-    silence: float | None = None,
-    again: bool = False,
+    router: Router, call: Call, upstream: Upstream, path: str, body: bytes, *, silence: float | None = None
 ) -> Answer:
-    """Send the client's request to a replica; `again` over a new connection. Raises what aiohttp raises, also after a `silence`
-    of so many seconds, and ReplicaFailed."""
+    """Send the client's request to a replica. Raises what aiohttp raises, also after `silence` seconds, and ReplicaFailed."""
     headers = request_headers(call.headers)
     headers.update(router.auth.headers(call.tenant, credentials(call.headers), upstream.kind))
     headers["x-request-id"], headers["accept-encoding"] = call.id, "identity"
     if body:
         headers["content-type"] = "application/json"
     url = URL(upstream.url + path, encoded=True)
-    connect = router.config.connect_timeout
-    limit = aiohttp.ClientTimeout(total=router.config.request_timeout, sock_connect=connect, sock_read=silence)
-    session = router.fresh_session if again else router.session
-    async with session.request(
+    limit = aiohttp.ClientTimeout(total=router.config.request_timeout, sock_read=silence)
+    async with router.session.request(
         call.method, url, data=body or None, headers=headers, allow_redirects=False, timeout=limit
     ) as response:
         data = await read_whole(response)
@@ -112,13 +102,12 @@ async def _send(
 
 
 async def send_to_one(router: Router, call: Call, replicas: list[Upstream], path: str, body: bytes) -> Answer:
-    """Forward a request that changes nothing, and takes no computation, to one replica, and to another one, or again, if the
-    first does not respond."""
+    """Forward a request that changes and computes nothing to one replica, and to another one, or again, if it is silent."""
     problem, silence = "", router.config.stall_timeout
     for upstream in (replicas * 2)[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
-            return await _send(router, call, upstream, path, body, silence=silence, again=bool(problem))
+            return await _send(router, call, upstream, path, body, silence=silence)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             problem = f"{upstream.url}: {type(error).__name__}"
             router.failed(upstream, problem, certain=isinstance(error, aiohttp.ClientConnectorError))

@@ -309,7 +309,6 @@ class _ResponseProxy:
             raise ReplicaFailed(f"the request migrated to {target['to']}, which is not one of the router's replicas")
         url = f"{upstream.url}/v1/requests/{quote(name, safe='')}/stream?from={count}"
         try:
-            # Nothing watches for its head, so it gets a connection that is not dead already.
             response = await proxied.router.fresh_session.get(URL(url, encoded=True), headers=proxied.headers(upstream))
         except CONNECTION_ERRORS as error:
             raise ReplicaFailed(f"the request migrated to {upstream.url}: {describe_error(error)}") from None

@@ -68,8 +68,7 @@ _KEEP_ALIVE_SECONDS: Final = 4.0
 _WATCHDOG_SECONDS: Final = 0.5
 # Between two questions for a request on which a replica is silent.
 _ASK_SECONDS: Final = 2.0
-# The first question comes this long before the stall timeout, but not before half of it: what the answer takes (`why_lost`) is
-# over by then.
+# The first question comes this long before the stall timeout, so that its answer is there then; not before half of it.
 _ASK_AHEAD_SECONDS: Final = 6.0
 # When a replica is asked again whose weights could not be read: after this time, then twice as long each time.
 _WEIGHTS_SECONDS: Final = 30.0

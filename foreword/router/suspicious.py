@@ -38,7 +38,6 @@ _MOST_SECONDS: Final = 3600.0
 # A stream that has come this much further, in tokens, since its replica died has not caused that.
 _PROGRESS: Final = 16
 _MOST_SUSPECTS: Final = 4096
-# Two of a request. An ask that is forgotten counts as new: it goes to two replicas at a time at most until it is served again.
 _MOST_SERVED: Final = 4096
 # A death where more suspects than this were together says too little about each of them: a node was lost, most likely.
 _CROWD: Final = 4

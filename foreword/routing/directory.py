@@ -44,7 +44,6 @@ _GROW: Final = 1.01
 _GROW_BEYOND: Final = 1.1
 # Upper bound of tracked blocks, unless the capacity itself is larger.
 _MAX_BLOCKS: Final = 1 << 19
-# Answers per replica whose conversation has not come again: of more conversations no replica has the blocks for long.
 _MAX_OUTPUTS: Final = 1 << 12
 _WAYS: Final = 48
 _TAG: Final = 5

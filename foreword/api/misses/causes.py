@@ -92,7 +92,6 @@ class ConversationHistory:
 
     def __init__(self, capacity: int = CAPACITY, window: int | None = None) -> None:
         self._all: Bounded[tuple[str, int], Conversation] = Bounded(
-            "conversations",
             _NUMBER * capacity,
             size=lambda _, one: _NUMBER * one.weight,
             owner=lambda key: key[0],
