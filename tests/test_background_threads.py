@@ -118,11 +118,11 @@ def test_the_deadline_of_a_search_follows_the_compute_time() -> None:
     keys = [bytes([number]) * 32 for number in range(100)]
     try:
         now = time.monotonic()
-        assert cache.find(bytes(32), keys).deadline >= now + 1.0
+        assert cache.search(bytes(32), keys, 0, 1600).deadline >= now + 1.0
         cache.prefill_rate.note(1600, 1000.0)  # tokens, seconds: as many tokens as 100 blocks have
         now = time.monotonic()
-        assert cache.find(bytes(32), keys).deadline >= now + PATIENCE * 1000.0 * 0.99
-        assert cache.find(bytes(32), keys[:1]).deadline >= now + 1.0
+        assert cache.search(bytes(32), keys, 0, 1600).deadline >= now + PATIENCE * 1000.0 * 0.99
+        assert cache.search(bytes(32), keys[:1], 0, 16).deadline >= now + 1.0
     finally:
         cache.close()
 

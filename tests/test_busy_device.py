@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import whole_loads
 from busy_device import WITHIN, BusyDevice
 from example_counts import represented
 
@@ -21,7 +22,7 @@ from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
-from foreword.offload.lookups import StoreLoad
+from foreword.offload.load import StoreLoad
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.memory.memory_store import MemoryStore
@@ -58,13 +59,12 @@ class Engine:
             done += self.offload.save(ROOT, keys_of(chain, blocks)[done:], ROOT, done, range(done, blocks))
             assert self.offload.flush(WITHIN)
 
-    def find(self, chain: int, blocks: int) -> StoreLoad:
-        found = self.offload.find(ROOT, keys_of(chain, blocks))
-        self.offload.wait(-1, 0)
-        while not found.answered:
-            self.offload.wait(self.offload.changes, 0.01)
-        assert len(found.places or ()) == blocks
-        return found
+    def hand_over(self, chain: int, blocks: Sequence[int]) -> StoreLoad:
+        """A load of a chain, which has not begun."""
+        return whole_loads.hand_over(self.offload, ROOT, keys_of(chain, len(blocks)), blocks)
+
+    def load(self, chain: int, blocks: Sequence[int]) -> StoreLoad:
+        return whole_loads.load(self.offload, ROOT, keys_of(chain, len(blocks)), blocks)
 
     def holds(self, blocks: Sequence[int], chain: int) -> bool:
         return bool((self.blocks[list(blocks)] == chain).all())
@@ -96,11 +96,11 @@ def test_a_load_waits_for_the_model_once(made: Callable[..., Engine], slots: int
     engine = made(slots)
     engine.store(7, GROUPS)
     engine.blocks.zero_()
-    found, device = engine.find(7, GROUPS), engine.device
+    device = engine.device
     for _ in range(1 + ahead):
         device.begin_step()
     marks, waits = device.marks, device.waits_for_marks
-    engine.offload.load(found, 0, range(GROUPS))
+    found = engine.load(7, range(GROUPS))
     steps = 0
     while True:
         device.settle(lambda: found.done)
@@ -122,9 +122,9 @@ def test_an_abort_waits_for_nothing(made: Callable[..., Engine], slots: int) -> 
     until the copies are done, and what has come counts."""
     engine = made(slots)
     engine.store(7, GROUPS)
-    found, device = engine.find(7, GROUPS), engine.device
+    device = engine.device
     device.begin_step()
-    engine.offload.load(found, 0, range(GROUPS))
+    found = engine.load(7, range(GROUPS))
     device.settle(lambda: found.done)
     closing = threading.Thread(target=found.close, daemon=True)
     closing.start()
@@ -136,8 +136,7 @@ def test_an_abort_waits_for_nothing(made: Callable[..., Engine], slots: int) -> 
         device.settle(lambda: found.done)
     assert 0 < found.loaded == len(found.close()) <= GROUPS
     assert engine.holds(range(found.loaded), 7)
-    other = engine.find(7, GROUPS)  # no slot was lost
-    engine.offload.load(other, 0, range(GROUPS))
+    other = engine.load(7, range(GROUPS))  # no slot was lost
     device.settle(lambda: other.done)
     assert other.loaded == GROUPS
 
@@ -147,12 +146,12 @@ def test_a_load_waits_for_no_other(made: Callable[..., Engine]) -> None:
     engine = made(4 * GROUPS)
     for chain in (7, 8):
         engine.store(chain, 4)
-    first, second, device = engine.find(7, 4), engine.find(8, 4), engine.device
+    device = engine.device
+    first = engine.hand_over(7, range(4))
     device.begin_step()
-    engine.offload.load(second, 0, range(10, 14))
+    second = engine.load(8, range(10, 14))
     device.settle(lambda: second.done)
     assert device.blocked and not second.done
-    first.mark, first.blocks, first.requested = None, [0, 1, 2, 3], 4  # handed over long ago
     engine.offload.start(first)
     while not first.done:
         engine.offload.wait(engine.offload.changes, 0.01)
@@ -165,9 +164,9 @@ def test_blocks_are_ordered_where_they_are_handed_over(made: Callable[..., Engin
     """A load that starts long after its blocks were handed over, as one from another instance does, waits for no later step."""
     engine = made(4 * GROUPS)
     engine.store(7, 4)
-    found, device = engine.find(7, 4), engine.device
+    device = engine.device
     device.begin_step()
-    engine.offload.hand_over(found, 0, range(4))
+    found = engine.hand_over(7, range(4))
     device.end_step()
     device.begin_step()
     starting = threading.Thread(target=engine.offload.start, args=(found,))
@@ -184,9 +183,9 @@ def test_a_load_is_late_by_its_own_time_only(made: Callable[..., Engine]) -> Non
     passes meanwhile, and it is not given up."""
     engine = made(16)
     engine.store(7, GROUPS)
-    found, device = engine.find(7, GROUPS), engine.device
+    device = engine.device
     device.begin_step()
-    engine.offload.load(found, 0, range(GROUPS))
+    found = engine.load(7, range(GROUPS))
     device.settle(lambda: found.done)
     before, began = found.deadline, time.monotonic()
     found.deadline = began
@@ -204,7 +203,7 @@ def test_a_copy_that_fails(made: Callable[..., Engine], monkeypatch: pytest.Monk
     count. The load ends when nothing is queued any more."""
     engine = made(4 * GROUPS)
     engine.store(7, 8)
-    found, device, staging = engine.find(7, 8), engine.device, engine.offload._staging
+    device, staging = engine.device, engine.offload._staging
     device.begin_step()
     numbers = iter(range(8))
     started, scattered = staging.start_scatter, staging.scattered
@@ -222,7 +221,7 @@ def test_a_copy_that_fails(made: Callable[..., Engine], monkeypatch: pytest.Monk
 
     monkeypatch.setattr(staging, "start_scatter", start)
     monkeypatch.setattr(staging, "scattered", end)
-    engine.offload.load(found, 0, range(8))
+    found = engine.load(7, range(8))
     device.settle(lambda: found.done)
     assert not found.done
     device.end_step()
@@ -289,13 +288,12 @@ class Run:
             return
         blocks = self.chance.sample(self.free, count)
         chain = self.chance.choice((1, 2, 3))
-        found = self.engine.find(chain, count)
         for block in blocks:
             self.free.remove(block)
             self.content.pop(block, None)
             self.engine.device.submit(Stream.COMPUTE, partial(self.engine.blocks[block].fill_, 77))
         self.engine.device.begin_step()
-        self.engine.offload.load(found, 0, blocks)
+        found = self.engine.load(chain, blocks)
         self.loads.append(Running(found, chain, blocks))
 
     def compute(self) -> None:
@@ -357,7 +355,7 @@ def test_blocks_have_what_was_put_there_last(made: Callable[..., Engine], seed: 
     for chain in (1, 2, 3):
         engine.store(chain, 6)
     if seed % 2:  # what is loaded comes from the second tier, and its slots are promoted
-        names = [name for chain in (1, 2, 3) for name in engine.find(chain, 6).names]
+        names = [name for chain in (1, 2, 3) for name in engine.hand_over(chain, range(6)).names]
         engine.offload.store.tiers[0].delete(names, time.monotonic() + WITHIN)
     run = Run(engine, seed)
     for _ in range(60):

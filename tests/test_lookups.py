@@ -22,7 +22,7 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import FlakyStore, soon
 from foreword.errors import StoreConfigError, StoreFull, StoreReadOnly
-from foreword.offload.lookups import StoreLoad, StoreLookups
+from foreword.offload.lookups import StoreLookups, StoreSearch
 from foreword.offload.search import StoredGroup
 from foreword.store.base import Name, Store
 from foreword.store.disk.disk_store import DiskStore
@@ -63,9 +63,9 @@ class Requests:
         self.lookups = StoreLookups(store, lookup_timeout, PATIENCE, lambda: self.rate)
         self.started = 0
 
-    def start(self, chain: int) -> StoreLoad:
+    def start(self, chain: int) -> StoreSearch:
         self.started += 1
-        return self.lookups.find_position([FULL], ROOT, keys_of(chain, 4), 0, 64)
+        return self.lookups.search([FULL], ROOT, keys_of(chain, 4), 0, 64)
 
     def ask(self, chain: int) -> int:
         """Look up a chain, and wait for the end. Returns the tokens found."""
@@ -285,7 +285,7 @@ def test_a_result_that_comes_too_late_is_not_used(over: Callable[..., Requests])
     store.release()
     wait_until(lambda: requests.store.tiers[0].counters.lookups[FOUND] > 0, "the end of the search")
     assert requests.ask(1) == 64
-    assert load.found is None and load.places is None
+    assert load.found is None
     assert requests.outcomes == {TIMED_OUT: 1, FOUND: 1}
     requests.check_sums()
 

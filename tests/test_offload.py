@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+import whole_loads
 from example_counts import represented
 from lazy_queues import LazyQueues
 
@@ -21,8 +23,8 @@ from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
-from foreword.offload.lookups import StoreLoad
-from foreword.offload.policy import FixedCosts, LoadCosts, blocks_worth_loading, search_seconds
+from foreword.offload.load import StoreLoad
+from foreword.offload.policy import FixedCosts, LoadCosts, search_seconds
 from foreword.offload.search import Found
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Loan, Name, Store
@@ -93,9 +95,7 @@ class Device:
     def load(self, chain: int, first: int, count: int) -> StoreLoad:
         """Load a chain into the device blocks from number `first` on, and wait for the end of it."""
         self.blocks[first : first + count] = 0.0
-        store_load = self.offload.find(ROOT, self.keys(chain, count))
-        self.wait(lambda: store_load.places is not None)
-        self.offload.load(store_load, 0, range(first, first + count))
+        store_load = whole_loads.load(self.offload, ROOT, self.keys(chain, count), range(first, first + count))
         self.wait(lambda: store_load.finished)
         return store_load
 
@@ -267,8 +267,8 @@ def test_what_is_erased_is_not_promoted_afterwards(made: Callable[..., Device]) 
     """A load that began before an erasure brings nothing of it back into a faster tier; one that begins later may."""
     device, fast, slow = with_slow_tier(made, 2, 4)
     fast.gate.set()
-    store_load = device.offload.find(ROOT, device.keys(0, 4))
-    device.wait(lambda: store_load.places is not None)
+    keys = device.keys(0, 4)
+    plan = whole_loads.plan_of(device.offload, ROOT, keys)
     reading, go_on = threading.Event(), threading.Event()
     get = slow.get
 
@@ -279,7 +279,7 @@ def test_what_is_erased_is_not_promoted_afterwards(made: Callable[..., Device]) 
         return found
 
     slow.get = held  # type: ignore[method-assign]
-    device.offload.load(store_load, 0, range(4))
+    store_load = device.offload.load(plan, ROOT, keys, range(4))
     assert reading.wait(PATIENCE)
     assert device.offload.erase_queued([ROOT[:8]]) == 0
     go_on.set()
@@ -343,12 +343,12 @@ def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
         device = made(MemoryStore(1 << 20))
         device.save(0, 0, 1)
         assert device.offload.flush(PATIENCE)
+        keys = device.keys(0, 1)
         for _ in range(10):
             changes = device.offload.changes  # one more for each search and for each load
-            store_loads = [device.offload.find(ROOT, device.keys(0, 1)) for _ in range(4)]
+            plans = [whole_loads.plan_of(device.offload, ROOT, keys) for _ in range(4)]
             device.wait(lambda changes=changes: device.offload.changes == changes + 4)
-            for block, store_load in enumerate(store_loads):
-                device.offload.load(store_load, 0, [block])
+            store_loads = [device.offload.load(plan, ROOT, keys, [block]) for block, plan in enumerate(plans)]
             device.wait(lambda changes=changes: device.offload.changes == changes + 8)
             loaded += sum(store_load.loaded for store_load in store_loads)
     status = device.offload.status()
@@ -356,20 +356,21 @@ def test_no_count_of_several_loads_is_lost(made: Callable[..., Device]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("load_seconds", "compute_seconds", "blocks"),
+    ("load_seconds", "blocks"),
     [
-        ([], 1.0, 0),
-        ([0.5, 0.5, 0.5], 1.0, 3),
-        ([2.0, 2.0, 2.0], 1.0, 0),
-        ([0.5, 0.5, 2.0], 1.0, 2),  # the last block is in a slow tier
-        ([1.5, 0.1, 0.1], 1.0, 3),  # the fast blocks make up for the slow first one
+        ([], 0),
+        ([0.5, 0.5, 0.5], 3),
+        ([2.0, 2.0, 2.0], 0),
+        ([0.5, 0.5, 2.0], 2),  # the last block is in a slow tier
+        ([1.5, 0.1, 0.1], 3),  # the fast blocks make up for the slow first one
     ],
 )
-def test_load_as_many_blocks_as_saves_the_most_time(
-    load_seconds: list[float], compute_seconds: float, blocks: int
-) -> None:
-    """The number of leading blocks to load is the one that saves the most time."""
-    assert blocks_worth_loading(load_seconds, compute_seconds) == blocks
+def test_load_as_many_blocks_as_saves_the_most_time(load_seconds: list[float], blocks: int) -> None:
+    """The number of leading blocks to load is the one that saves the most time. Computing a block takes a second."""
+    costs = LoadCosts([100], [10], lambda: [100 / seconds for seconds in load_seconds], lambda: 10.0)
+    count = len(load_seconds)
+    plan = costs.best(Found(10 * count, 10 * count, {(0, n): n for n in range(count)}, step=10), 0)
+    assert (0 if plan is None else plan.position) == 10 * blocks
 
 
 def test_the_position_that_saves_the_most() -> None:
@@ -379,18 +380,23 @@ def test_the_position_that_saves_the_most() -> None:
     far = Found(400, 400, {(0, n): n // 2 for n in range(4)} | {(1, 3): 1}, (near,))
     rates, prefill = [1000.0, 1000.0], 1000.0
     costs = LoadCosts([100, 50], [100, 100], lambda: rates, lambda: prefill)
+
+    def best(held: int) -> Found | None:
+        plan = costs.best(far, held)
+        return None if plan is None else {200: near, 400: far}[plan.position]
+
     # A block of 100 tokens is computed in 0.1 s. All of `far` takes 0.4 + 0.05 s, the part behind `near` 0.25 s.
-    assert costs.best_position(far, 0) is None and costs.declined == 1
+    assert best(0) is None and costs.declined == 1
     rates = [10_000.0, 1000.0]
-    assert costs.best_position(far, 0) is near
+    assert best(0) is near
     rates = [10_000.0, 10_000.0]
-    assert costs.best_position(far, 0) is far
-    assert costs.best_position(far, 300) is far and costs.best_position(far, 400) is None
+    assert best(0) is far
+    assert best(300) is far and best(400) is None
     rates = [10.0, 0.0]
-    assert costs.best_position(far, 200) is far  # the second tier's speed is unknown, and the first has what is held
-    assert costs.best_position(far, 0) is None
+    assert best(200) is far  # the second tier's speed is unknown, and the first has what is held
+    assert best(0) is None
     prefill = 0.0
-    assert costs.best_position(far, 0) is far and costs.declined == 2
+    assert best(0) is far and costs.declined == 2
 
 
 @pytest.mark.parametrize(
@@ -526,8 +532,9 @@ def test_a_load_below_its_fixed_cost() -> None:
 
     def decide(blocks: int, tier: int = 0) -> tuple[int, int]:
         found = Found(100 * blocks, 100 * blocks, {(0, number): tier for number in range(blocks)})
-        best = costs.best_position(found, 0)
-        return costs.blocks_worth_loading([tier] * blocks), 0 if best is None else best.position // 100
+        plans = costs.best(replace(found, step=100), 0), costs.best(found, 0)
+        whole, positions = (0 if plan is None else plan.position // 100 for plan in plans)
+        return whole, positions
 
     assert [decide(blocks) for blocks in (1, 2, 3, 4)] == [(0, 0), (0, 0), (3, 3), (4, 4)]
     assert costs.declined == costs.too_small == 4
@@ -535,7 +542,8 @@ def test_a_load_below_its_fixed_cost() -> None:
         costs.note_load([(0, 0)] * 4, 0.45)  # 0.05 s more than its bytes take
     assert costs.fixed.value(0) == pytest.approx(0.05) and decide(1) == (1, 1)
     assert decide(2, tier=1) == (0, 0), "each tier has a cost of its own"
-    assert costs.blocks_worth_loading([0, 1]) == 1, "the slowest tier of a load decides"
+    plan = costs.best(Found(200, 200, {(0, 0): 0, (0, 1): 1}, step=100), 0)
+    assert plan is not None and plan.position == 100, "the slowest tier of a load decides"
     costs.note_load([(0, 0), (0, 9)], 9.0)
     assert costs.fixed.value(0) == pytest.approx(0.05), "the speed of the other place is unknown"
     costs.note_load([(0, 0)], 0.11, whole=False)

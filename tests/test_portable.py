@@ -11,6 +11,7 @@ from itertools import product
 
 import pytest
 import torch
+import whole_loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_queues import LazyQueues
@@ -271,9 +272,7 @@ class Rank:
 
     def load(self, keys: Sequence[bytes]) -> int:
         """How many frames were loaded."""
-        found = self.offload.find(ROOT, keys)
-        wait_for(lambda: found.places is not None)
-        self.offload.load(found, 0, self.units.of_blocks(self.blocks))
+        found = whole_loads.load(self.offload, ROOT, keys, self.blocks)
         wait_for(lambda: found.finished)
         return found.loaded
 

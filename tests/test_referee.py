@@ -235,13 +235,13 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     given = environments([str(old), f"nightly={new}"])
     assert [one.name for one in given] == ["vLLM 0.50.0", "nightly"]
 
-    def check(folder: Path, resume: bool) -> dict[str, list[Result]]:
+    def check(folder: Path, resume: bool, only: tuple[str, ...] = ()) -> dict[str, list[Result]]:
         def own(one: Environment) -> dict[str, Any]:
             files = folder / one.name
             return {"files": files, "transfer": {"kv_connector": "X", "store": f"disk://{files}"}}
 
         target = Target({"kv_connector": "X"}, "", None)
-        plan = Plan(target, 1, (), (), tmp_path / "failures", tmp_path / "report.json", resume)
+        plan = Plan(target, 1, only, (), tmp_path / "failures", tmp_path / "report.json", resume)
         found = conform_matrix(plan, given, own, lambda text: None)
         write_page(page, plan, given, found)
         return found
@@ -258,6 +258,13 @@ def test_a_matrix_of_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "| claim | what | vLLM 0.50.0 | nightly |" in text
     assert "| `one.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in text
     assert "- nightly: vllm 0.51.0, torch 3.0" in text
+    monkeypatch.setattr(check_claims, "_CLAIMS", {"one.works": works, "two.works": works})
+    for _ in range(2):
+        check(tmp_path / "a", resume=True, only=("two",))
+    both = page.read_text()
+    assert "| `one.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
+    assert "| `two.works` | It works | pass, 0 of 4 wrong | **FAIL**, 1 of 4 wrong |" in both
+    assert both.count("seed 1") == 2 and both.count("\nClaims `two`: ") == 1 and both.count("| claim | what |") == 1
     page.write_text("no marks")
     with pytest.raises(ConfigError, match="must have the lines"):
         check(tmp_path / "c", resume=True)

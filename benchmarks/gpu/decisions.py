@@ -1155,11 +1155,14 @@ def counted(manager: Any, bench: Bench, count: int) -> dict[str, dict[str, float
             if not manager.flush(30.0):
                 raise RuntimeError("the blocks were not written within 30 s")
         found["saved to"] = _shares(total, count * size)
-        load = manager.find(root, keys)
+        search = manager.search(root, keys, 0, count * manager.block_size)
         until = time.monotonic() + 30.0
-        while not load.answered and time.monotonic() < until:
+        while not search.answered and time.monotonic() < until:
             time.sleep(0.001)
-        manager.load(load, 0, blocks)
+        plan = None if search.found is None else manager.costs.best(search.found, 0, patient=True)
+        if plan is None:
+            raise RuntimeError(f"none of {count} blocks was found")
+        load = manager.load(plan, root, keys, blocks)
         while not load.done and time.monotonic() < until:
             time.sleep(0.001)
         if load.loaded != count:

@@ -43,11 +43,12 @@ class ComparedEngine(VllmEngine):
                 self._names[block] = name
         return done
 
-    def _note_load(self, load: Any, skip: int, blocks: Any) -> None:
-        self._names.update(zip(blocks, load.names[skip:], strict=False))
-        self._saved.update(load.names[skip:])
+    def _note_load(self, *args: Any, **more: Any) -> Any:
+        load = self._hand_over(*args, **more)
+        self._names.update(zip(load.blocks, load.names, strict=True))
+        self._saved.update(load.names)
         self._ends.add(load.names[-1])
-        self._hand_over(load, skip, blocks)
+        return load
 
     def stored(self) -> dict[str, Any]:
         from foreword.integrations.vllm.worker_side import worker_of

@@ -98,13 +98,15 @@ class Device:
         save = time.perf_counter() - started
         assert self.offload.flush(WITHIN)
         wall, cpu = time.perf_counter(), time.process_time()
-        found = self.offload.find(ROOT, self._keys)
-        self._wait(lambda: found.places is not None)
-        targets = self._divided.of_blocks(range(self._count, 2 * self._count))
-        self.offload.load(found, 0, targets)
-        self._wait(lambda: found.finished)
+        search = self.offload.search(ROOT, self._keys, 0, len(self._keys) * self._divided.tokens)
+        self._wait(lambda: search.answered)
+        assert search.found is not None
+        plan = self.offload.costs.best(search.found, 0, patient=True)
+        assert plan is not None
+        load = self.offload.load(plan, ROOT, self._keys, range(self._count, 2 * self._count))
+        self._wait(lambda: load.finished)
         times = Times(time.perf_counter() - wall, time.process_time() - cpu, save)
-        assert found.loaded == len(targets), f"{found.loaded} of {len(targets)} frames were loaded"
+        assert load.loaded == len(load.blocks), f"{load.loaded} of {len(load.blocks)} frames were loaded"
         return times
 
     def _wait(self, reached: Callable[[], bool]) -> None:

@@ -1,86 +1,79 @@
-"""The offload manager as the embedded engine uses it: its lookups, decisions and loads for the scheduler (`external_kv`)."""
+"""The offload manager as the embedded engine uses it: its searches and loads for the scheduler (`external_kv`)."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
-from foreword.offload.lookups import Result, StoreLoad
+from foreword.blocks.layout import BlockUnits, Layout
+from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.offload.load import StoreLoad
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.lookups import StoreSearch
 from foreword.offload.manager import MIN_PATIENCE, OffloadManager
 from foreword.offload.search import StoredGroup
 from foreword.offload.writer import WRITE_TIMEOUT
 from foreword.store.tier_counters import LookupOutcome
-from foreword.store.tiered import TierSearch
+from foreword.store.tiered import TieredStore
+
+if TYPE_CHECKING:
+    from foreword.offload.staging import StagingArena
 
 
 class EngineStores(OffloadManager):
-    """An `OffloadManager` whose calls take chains of keys. The `BlockStores` and `PositionStores` of `external_kv`."""
+    """An `OffloadManager` whose calls take chains of keys. The `Stores` of `external_kv`.
 
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
-    ) -> StoreLoad:
-        """Start a search for a chain's blocks, of a model with one KV group. `StoreLoad.places` has the result.
+    Args:
+        kinds: the KV groups of the model's layers; None: each layout has one with full attention.
+    """
 
-        `before` are the keys of the blocks before them, which are on the device.
-        """
-        names, ahead = self.units[0].names(root, keys), self.units[0].names(root, before)
+    def __init__(
+        self,
+        store: TieredStore,
+        staging: StagingArena,
+        groups: Sequence[Layout | BlockUnits],
+        *,
+        kinds: Sequence[KVGroup] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(store, staging, groups, **options)
+        sizes = [one.tokens * one.per_block for one in self.units]
+        kinds = [KVGroup(GroupKind.FULL, size) for size in sizes] if kinds is None else kinds
+        self.groups = [
+            StoredGroup(kind, tuple(layout.fingerprint for layout in one.layouts), one.per_block, divided=True)
+            for kind, one in zip(kinds, self.units, strict=True)
+        ]
 
-        def look_up(search: TierSearch, inline: bool) -> Result:
-            places = self.store.locate(names, search=search, inline=inline, before=ahead)
-            return places, len(places) * self.block_size
-
-        store_load = StoreLoad(names, 0.0, root, patient=patient)
-        return self.lookups.start(store_load, len(keys) * self.block_size, look_up)[0]
+    def search(
+        self, root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool = False
+    ) -> StoreSearch:
+        """Start a search in the stores (`StoreLookups.search`)."""
+        return self.lookups.search(self.groups, root, keys, held, limit, patient=patient)
 
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         """Count a request, and its tokens, for which nothing is looked up."""
         self.lookups.refuse(outcome, tokens)
 
-    def worth_loading(self, store_load: StoreLoad, skip: int) -> int:
-        """How many blocks after the first `skip` to load because that is faster than computing them; 0 for none.
+    def load(
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
+    ) -> StoreLoad:
+        """Start to load what is planned into the device blocks `blocks`: of each KV group, in order, those behind the first
+        `plan.held` tokens."""
+        free = iter(blocks)
+        parts = plan.blocks(self.groups, keys, lambda group, block: next(free))
+        load = self.hand_over(root, parts, plan.position - plan.held, patient=patient)
+        assert next(free, None) is None, "a block for which nothing is planned"
+        self.start(load)
+        return load
 
-        While the prefill speed is unknown, all blocks found are worth loading.
-        """
-        places = (store_load.places or [])[skip:]
-        return len(places) if store_load.patient else self.costs.blocks_worth_loading(places)
-
-    def hurry(self, store_load: StoreLoad) -> None:
+    def hurry(self, load: StoreLoad) -> None:
         """A request waits for this patient load: from now on it may take as long as computing its blocks."""
         per_token = self.costs.seconds_per_token
-        if store_load.patient and per_token is not None:
-            store_load.patient = False
-            compute = (store_load.tokens or store_load.requested * self.block_size) * per_token
-            store_load.deadline = min(store_load.deadline, time.monotonic() + max(compute, MIN_PATIENCE))
-
-    def load_position(
-        self,
-        store_load: StoreLoad,
-        groups: Sequence[StoredGroup],
-        keys: Sequence[bytes],
-        held: int,
-        blocks: Sequence[int],
-    ) -> None:
-        """Start to load what a search for a position has found and the device does not hold: of each group, in order, the
-        blocks behind the first `held` tokens that the position needs."""
-        found = store_load.found
-        assert found is not None
-        wanted = [
-            (number, block)
-            for number, one in enumerate(groups)
-            for block in sorted(one.group.needed(found.position))
-            if block * one.group.block_size >= held
-        ]
-        names, numbers, places, rows = [], [], [], []
-        for (number, block), device_block in zip(wanted, blocks, strict=True):
-            frames = self.units[number].names(store_load.root, groups[number].keys(keys, [block]))
-            names += frames
-            numbers += [number] * len(frames)
-            places += [found.places[number, block]] * len(frames)
-            rows += self.units[number].of_blocks([device_block])
-        store_load.names, store_load.groups, store_load.places = names, numbers, places
-        store_load.tokens = found.position - held
-        self.load(store_load, 0, rows)
+        if load.patient and per_token is not None:
+            load.patient = False
+            load.deadline = min(load.deadline, time.monotonic() + max(load.tokens * per_token, MIN_PATIENCE))
 
     def pin(self, root: bytes, keys: Sequence[bytes], *, pinned: bool = True, group: int = 0) -> Future[int]:
         """Pin or unpin blocks of a KV group in every tier. What waits to be written is written first."""

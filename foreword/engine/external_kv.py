@@ -10,11 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from foreword.blocks.pool import BlockPool
 from foreword.blocks.prefix_cache import BlockTable, Match, PrefixCache
 from foreword.engine.token_logprob import TokenLogprob
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.policy import LoadCosts
 from foreword.offload.search import Found, StoredGroup
 from foreword.store.tier_counters import LookupOutcome
 
@@ -117,64 +119,45 @@ class RemoteKV(ExternalKV, Protocol):
 
 
 class BlockSearch(Protocol):
-    """A search in the stores, and the load that may follow (`offload.lookups.StoreLoad`)."""
+    """A search in the stores (`offload.lookups.StoreSearch`)."""
 
     @property
     def answered(self) -> bool: ...
+    @property
+    def found(self) -> Found | None: ...
+
+
+class Load(Protocol):
+    """A load from the stores (`offload.load.StoreLoad`)."""
+
     @property
     def done(self) -> bool: ...
     def close(self) -> list[int]: ...
 
 
-class PositionSearch(BlockSearch, Protocol):
-    """A search for the longest position from which a model with windows can continue."""
-
-    found: Found | None
+AnyLoad = TypeVar("AnyLoad", bound=Load)
 
 
-class BlockStores(Protocol):
-    """The stores that may hold blocks (`engine_stores.EngineStores`). They get their own `BlockSearch` back."""
+class Stores(Protocol[AnyLoad]):
+    """The stores that may hold blocks (`engine_stores.EngineStores`), of these KV groups, and what is worth loading."""
 
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], /, *, patient: bool = False
+    @property
+    def groups(self) -> Sequence[StoredGroup]: ...
+    @property
+    def costs(self) -> LoadCosts: ...
+    def search(
+        self, root: bytes, keys: Sequence[bytes], held: int, limit: int, /, *, patient: bool = False
     ) -> BlockSearch: ...
-    def hurry(self, search: Any, /) -> None: ...
-    def worth_loading(self, search: Any, skip: int, /) -> int: ...
-    def load(self, search: Any, skip: int, blocks: Sequence[int], /) -> None: ...
+    def load(
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], /, *, patient: bool = False
+    ) -> AnyLoad: ...
+    def hurry(self, load: AnyLoad, /) -> None: ...
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int, /) -> None: ...
 
 
-class PositionStores(BlockStores, Protocol):
-    """The stores of a model with windows (`engine_stores.EngineStores`). They get their own `PositionSearch` back."""
-
-    def find_position(
-        self,
-        groups: Sequence[StoredGroup],
-        root: bytes,
-        keys: Sequence[bytes],
-        held: int,
-        limit: int,
-        /,
-        *,
-        patient: bool = False,
-    ) -> PositionSearch: ...
-    @property
-    def costs(self) -> Any: ...  # with `best_position` (`offload.policy.LoadCosts`)
-    def load_position(
-        self, search: Any, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int], /
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedStores:
-    """The stores of a model with windows, and its KV groups there."""
-
-    stores: PositionStores
-    groups: Sequence[StoredGroup]
-
-
 class StoreKV:
-    """Blocks of one sequence in the stores: searched from block `first` on, then loaded if that is faster than computing.
+    """Blocks of one sequence in the stores: searched behind the first `first` ones, then loaded if that is faster than
+    computing. With several KV groups a load brings all that it was to bring, or nothing.
 
     Args:
         root: root key of the chain.
@@ -187,7 +170,7 @@ class StoreKV:
 
     def __init__(
         self,
-        stores: BlockStores,
+        stores: Stores[Any],
         root: bytes,
         keys: Sequence[bytes],
         first: int,
@@ -198,17 +181,18 @@ class StoreKV:
     ) -> None:
         self.first = first
         self._stores = stores
+        self._root = root
         self._keys = keys
         self._block_size = block_size
         self._in_flight = in_flight
-        self._search = self._find(root, patient)
+        self._patient = patient
+        self._search = stores.search(root, keys, first * block_size, len(keys) * block_size, patient=patient)
+        self._plan: LoadPlan | None = None
+        self._load: Load | None = None
         self._held = 0
         self._began = 0.0
         self._loading: Sequence[bytes] = ()
         self.blocks: Sequence[int] = ()
-
-    def _find(self, root: bytes, patient: bool) -> BlockSearch:
-        return self._stores.find(root, self._keys[self.first :], self._keys[: self.first], patient=patient)
 
     @property
     def answered(self) -> bool:
@@ -218,100 +202,56 @@ class StoreKV:
     @property
     def reach(self) -> int:
         """In a model with windows, tokens up to which the stores have every block of the groups with full attention."""
-        return 0
+        found = self._search.found
+        return 0 if found is None or found.step else found.reach
 
     def worth_loading(self, held: int) -> int:
         """How many blocks after the first `held` are loaded rather than computed."""
-        return self._stores.worth_loading(self._search, held - self.first)
+        found, size = self._search.found, self._block_size
+        if found is None:
+            return 0
+        self._plan = self._stores.costs.best(found, held * size, patient=self._patient)
+        return 0 if self._plan is None else self._plan.position // size - held
 
     @property
     def done(self) -> bool:
-        return self._search.done
+        return self._load is not None and self._load.done
 
     @property
     def writing(self) -> bool:
-        return bool(self.blocks) and not self._search.done
+        return self._load is not None and not self._load.done
 
     def hurry(self, key: bytes) -> None:
         """A request waits for this block: loading may take no longer than computing."""
-        if key in self._loading:
-            self._stores.hurry(self._search)
+        if key in self._loading and self._load is not None:
+            self._stores.hurry(self._load)
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
+        assert self._plan is not None
         self._held, self._loading, self._began = held, keys[held:], time.monotonic()
         self.blocks = blocks
         self._in_flight.update(self._loading)
-        self._load(blocks)
-
-    def _load(self, blocks: Sequence[int]) -> None:
-        self._stores.load(self._search, self._held - self.first, blocks)
+        self._load = self._stores.load(self._plan, self._root, self._keys, blocks, patient=self._patient)
 
     def close(self) -> KVArrival:
-        tiers = self._arrived(self._search.close())
+        tiers = self._arrived([] if self._load is None else self._load.close())
         self._in_flight.difference_update(self._loading)
         start, tokens = self._held * self._block_size, (self._held + len(tiers)) * self._block_size
         return KVArrival(start, tokens, tokens, tiers, seconds=time.monotonic() - self._began if tiers else 0.0)
 
     def _arrived(self, tiers: Sequence[int]) -> Sequence[int]:
         """The tier of each block of the sequence that has come, given those of what was loaded."""
-        return tiers
-
-
-class StorePosition(StoreKV):
-    """The same for a model with windows: what its KV groups need to continue from the longest position that the stores have, or
-    from an earlier one if that is faster. It is loaded whole or not at all."""
-
-    _position: PositionSearch
-
-    def __init__(
-        self,
-        stored: GroupedStores,
-        root: bytes,
-        keys: Sequence[bytes],
-        first: int,
-        block_size: int,
-        in_flight: set[bytes],
-        *,
-        patient: bool = False,
-    ) -> None:
-        self._stored = stored
-        self._patient = patient
-        self._wanted = 0
-        super().__init__(stored.stores, root, keys, first, block_size, in_flight, patient=patient)
-
-    def _find(self, root: bytes, patient: bool) -> BlockSearch:
-        held, limit = self.first * self._block_size, len(self._keys) * self._block_size
-        find = self._stored.stores.find_position
-        self._position = find(self._stored.groups, root, self._keys, held, limit, patient=patient)
-        return self._position
-
-    @property
-    def reach(self) -> int:
-        return 0 if self._position.found is None else self._position.found.reach
-
-    def worth_loading(self, held: int) -> int:
-        found, size = self._position.found, self._block_size
-        if found is not None and not self._patient:
-            found = self._stored.stores.costs.best_position(found, held * size)
-        if found is None or found.position <= held * size:
-            return 0
-        self._position.found = found
-        return found.position // size - held
-
-    def _load(self, blocks: Sequence[int]) -> None:
-        self._wanted = len(blocks)
-        held = self._held * self._block_size
-        self._stored.stores.load_position(self._position, self._stored.groups, self._keys, held, blocks)
-
-    def _arrived(self, tiers: Sequence[int]) -> Sequence[int]:
-        if len(tiers) < self._wanted:
+        found = self._search.found
+        if found is None or found.step:
+            return tiers
+        if len(tiers) < len(self.blocks):
             return ()
         # The first group's blocks come first; a window has fewer than the tokens that they stand for.
         count = len(self._loading)
-        return tiers[:count] if self._stored.groups[0].group.whole or not tiers else [tiers[-1]] * count
+        return tiers[:count] if self._stores.groups[0].group.whole or not tiers else [tiers[-1]] * count
 
 
-Search = Callable[[bytes, Sequence[bytes], int], StoreKV]
+StartSearch = Callable[[bytes, Sequence[bytes], int], StoreKV]
 
 
 @dataclass(slots=True, eq=False)
@@ -337,7 +277,7 @@ class Prefetches:
     """
 
     def __init__(
-        self, cache: PrefixCache, search: Search | None, in_flight: set[bytes], unsettled: UnsettledBlocks
+        self, cache: PrefixCache, search: StartSearch | None, in_flight: set[bytes], unsettled: UnsettledBlocks
     ) -> None:
         self._cache = cache
         self._unsettled = unsettled

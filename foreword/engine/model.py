@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import psutil
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from foreword.compiled_code import CannotBuild, is_compiled
@@ -53,6 +53,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Settings of a configuration that do not change the KV.
 _VOLATILE = IGNORED_KEYS - CODE_KEYS
+_EARLIER_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "torch_dtype",
+    "dtype",
+    "use_cache",
+    "_attn_implementation",
+}
 # Packages whose classes are no part of a model.
 _LIBRARIES = {"torch", "transformers", "foreword", *sys.stdlib_module_names}
 _in_no_file: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
@@ -84,6 +92,7 @@ class LoadedModel:
         backends: which kernels serve which shapes, in words.
         inexact: why the bits of a token's KV depend on the batch; empty if they do not.
         namespace: part of every block's key: the fingerprint, and under batch invariance what the bits depend on as well.
+        earlier: the fingerprint that earlier builds gave the model, if it was to be computed; else b"".
     """
 
     model: Any
@@ -106,6 +115,7 @@ class LoadedModel:
     backends: tuple[str, ...] = ()
     inexact: str = ""
     namespace: bytes = b""
+    earlier: bytes = b""
 
     def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
         """What computes its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
@@ -129,10 +139,14 @@ def embedded_model() -> Path:
     return Path(str(files("foreword") / "models" / EMBEDDED))
 
 
-def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _: None) -> LoadedModel:
+def load_model(
+    config: EngineConfig, progress: Callable[[str], None] = lambda _: None, *, named: Collection[str] = ()
+) -> LoadedModel:
     """Load, check and fingerprint a model.
 
-    `progress` is called with a message before each phase. Raises ModelNotFound, ModelUnsupported or ConfigError.
+    `progress` is called with a message before each phase. `named`: the first 32 digits of fingerprints that stores have records
+    of; if one is another model's, or this one's in an earlier build, `earlier` is computed. Raises ModelNotFound,
+    ModelUnsupported or ConfigError.
     """
     source = config.model or str(embedded_model())
     device = _device(config.device)
@@ -141,7 +155,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None] = lambda _:
     _refuse_foreign(settings)
     dtype = _dtype(config.dtype, settings, device)
     model = _read_weights(source, settings, dtype, config)
-    return prepare_model(model, settings, source, dtype, device, config, progress)
+    return prepare_model(model, settings, source, dtype, device, config, progress, named=named)
 
 
 def prepare_model(
@@ -152,6 +166,8 @@ def prepare_model(
     device: torch.device,
     config: EngineConfig,
     progress: Callable[[str], None] = lambda _: None,
+    *,
+    named: Collection[str] = (),
 ) -> LoadedModel:
     """Check and fingerprint a Transformers model, in evaluation mode and with `attention.NAME` as its attention, and prepare
     it for the engine. `settings` are its configuration. Raises ModelUnsupported or ConfigError."""
@@ -160,6 +176,7 @@ def prepare_model(
         _quantize(model, dtype, device)
     progress("fingerprinting the weights")
     fingerprint = fingerprint_model(model)
+    earlier = earlier_fingerprint(model) if set(named) - {fingerprint.hex()[:32]} else b""
     model = model.to(device)
     if any(one.dim() == 3 and one.stride(1) * one.itemsize % 16 for one in model.parameters()):
         # PyTorch's grouped product of experts takes rows of whole 16 bytes.
@@ -208,6 +225,7 @@ def prepare_model(
         backends=describe(model, measured),
         inexact=inexact,
         namespace=fingerprint,
+        earlier=earlier,
     )
 
 
@@ -319,14 +337,35 @@ def fingerprint_model(model: nn.Module) -> bytes:
     A copy of a model elsewhere has the same fingerprint, also with other names or settings of generation in its configuration;
     other weights under the same path have another.
     """
-    settings = plain_config(model.config.to_dict(), _VOLATILE)  # type: ignore[operator, union-attr]
+    digest = _digest_of_code(model, plain_config(model.config.to_dict(), _VOLATILE))  # type: ignore[operator, union-attr]
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
+        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
+    digest.update(digest_of_tensors(tensors))
+    return digest.digest()
+
+
+def _digest_of_code(model: nn.Module, settings: Mapping[str, Any]) -> hashlib._Hash:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     own = {kind: b"".join(code_of(kind)) for module in model.modules() for kind in type(module).__mro__}
     for name, module in model.named_modules():
         digest.update(b"".join(name.encode() + own[kind] for kind in type(module).__mro__ if own[kind]))
+    return digest
+
+
+def earlier_fingerprint(model: nn.Module) -> bytes:
+    """The fingerprint of builds before the content of tensors identified a model: nearly all keys of its configuration counted,
+    and SHA-256 of tensors. Records of named prefixes of those builds have it in their keys."""
+    config = model.config.to_dict()  # type: ignore[operator, union-attr]
+    digest = _digest_of_code(model, {key: value for key, value in config.items() if key not in _EARLIER_VOLATILE})
+    tensors = sorted(model.state_dict().items())
+
+    def hashed(one: tuple[str, Tensor]) -> bytes:
+        flat = one[1].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(flat.numpy().data).digest()
+
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as threads:
-        tensors = list(threads.map(lambda one: tensor_content(*one), sorted(model.state_dict().items())))
-    digest.update(digest_of_tensors(tensors))
+        for (name, tensor), part in zip(tensors, threads.map(hashed, tensors), strict=True):
+            digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode() + part)
     return digest.digest()
 
 

@@ -17,16 +17,15 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from foreword.blocks.prefix_cache import NO_MATCH, Copy, Match, PrefixCache
 from foreword.engine.external_kv import (
-    BlockStores,
     ExternalKV,
-    GroupedStores,
     KVArrival,
     Prefetches,
     StoreKV,
-    StorePosition,
+    Stores,
     UnsettledBlocks,
 )
 from foreword.engine.prompt_logprobs import MAX_ROWS
@@ -65,8 +64,7 @@ class Scheduler:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
         reserve: float = 0.01,
-        offload: BlockStores | None = None,
-        stored: GroupedStores | None = None,
+        offload: Stores[Any] | None = None,
         reclaim: Callable[[], bool] = lambda: False,
     ) -> None:
         self.cache = cache
@@ -79,7 +77,6 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._reserve = math.ceil(reserve * cache.pool.num_blocks)
         self._stores = offload
-        self._stored = stored
         self._reclaim = reclaim
         self.short_of_memory: SequenceState | None = None  # for which the last step had no room
         self._in_flight: set[bytes] = set()  # keys of the blocks that stores are loading
@@ -241,7 +238,7 @@ class Scheduler:
             match = NO_MATCH if sequence.needs_logits else self.cache.lookup(sequence.table)
             if not self._is_searched(sequence, len(match.blocks)):
                 continue  # the sequences behind it need not wait for its search
-            if self._stored is not None or (sequence.request.want_cache_report and self.cache.windows):
+            if self.cache.windows and (self._stores is not None or sequence.request.want_cache_report):
                 self._note_reach(sequence)
             fitting = self._fitting(sequence, match)
             if fitting is None:
@@ -325,13 +322,10 @@ class Scheduler:
         return sequence.store.answered
 
     def _search(
-        self, stores: BlockStores, root: bytes, keys: Sequence[bytes], held: int, *, patient: bool = False
+        self, stores: Stores[Any], root: bytes, keys: Sequence[bytes], held: int, *, patient: bool = False
     ) -> StoreKV:
-        size = self.cache.block_size
         keys = keys[: self.cache.usable(keys)]
-        if self._stored is not None:
-            return StorePosition(self._stored, root, keys, held, size, self._in_flight, patient=patient)
-        return StoreKV(stores, root, keys, held, size, self._in_flight, patient=patient)
+        return StoreKV(stores, root, keys, held, self.cache.block_size, self._in_flight, patient=patient)
 
     def _note_reach(self, sequence: SequenceState) -> None:
         stored = 0 if sequence.store is None else sequence.store.reach

@@ -18,6 +18,7 @@ import torch
 from foreword.blocks.miss_history import MissHistory
 from foreword.blocks.prefix_cache import BlockTable, PrefixCache
 from foreword.blocks.public import public_keys
+from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
@@ -27,7 +28,6 @@ from foreword.engine import model as models
 from foreword.engine import preflight
 from foreword.engine.batch_invariance import scoped_fingerprint
 from foreword.engine.engine_stores import EngineStores
-from foreword.engine.external_kv import GroupedStores
 from foreword.engine.kept import KeptPrefixes
 from foreword.engine.loop import EngineCore, EngineLimits
 from foreword.engine.model import LoadedModel
@@ -40,15 +40,14 @@ from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.engine.tokenizer import Tokenizer
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block
 from foreword.entrypoints.hit_reports import build_audit
-from foreword.errors import ConfigError, ModelUnsupported
+from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
-from foreword.offload.search import StoredGroup
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins
+from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins, models_with_names
 from foreword.process_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
@@ -112,6 +111,7 @@ class EngineParts:
         offload, stores: the stores behind the device, if any, and their configuration.
         pins, retentions, erasures: of blocks in the stores, if there are any.
         keys: data keys of tenants, if blocks in the stores are encrypted.
+        earlier: as in `PrefixStorage`.
         chains: where each published block is in its chain; None unless other instances may read blocks.
         quarantine: chains that are not reused, because an audit found their KV to be wrong.
     """
@@ -128,6 +128,7 @@ class EngineParts:
     retentions: StoredRetentions | None = None
     erasures: OpenErasures | None = None
     keys: DataKeys | None = None
+    earlier: str = ""
 
     def flush(self, timeout: float) -> bool:
         """Wait until the stores have everything; False if that takes longer. True without a store."""
@@ -149,7 +150,7 @@ class EngineParts:
         """The engine's named prefixes."""
         info, offload, storage, cache = self.info, self.offload, None, self.core.cache
         if offload is not None and self.pins is not None:
-            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size, cache.public)
+            storage = StoredPrefixes(offload.store, self.pins, info.name, info.block_size, cache.public, self.earlier)
 
         def tokenize(content: Content) -> list[int]:
             if isinstance(content, str):
@@ -206,7 +207,8 @@ def build_engine(
     if config.batch_invariant == "auto" and loss_of(stores.urls):
         log.warning("not batch-invariant: a store has a lossy codec")
         config = replace(config, batch_invariant="off")
-    loaded = models.load_model(config, progress)
+    named = _models_with_names(stores, keys)
+    loaded = models.load_model(config, progress, named=named)
     if readable or any(parse(url).reach is Reach.INSTANCE for url in stores.urls):
         # What other instances read and write has all layers in a block.
         loaded = replace(loaded, layers=loaded.layers.merged())
@@ -222,7 +224,7 @@ def build_engine(
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
     offload = None
     if stores.urls:
-        offload = _open_stores(stores, keys, loaded, runner, transfer or TransferConfig(), progress)
+        offload = _open_stores(stores, keys, loaded, cache.groups, runner, transfer or TransferConfig(), progress)
     info = _model_info(config, loaded, runner, cache)
     prefixes = prefixes or PrefixConfig()
     kept = _kept_prefixes(prefixes, info, cache)
@@ -238,7 +240,31 @@ def build_engine(
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
     core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
     kept_there = pins, retentions, erasures, data_keys
-    return EngineParts(core, runner, info, tokenizer, stores, offload, chains, quarantine, *kept_there)
+    earlier = loaded.earlier.hex()[:32]
+    return EngineParts(
+        core,
+        runner,
+        info,
+        tokenizer,
+        stores,
+        offload,
+        chains,
+        quarantine,
+        *kept_there,
+        earlier if earlier in named else "",
+    )
+
+
+def _models_with_names(stores: StoreConfig, keys: KeyRing | None) -> set[str]:
+    """The models of whose named prefixes the stores have records. None if they cannot be opened: `_open_stores` says so."""
+    urls = [url for url in stores.urls if parse(url).persistent]
+    if not urls:
+        return set()
+    try:
+        with contextlib.closing(open_store(urls, keys=keys)) as store:
+            return models_with_names(store)
+    except StoreError:
+        return set()
 
 
 def _retire(offload: EngineStores, pins: StorePins, tenant: bytes, alone: Alone) -> None:
@@ -320,7 +346,6 @@ def _engine_core(
         max_num_seqs=config.max_num_seqs,
         reserve=config.reserve,
         offload=offload,
-        stored=_grouped_stores(cache, offload) if offload is not None and cache.windows else None,
         reclaim=kept.yield_one,
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
@@ -391,6 +416,7 @@ def _open_stores(
     config: StoreConfig,
     keys: KeyRing | None,
     loaded: models.LoadedModel,
+    kinds: Sequence[KVGroup],
     runner: TorchRunner,
     transfer: TransferConfig,
     progress: Callable[[str], None],
@@ -411,13 +437,14 @@ def _open_stores(
     wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
-    return EngineStores(tiers, staging, layouts, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout)
-
-
-def _grouped_stores(cache: PrefixCache, offload: EngineStores) -> GroupedStores:
-    """The stores of a model with windows."""
-    pairs = zip(cache.groups, offload.units, strict=True)
-    return GroupedStores(offload, [StoredGroup(group, (one.layouts[0].fingerprint,)) for group, one in pairs])
+    return EngineStores(
+        tiers,
+        staging,
+        layouts,
+        kinds=kinds,
+        lookup_timeout=config.lookup_timeout,
+        load_timeout=config.load_timeout,
+    )
 
 
 def _keep_freed_memory() -> None:

@@ -31,9 +31,10 @@ from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
-from foreword.offload.lookups import LookupCounts, StoreLoad, StoreLookups
+from foreword.offload.load import StoreLoad
+from foreword.offload.load_plan import GroupBlocks
+from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
-from foreword.offload.search import StoredGroup
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -108,7 +109,7 @@ class OffloadManager:
         groups: how the blocks of each KV group divide into frames; a layout if a block is one frame.
         lookup_timeout: seconds for a lookup in remote tiers, if computing does not take long (`policy.search_seconds`).
         load_timeout: upper limit in seconds for a load.
-        on_change: called from other threads when a `StoreLoad` has changed; wakes the engine.
+        on_change: called from other threads when a search or a load has changed; wakes the engine.
     """
 
     def __init__(
@@ -161,20 +162,6 @@ class OffloadManager:
 
     # Loading
 
-    def find_position(
-        self,
-        groups: Sequence[StoredGroup],
-        root: bytes,
-        keys: Sequence[bytes],
-        held: int,
-        limit: int,
-        *,
-        patient: bool = False,
-    ) -> StoreLoad:
-        """Start a lookup of the longest position up to `limit` tokens from which the model can continue
-        (`StoreLookups.find_position`)."""
-        return self.lookups.find_position(groups, root, keys, held, limit, patient=patient)
-
     def read_rates(self) -> list[float]:
         """Measured bytes per second of each tier; 0.0 for one without a recent measurement."""
         return [tier.read_rate.value for tier in self.store.tiers]
@@ -187,37 +174,39 @@ class OffloadManager:
         """Number of tokens by the label of the tier that has them: of the first `most` tokens."""
         return self.store.tokens_by_tier(places, block_size, most)
 
-    def load(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
-        """Start to load the found blocks from number `skip` on into the device blocks `blocks`, in order."""
-        self.hand_over(store_load, skip, blocks)
-        self.start(store_load)
-
-    def hand_over(self, store_load: StoreLoad, skip: int, blocks: Sequence[int]) -> None:
+    def hand_over(self, root: bytes, parts: Iterable[GroupBlocks], tokens: int, *, patient: bool = False) -> StoreLoad:
         """Give device blocks to a load, which starts now or later, from any thread. What was computed with their former
-        contents is queued on the device."""
-        store_load.skip, store_load.blocks, store_load.requested = skip, list(blocks), len(blocks)
-        store_load.mark = self._staging.mark()
+        contents is queued on the device.
 
-    def start(self, store_load: StoreLoad) -> None:
+        `root` is the root key of the chain. The load saves `tokens` tokens. `patient`: it may take longer than computing them.
+        """
+        names: list[Name] = []
+        groups: list[int] = []
+        places: list[int] = []
+        blocks: list[int] = []
+        for part in parts:
+            units = self.units[part.group]
+            frames = units.block_units
+            names += units.names(root, part.keys)
+            groups += [part.group] * (len(part.blocks) * frames)
+            places += part.places if frames == 1 else [place for place in part.places for _ in range(frames)]
+            blocks += part.blocks if frames == 1 else units.of_blocks(part.blocks)
+        return StoreLoad(names, groups, places, blocks, tokens, patient, self._staging.mark())
+
+    def start(self, load: StoreLoad) -> None:
         """Start to load into the blocks that were handed over."""
-        skip, count = store_load.skip, store_load.requested
-        store_load.started = time.monotonic()
+        load.started = time.monotonic()
         per_token = self.costs.seconds_per_token
-        tokens = store_load.tokens or count * self.block_size
-        known = per_token is not None and not store_load.patient
-        compute = tokens * per_token if known and per_token is not None else self._load_timeout
+        compute = self._load_timeout if load.patient or per_token is None else load.tokens * per_token
         # Twice the compute time is a fallback: a slow load is cut off earlier, by its measured rate.
         limit = max(2 * compute, 2 * MIN_PATIENCE)
-        store_load.deadline = store_load.started + min(self._load_timeout, limit)
-        blocking = self._is_blocking(store_load, skip, count)
-        store_load.tasks = [
-            (self._loaders if blocking else self._memory_loaders).submit(self._load, store_load, compute)
-        ]
+        load.deadline = load.started + min(self._load_timeout, limit)
+        loaders = self._loaders if self._is_blocking(load.places) else self._memory_loaders
+        load.task = loaders.submit(self._load, load, compute)
 
-    def _is_blocking(self, store_load: StoreLoad, first: int, count: int) -> bool:
-        """Whether some of these blocks are in a tier that may block."""
-        places = set((store_load.places or [])[first : first + count])
-        return any(self.store.tiers[place].blocking for place in places)
+    def _is_blocking(self, places: Iterable[int]) -> bool:
+        """Whether some of these tiers may block."""
+        return any(self.store.tiers[place].blocking for place in set(places))
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
         queued: deque[_GroupCopy] = deque()
@@ -228,7 +217,7 @@ class OffloadManager:
             try:
                 self._await_copies(store_load, queued)
             finally:
-                self._count(loaded=store_load.loaded, cut=int(store_load.loaded < store_load.requested))
+                self._count(loaded=store_load.loaded, cut=int(store_load.loaded < len(store_load.blocks)))
                 self._notify()
 
     def drain(self, loads: Collection[StoreLoad]) -> None:
@@ -240,11 +229,11 @@ class OffloadManager:
     def _load_groups(self, store_load: StoreLoad, compute: float, queued: deque[_GroupCopy]) -> None:
         """Read blocks and queue their copies, group after group. `queued` has those that were not waited for."""
         frame_bytes = self._staging.frame_bytes
-        done = 0
-        while done < store_load.requested and not store_load.finished:
+        done, requested = 0, len(store_load.blocks)
+        while done < requested and not store_load.finished:
             known = done > 0 or self._is_rate_known(store_load)
             size = self._group_bytes if known else _PROBE_BYTES
-            count = min(max(size // frame_bytes, 1), store_load.requested - done, self._staging.slots // 4 or 1)
+            count = min(max(size // frame_bytes, 1), requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
             loaded = self._load_lent(store_load, done, count, deadline)
@@ -307,20 +296,17 @@ class OffloadManager:
 
     def _is_rate_known(self, store_load: StoreLoad) -> bool:
         """Whether the read rate of the first block's tier is known."""
-        assert store_load.places is not None
-        return bool(self.store.tiers[store_load.places[store_load.skip]].read_rate.value)
+        return bool(self.store.tiers[store_load.places[0]].read_rate.value)
 
     def _load_lent(self, store_load: StoreLoad, done: int, count: int, deadline: float) -> int:
         """Load up to `count` blocks straight from the memory of their tier, up to the first that is not there or not sound, and
         return how many were loaded. None from tiers that lend no memory, or have faster ones, and into devices."""
-        assert store_load.places is not None
-        first = store_load.skip + done
-        place, *others = store_load.places[first : first + count]
+        place, *others = store_load.places[done : done + count]
         if not self._staging.copies_lent or self.store.promotion_targets(place):
             return 0
         same = 1 + len(list(itertools.takewhile(place.__eq__, others)))
-        groups = store_load.groups[first : first + same] or [0] * same
-        with self.store.tiers[place].lend(store_load.names[first : first + same], deadline) as (lent, frames):
+        groups = store_load.groups[done : done + same]
+        with self.store.tiers[place].lend(store_load.names[done : done + same], deadline) as (lent, frames):
             usable = self._count_usable(frames, groups)
             if not usable or not store_load.begin_copy():
                 return 0
@@ -332,14 +318,13 @@ class OffloadManager:
         self, store_load: StoreLoad, done: int, slots: list[int], deadline: float, queued: deque[_GroupCopy]
     ) -> int:
         """Read one block per slot, up to the first failure, queue their copy, and return how many there are."""
-        first = store_load.skip + done
-        names = store_load.names[first : first + len(slots)]
+        end = done + len(slots)
+        names, groups = store_load.names[done:end], store_load.groups[done:end]
         copied = 0
         kept: set[int] = set()
         try:
-            blocking = self._is_blocking(store_load, first, len(slots))
+            blocking = self._is_blocking(store_load.places[done:end])
             found, kept = self._reader.read(names, slots, deadline=deadline, blocking=blocking)
-            groups = store_load.groups[first : first + len(slots)] or [0] * len(slots)
             usable = [one for one in itertools.takewhile(bool, found) if one is not None]
             count = self._count_usable((one.frame for one in usable), groups)
             if not count or not store_load.begin_copy():
@@ -394,12 +379,12 @@ class OffloadManager:
 
     def _is_slower_than_computing(self, store_load: StoreLoad, done: int, compute: float) -> bool:
         """Whether the rest of a load, at its speed so far, would take longer than computing the rest."""
-        left = store_load.requested - done
+        left = len(store_load.blocks) - done
         pace = (time.monotonic() - store_load.started - store_load.waited) / done
-        return left > 0 and left * pace > compute * left / store_load.requested
+        return left > 0 and left * pace > compute * left / len(store_load.blocks)
 
     def wait(self, seen: int, timeout: float) -> None:
-        """Wait until a `StoreLoad` changes. Returns at once if `changes` is not `seen` any more."""
+        """Wait until a search or a load changes. Returns at once if `changes` is not `seen` any more."""
         with self._changed:
             self._changed.wait_for(lambda: self.changes != seen, timeout)
 

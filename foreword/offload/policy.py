@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
-if TYPE_CHECKING:
-    from foreword.offload.search import Found
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.search import Found
+
+# The position at which a load ends, and the places of the blocks that it may need.
+_End = tuple[int, Mapping[tuple[int, int], int]]
 
 # Share of the compute time that a lookup in remote tiers may take, and the first bytes from a store of unknown speed.
 PATIENCE: Final = 0.1
@@ -33,24 +35,6 @@ def search_seconds(configured: float, compute_seconds: float | None) -> tuple[fl
     if compute_seconds is None:
         return _LOCAL_FIRST * configured, _REMOTE_FIRST * configured
     return max(_LOCAL * configured, compute_seconds), max(configured, PATIENCE * compute_seconds)
-
-
-def blocks_worth_loading(
-    load_seconds: Iterable[float], compute_seconds: float, fixed_seconds: Iterable[float] = itertools.repeat(0.0)
-) -> int:
-    """How many leading blocks to load so that the most time is saved; 0 if loading saves none.
-
-    `load_seconds` has the load time of each block, `compute_seconds` is the time to compute one block. `fixed_seconds` has what
-    a load from each block's tier takes however small it is; a load takes the largest of those once.
-    """
-    best, most_saved, loading, fixed = 0, 0.0, 0.0, 0.0
-    for count, (seconds, least) in enumerate(zip(load_seconds, fixed_seconds, strict=False), start=1):
-        loading += seconds
-        fixed = max(fixed, least)
-        saved = count * compute_seconds - loading - fixed
-        if saved > most_saved:
-            best, most_saved = count, saved
-    return best
 
 
 class FixedCosts:
@@ -126,42 +110,48 @@ class LoadCosts:
         rate = self.prefill_rate()
         return 1 / rate if rate else None
 
-    def blocks_worth_loading(self, places: Sequence[int]) -> int:
-        """How many blocks of a model with one KV group, in chain order, to load from these tiers; 0 if computing is faster."""
-        per_token = self.seconds_per_token
-        if not places or per_token is None:
-            return len(places)
-        rates, compute = self._read_rates(), per_token * self._block_tokens[0]
-        seconds = [self._seconds(0, place, rates) for place in places]
-        fixed = {place: self.fixed.value(place, per_token) for place in set(places)}
-        best = blocks_worth_loading(seconds, compute, (fixed[place] for place in places))
-        if not best:
-            self.declined += 1
-            self.too_small += blocks_worth_loading(seconds, compute) > 0
-        return best
+    def best(self, found: Found, held: int, *, patient: bool = False) -> LoadPlan | None:
+        """The load that saves the most time, of what a search has found, if the first `held` tokens are there; None if it has
+        found nothing more, or computing is faster. The smaller of two loads that save the same.
 
-    def best_position(self, found: Found, held: int) -> Found | None:
-        """What a search has found, up to the position whose load saves the most time if the first `held` tokens are there; None
-        if computing is faster."""
+        `patient`: all that was found, however long it takes.
+        """
         per_token = self.seconds_per_token
-        if found.position <= held or per_token is None:
-            return found if found.position > held else None
-        rates = self._read_rates()
+        if found.position <= held or patient or per_token is None:
+            return LoadPlan(held, found.position, found.places) if found.position > held else None
         best, most, most_without = None, 0.0, 0.0
-        for one in (found, *found.shorter):
-            if one.position <= held:
-                continue
-            wanted = [at for at in one.places.items() if (at[0][1] + 1) * self._block_tokens[at[0][0]] > held]
-            loading = math.fsum(self._seconds(group, place, rates) for (group, _), place in wanted)
-            fixed = max((self.fixed.value(place, per_token) for _, place in wanted), default=0.0)
-            without = (one.position - held) * per_token - loading
-            most_without = max(most_without, without)
-            if without - fixed > most:
-                best, most = one, without - fixed
+        for one, loading, fixed in self._possible(found, held, per_token):
+            saved = (one[0] - held) * per_token - loading
+            if saved > most_without:
+                most_without = saved
+            if saved - fixed > most:
+                best, most = one, saved - fixed
         if best is None:
             self.declined += 1
             self.too_small += most_without > 0.0
-        return best
+            return None
+        return LoadPlan(held, *best)
+
+    def _possible(self, found: Found, held: int, per_token: float) -> Iterator[tuple[_End, float, float]]:
+        """Where loads can end, from the smallest on; each with the seconds that its bytes take, and its fixed cost."""
+        rates, sizes = self._read_rates(), self._block_tokens
+        tiers = {place for one in (found, *found.shorter) for place in one.places.values()}
+        fixed = {place: self.fixed.value(place, per_token) for place in tiers}
+        seconds = {(group, place): self._seconds(group, place, rates) for group in range(len(sizes)) for place in fixed}
+        if found.step:
+            loading, least, places = 0.0, 0.0, found.places
+            for block in range(held // found.step, found.position // found.step):
+                place = places[0, block]
+                loading += seconds[0, place]
+                least = max(least, fixed[place])
+                yield ((block + 1) * found.step, places), loading, least
+            return
+        for one in (*reversed(found.shorter), found):
+            if one.position > held:
+                wanted = [at for at in one.places.items() if (at[0][1] + 1) * sizes[at[0][0]] > held]
+                loading = math.fsum(seconds[group, place] for (group, _), place in wanted)
+                least = max((fixed[place] for _, place in wanted), default=0.0)
+                yield (one.position, one.places), loading, least
 
     def note_load(self, blocks: Iterable[tuple[int, int]], seconds: float, *, whole: bool = True) -> None:
         """A load of blocks, each given by its group and tier, took this long from the request for it until they could be used.

@@ -50,7 +50,15 @@ class StoredGroup:
     def behind(self, chain: Sequence[bytes]) -> list[bytes]:
         """Keys of the frames with which a request continues behind a prefix, given the keys of the prefix."""
         position = len(chain) * self.group.block_size // self.keys_per_block
-        return self.keys(chain, sorted(self.group.needed(position)))
+        return self.keys(chain, self.needed(position))
+
+    def needed(self, position: int, held: int = 0) -> Sequence[int]:
+        """The blocks that the group needs to continue from `position`, without those of the first `held` tokens, in the order
+        of the chain."""
+        first, size = -(-held // self.group.block_size), self.group.block_size
+        if self.group.whole:
+            return range(first, position // size)
+        return [block for block in sorted(self.group.needed(position)) if block >= first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +72,15 @@ class Found:
         places: the tier of each block that is to be loaded, by `(group, block)`.
         shorter: what can be loaded without the blocks of full attention in the slowest tier, in the two slowest ones, and so
             on, where that is another position.
+        step: the model has one KV group with full attention: every position that is a multiple of this many tokens can be
+            loaded too, with a part of `places`. 0: only `position` and those of `shorter`.
     """
 
     position: int
     reach: int
     places: dict[tuple[int, int], int] = field(default_factory=dict)
     shorter: tuple[Found, ...] = ()
+    step: int = 0
 
 
 def find_resumable(
@@ -90,7 +101,7 @@ def find_resumable(
     """
     lookup = _Lookup(store, groups, root, keys, held, search, inline)
     kinds = [one.group for one in groups]
-    step = alignment(kinds)
+    step, whole = alignment(kinds), all(one.whole for one in kinds)
     limit -= limit % step
     for number, one in enumerate(kinds):
         if one.whole:
@@ -98,20 +109,16 @@ def find_resumable(
     reach = max(limit, held)
 
     def found(limit: int) -> Found:
-        position = max(longest_resumable(kinds, limit // step * step, lookup.present), held)
-        wanted = [
-            (number, block)
-            for number, one in enumerate(kinds)
-            for block in sorted(one.needed(position))
-            if position > held and block * one.block_size >= held
-        ]
-        return Found(position, reach, {at: lookup.places[at] for at in wanted})
+        position = limit // step * step
+        position = max(position if whole else longest_resumable(kinds, position, lookup.present), held)
+        wanted = [(number, block) for number, one in enumerate(groups) for block in one.needed(position, held)]
+        return Found(position, reach, {at: lookup.places[at] for at in wanted} if position > held else {})
 
     best = found(limit)
-    # A model with one KV group can load any number of its blocks.
-    ends = lookup.ends_by_tier(best.position) if len(kinds) > 1 else []
-    shorter = {one.position: one for one in map(found, ends) if held < one.position < best.position}
-    return replace(best, shorter=tuple(shorter.values()))
+    if whole and len(kinds) == 1:
+        return replace(best, step=step)
+    shorter = {one.position: one for one in map(found, lookup.ends_by_tier(best.position))}
+    return replace(best, shorter=tuple(one for one in shorter.values() if held < one.position < best.position))
 
 
 class _Lookup:
@@ -154,8 +161,9 @@ class _Lookup:
             places = self._store.locate(names, search=self._search, inline=self._inline, before=before)
             found = places if found is None or len(places) < len(found) else found[: len(places)]
         count = len(found or ()) // one.frames
-        for at, block in enumerate(blocks[:count]):
-            self.places[number, block] = max((found or [])[at * one.frames : (at + 1) * one.frames])
+        if one.frames > 1 and found:
+            found = [max(found[at : at + one.frames]) for at in range(0, count * one.frames, one.frames)]
+        self.places.update(zip(((number, block) for block in blocks[:count]), found or (), strict=False))
         return (blocks.start + count) * size
 
     def ends_by_tier(self, limit: int) -> list[int]:

@@ -265,6 +265,14 @@ class StorePins(PrefixPins):
         return self._offload.units[number].names(root, keys)
 
 
+def models_with_names(store: TieredStore) -> set[str]:
+    """The models of whose named prefixes a store has records, as far as it answers. By the first digits of what names them."""
+    found = SharedRecords(store, PREFIXES, _READ_SECONDS).scan(
+        PREFIXES.key(""), failed=leave, unread=leave, within=_READ_SECONDS
+    )
+    return {key.split("/")[1] for key in found.keys}
+
+
 class PublicRecords:
     """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
 
@@ -299,14 +307,34 @@ class PrefixStorage(ABC):
         model_name: for tools.
         pins: of the model's kept prefixes. Prefixes belong to one model.
         block_size: tokens per block key; 0 if it is not known.
+        earlier: the model in the record keys of earlier builds, which identified it otherwise; "" if there are none of those.
+            Their named prefixes are taken over (`take_over`), and a removal ends both.
     """
 
-    def __init__(self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int) -> None:
-        self.pins, self.block_size, self._model_name = pins, block_size, model_name
+    def __init__(
+        self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int, earlier: str = ""
+    ) -> None:
+        self.pins, self.block_size, self._model_name, self._earlier = pins, block_size, model_name, earlier
         self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
+        self.take_over()
 
-    def _key(self, name: str, salt: bytes) -> str:
-        return PREFIXES.key(self.pins.named, self.tenant(salt), name)
+    def take_over(self) -> None:
+        """Write the named prefixes of earlier builds under the name that the model has now. Their KV is not found under it, so
+        they name no blocks; servers of those builds keep theirs. A store that fails is asked again at the next start."""
+        if not self._earlier:
+            return
+        before, now = PREFIXES.key(self._earlier, ""), PREFIXES.key(self.pins.named, "")
+        try:
+            known = self._records.scan(now).keys
+            for key, record in self._records.scan(before).values.items():
+                if now + key.removeprefix(before) not in known:
+                    bare = msgspec.structs.replace(record, root="", keys=b"", last_key="", format=2)
+                    self._records.put(now + key.removeprefix(before), bare)
+        except StoreError as error:
+            logger.warning("the named prefixes of an earlier build are not all taken over: %s", error.message)
+
+    def _key(self, name: str, salt: bytes, model: str = "") -> str:
+        return PREFIXES.key(model or self.pins.named, self.tenant(salt), name)
 
     def tenant(self, salt: bytes) -> str:
         """Digest of a tenant."""
@@ -353,6 +381,8 @@ class PrefixStorage(ABC):
 
     def remove(self, name: str, salt: bytes) -> None:
         """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
+        if self._earlier:
+            self._records.remove(self._key(name, salt, self._earlier))
         self._records.remove(self._key(name, salt))
 
     def pin_adopted(self, tokens: Sequence[int], salt: bytes) -> None:
@@ -372,9 +402,15 @@ class StoredPrefixes(PrefixStorage):
     """
 
     def __init__(
-        self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int, public: PublicBlocks | None = None
+        self,
+        store: TieredStore,
+        pins: PrefixPins,
+        model_name: str,
+        block_size: int,
+        public: PublicBlocks | None = None,
+        earlier: str = "",
     ) -> None:
-        super().__init__(store, pins, model_name, block_size)
+        super().__init__(store, pins, model_name, block_size, earlier)
         self._public = public or PublicBlocks()
 
     def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:

@@ -296,11 +296,14 @@ def updated_while(running: bool) -> Check:
         stage = Stage(worker, f"updated-{running}")
         names = stage.add([*asked[:2], *fresh])
         stage.until(answered=len(names))  # so that no KV is being loaded
-        done = worker.tell({"exchange": True, "running": running})["done"]
-        if running and not done:
+        changed = worker.tell({"exchange": True, "running": running})
+        if running and not changed["done"]:
             evidence.problems.append("vLLM could not reset its cache with its requests preempted")
-        stage.finish(names)
+        ended = stage.finish(names)
         _settled(worker, evidence)
+        if running and changed["done"]:
+            known = _by_name(changed["outputs"], names)
+            _check_continued(session, worker, [*asked[:2], *fresh], known, ended, evidence)
         _check_changed(session, worker, asked, fresh, before, evidence)
 
     what = "are preempted and computed anew" if running else "go on and save"
@@ -309,7 +312,9 @@ def updated_while(running: bool) -> Check:
 
 
 def updated_loading(running: bool) -> Check:
-    """The claim that weights can change while KV is loaded: what is found after the reset that succeeds is right."""
+    """The claim that weights can change while KV is loaded: what is found after the reset that succeeds is right. `running`:
+    requests that load are preempted; weights then change once more behind their end.
+    """
 
     def check(session: Session, draw: RandomPrompts, evidence: Evidence) -> None:
         asked = [draw.tokens(f"loading/{number}", length) for number, length in enumerate(_SHORT)]
@@ -323,15 +328,53 @@ def updated_loading(running: bool) -> Check:
         stage.release()
         stage.note(evidence, count)
         stage.finish(names)
-        # vLLM refuses to preempt while KV is loaded before it asks the connector, which then has to be asked again.
+        # vLLM alone refuses to preempt while KV is loaded, before it asks the connector, which then has to be asked again.
         if running and not done and not worker.tell({"reset": True, "connector": True})["done"]:
             evidence.problems.append("a reset is refused when no request is left")
         _settled(worker, evidence)
+        if running:
+            before = session.store(worker, asked)
+            if not worker.tell({"exchange": True})["done"]:
+                evidence.problems.append("a second reset is refused when no request is left")
         _check_changed(session, worker, asked, (), before, evidence)
 
-    what = ", with a reset that vLLM refuses" if running else ""
+    what = ", which is preempted, and again when nothing is left" if running else ""
     check.__doc__ = f"Updates and slow loads: weights change while KV is loaded{what}; what is found later is right."
     return check
+
+
+def _by_name(outputs: Mapping[str, list[int]], names: Sequence[str]) -> list[list[int]]:
+    """The output tokens of requests. vLLM may add something of its own to the names."""
+    return [next(tokens for given, tokens in outputs.items() if f"{given}-".startswith(f"{name}-")) for name in names]
+
+
+def _check_continued(
+    session: Session,
+    worker: Worker,
+    prompts: Sequence[Prompt],
+    known: Sequence[Sequence[int]],
+    ended: Sequence[Answer],
+    evidence: Evidence,
+) -> None:
+    """What requests generate after a change of weights that preempted them is what the new weights generate behind the prompt
+    and the tokens that were `known` by then."""
+    right = session.computed(worker, [[*prompt, *tokens] for prompt, tokens in zip(prompts, known, strict=True)])
+    rests = [
+        {**one, "tokens": one["tokens"][len(tokens) :], "logprobs": one["logprobs"][len(tokens) :]}
+        for one, tokens in zip(ended, known, strict=True)
+    ]
+    counts = [min(len(one["tokens"]), len(other["tokens"])) for one, other in zip(rests, right, strict=True)]
+    evidence.same(_cut(rests, counts), _cut(right, counts))
+    if not any(counts):
+        evidence.missing.append("nothing was generated after the change")
+
+
+def _cut(answers: Sequence[Answer], counts: Sequence[int]) -> list[Answer]:
+    """The starts of answers."""
+    return [
+        {**one, "tokens": one["tokens"][:count], "logprobs": one["logprobs"][:count]}
+        for one, count in zip(answers, counts, strict=True)
+    ]
 
 
 def _check_changed(

@@ -93,18 +93,35 @@ def _cell(one: Result) -> str:
 
 
 def write_page(page: Path, plan: Plan, given: Sequence[Environment], results: Mapping[str, Sequence[Result]]) -> None:
-    """Replace what is between the two marks of a Markdown page. Raises ConfigError if it has none."""
+    """Replace what is between the two marks of a Markdown page. If only some claims were checked, rows of other claims stay,
+    and so does the text about them, if the columns are the same. Raises ConfigError if it has no marks."""
     text = page.read_text(encoding="utf-8")
     before, begun, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    there, ended, after = rest.partition(END)
     if not begun or not ended:
         raise ConfigError(f"{page} must have the lines {BEGIN} and {END}")
     when = f"{int(time.strftime('%d'))} {time.strftime('%B %Y')}"
+    which = f"Claims `{'`, `'.join(plan.only)}`: " if plan.only else ""
     about = (
-        f"{when}, Foreword {__version__}, {plan.target.name}, seed {plan.seed}, "
+        f"{which}{when}, Foreword {__version__}, {plan.target.name}, seed {plan.seed}, "
         f"{processor_field('model name') or 'unknown processor'}."
     )
     versions = "\n".join(f"- {one.name}: {one.versions}" for one in given)
     seconds = [f"{name} {sum(one.seconds for one in some) / 60:.1f} min" for name, some in results.items()]
-    parts = [begun, about, versions, f"Time: {', '.join(seconds)}.", matrix_table(results), ended]
-    page.write_text(before + "\n\n".join(parts) + after, encoding="utf-8")
+    table = matrix_table(results)
+    earlier, rows = _others(there, table) if plan.only else ("", [])
+    earlier = re.sub(rf"{re.escape(which)}.*?(?=Claims `|\Z)", "", earlier, flags=re.DOTALL).strip() if which else ""
+    parts = [begun, earlier, about, versions, f"Time: {', '.join(seconds)}.", "\n".join([table, *rows]), ended]
+    page.write_text(before + "\n\n".join(filter(None, parts)) + after, encoding="utf-8")
+
+
+def _others(there: str, table: str) -> tuple[str, list[str]]:
+    """Of a table that is there: the text before it, and the rows of claims that the new table lacks. Neither if its columns
+    are others."""
+    head, *rows = table.splitlines()
+    text, found, rest = there.partition(f"{head}\n")
+    if not found:
+        return "", []
+    new = {row.split("|")[1] for row in rows}
+    others = [row for row in rest.splitlines() if row.startswith("| `") and row.split("|")[1] not in new]
+    return text.strip() if others else "", others

@@ -9,7 +9,8 @@ The others: `{"ask": [[token, ...], ...], "new_tokens": 8}`, with `how` (one of 
 path], or a list with one or null for each prompt). A prompt may also be `{"text": "...", "images": [seed, ...], "uuids": null
 or [name, ...]}`. A server of a pooling model answers with a vector in place of log-probabilities. `{"settle": seconds}`, time
 for background writes; `{"stored": true}`; `{"forget": true}`, vLLM resets its own prefix cache; `{"exchange": true}`, the
-weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; `{"metrics":
+weights of the first and the last layer change places in memory, and vLLM resets its cache and the connector; its answer has
+the output tokens of each request by then; `{"metrics":
 "vllm:foreword_"}`, vLLM's counters and gauges with names that start so; `{"end": true}`. Times are seconds; TTFT counts from a
 request's arrival. A warm-up of 40 tokens does not count; `"warm_up": false` in the first line leaves it out. Every answer has
 `cpu`, the processor seconds of this process.
@@ -54,6 +55,10 @@ class VllmEngine:
         self._held = False
         given = {"enforce_eager": True, "skip_tokenizer_init": True, "disable_log_stats": False, "seed": 0}
         self._llm = LLM(job["model"], kv_transfer_config=job["transfer"], **{**given, **job["llm"]})
+        cache = self._foreword()
+        if cache is not None:
+            # Claims are about what is loaded. These models compute so fast that a busy machine would not load at all.
+            cache.prefill_rate = _Unmeasured()
         # A new prompt each time: a connector may have kept, or lost, what it was asked before.
         if job.get("warm_up", True):
             self.ask({"ask": [[1 + byte for byte in os.urandom(40)]], "new_tokens": 2})
@@ -200,8 +205,6 @@ class VllmEngine:
         self._released.clear()
         if not self._held:
             self._held = True
-            # A load that is held looks slower than computing, in place of which later ones would not be tried.
-            cache.costs.prefill_rate = lambda: 0.0
             _wait_behind_reads(cache.store, self._released)
         return {"held": True}
 
@@ -222,8 +225,9 @@ class VllmEngine:
         return {"seconds": time.perf_counter() - began}
 
     def _foreword(self) -> Any:
+        """What moves blocks of Foreword's connector; None with another connector, or without one."""
         module = sys.modules.get("foreword.integrations.vllm.worker_side")
-        if module is None:
+        if module is None or not self._connected:
             return None
         worker = module.worker_of(str(self._llm.llm_engine.vllm_config.kv_transfer_config.engine_id))
         return None if worker is None else worker.offload
@@ -257,7 +261,8 @@ class VllmEngine:
         the reset of both caches. `running`: requests that run are preempted, and computed anew."""
         executor = self._llm.llm_engine.engine_core.engine_core.model_executor
         _exchange_layers(executor.driver_worker.get_model())
-        return self.reset(True, running)
+        done = self.reset(True, running)
+        return {**done, "outputs": {name: list(one.output_token_ids) for name, one in self._requests().items()}}
 
     def reset(self, connector: bool, running: bool = False) -> dict[str, Any]:
         """Reset vLLM's cache, once, and perhaps the connector's with it."""
@@ -266,6 +271,15 @@ class VllmEngine:
         except RuntimeError:  # vLLM's own refusal, while KV of requests is being loaded
             done = False
         return {"done": bool(done)}
+
+
+class _Unmeasured:
+    """A rate that is never measured: all that is found is loaded."""
+
+    value = last = 0.0
+
+    def note(self, amount: float, seconds: float) -> None:
+        """Ignored."""
 
 
 def _wait_behind_reads(store: Any, released: threading.Event) -> None:

@@ -1,11 +1,16 @@
-"""Simulated tiers off the device: the real eviction policy over keys without data, and loads that take virtual time."""
+"""Simulated tiers off the device: the real eviction policy over keys without data, the real decision what is worth loading, and
+loads that take virtual time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from foreword.offload.policy import blocks_worth_loading
+from foreword.blocks.resume import GroupKind, KVGroup
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.policy import FixedCosts, LoadCosts
+from foreword.offload.search import Found, StoredGroup
 from foreword.routing.directory import CacheTier
 from foreword.sim.costs import EngineCosts
 from foreword.store.chain_lru import ChainLru
@@ -56,21 +61,35 @@ class SimulatedTier:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedSearch:
+    """The counterpart of `offload.lookups.StoreSearch`. A search takes no time."""
+
+    found: Found
+    answered: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedLoad:
-    """The counterpart of `offload.lookups.StoreLoad`. A search takes no time."""
+    """The counterpart of `offload.load.StoreLoad`."""
 
-    keys: Sequence[bytes]
     places: list[int]
-    answered: bool = True
     done: bool = False
-    skip: int = 0
-    requested: int = 0
-    tiers: list[int] = field(default_factory=list)
 
     def close(self) -> list[int]:
         """The tier of each loaded block."""
-        return self.tiers if self.done else []
+        return self.places if self.done else []
+
+
+class KnownCosts(FixedCosts):
+    """What a load from each tier takes besides its bytes, as it is known beforehand."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def value(self, tier: int, seconds_per_token: float = 0.0) -> float:
+        return self._seconds[tier]
 
 
 class SimulatedStores:
@@ -93,7 +112,12 @@ class SimulatedStores:
     ) -> None:
         self.tiers = tiers
         self.now = 0.0
-        self._costs = costs
+        self.groups = [StoredGroup(KVGroup(GroupKind.FULL, block_size), ())]
+        self._loads = [costs.load(one.tier) for one in tiers]
+        # A token counts as one byte.
+        rates = [1 / one.per_token if one.per_token else math.inf for one in self._loads]
+        self.costs = LoadCosts([block_size], [block_size], lambda: rates, lambda: 1 / costs.prefill)
+        self.costs.fixed = KnownCosts([one.latency for one in self._loads])
         self._block_size = block_size
         self._wait = wait
         self._on_stored = on_stored
@@ -103,57 +127,55 @@ class SimulatedStores:
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         """Nothing is counted."""
 
-    def hurry(self, search: SimulatedLoad) -> None:
+    def hurry(self, load: SimulatedLoad) -> None:
         """Simulated loads are never patient."""
 
-    def find(
-        self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes] = (), *, patient: bool = False
-    ) -> SimulatedLoad:
-        """The fastest tier of each block of a chain, up to the first block that no tier has."""
-        places: list[int] = []
-        for key in keys:
+    def search(
+        self, root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool = False
+    ) -> SimulatedSearch:
+        """Search the fastest tier of each block of a chain, up to the first block that no tier has."""
+        size = self._block_size
+        first = held // size
+        places: dict[tuple[int, int], int] = {}
+        for block, key in enumerate(keys[first : limit // size], first):
             place = next((i for i, tier in enumerate(self.tiers) if key in tier), -1)
             if place < 0:
                 break
-            places.append(place)
-        return SimulatedLoad(keys, places)
+            places[0, block] = place
+        end = (first + len(places)) * size
+        return SimulatedSearch(Found(end, end, places, step=size))
 
-    def worth_loading(self, store_load: SimulatedLoad, skip: int) -> int:
-        """How many blocks after the first `skip` to load (see `EngineStores.worth_loading`)."""
-        load_seconds = (self._per_block(place) for place in store_load.places[skip:])
-        return blocks_worth_loading(load_seconds, self._block_size * self._costs.prefill)
-
-    def load(self, store_load: SimulatedLoad, skip: int, blocks: Sequence[int]) -> None:
-        """Load as many blocks as given, from number `skip` on. Loads from one tier are serialized."""
-        store_load.skip, store_load.requested = skip, len(blocks)
-        places = store_load.places[skip : skip + store_load.requested]
+    def load(
+        self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool = False
+    ) -> SimulatedLoad:
+        """Load what is planned. Loads from one tier are serialized."""
+        first, size = plan.held // self._block_size, self._block_size
+        load = SimulatedLoad([plan.places[0, block] for block in range(first, plan.position // size)])
         ends = self.now
-        for place in sorted(set(places)):
-            cost = self._costs.load(self.tiers[place].tier)
+        for place in sorted(set(load.places)):
+            cost = self._loads[place]
             begins = max(ends, self._free_at[place])
-            ends = begins + cost.latency + places.count(place) * self._per_block(place)
+            ends = begins + cost.latency + load.places.count(place) * size * cost.per_token
             self._free_at[place] = ends
 
         def finish() -> None:
-            store_load.done, store_load.tiers = True, places
-            self._promote(store_load, skip, places)
+            load.done = True
+            self._promote(root, keys, first, load.places)
 
         self._wait(ends - self.now, finish)
+        return load
 
     def save(self, parent: bytes, depth: int, keys: Sequence[bytes]) -> None:
         """Store computed blocks in every tier."""
         for tier in self.tiers:
             tier.put(parent, depth, keys, self._on_stored, self._on_removed)
 
-    def _promote(self, store_load: SimulatedLoad, skip: int, places: Sequence[int]) -> None:
+    def _promote(self, root: bytes, keys: Sequence[bytes], first: int, places: Sequence[int]) -> None:
         """Store blocks from a slower tier in the faster ones, and mark all of them as used now."""
-        for i, place in enumerate(places):
-            key = store_load.keys[skip + i]
-            parent = store_load.keys[skip + i - 1] if skip + i else key
+        for number, place in enumerate(places, first):
+            key = keys[number]
+            parent = keys[number - 1] if number else root
             for faster in self.tiers[:place]:
-                faster.put(parent, skip + i, [key], self._on_stored, self._on_removed)
+                faster.put(parent, number, [key], self._on_stored, self._on_removed)
             if key in self.tiers[place]:
                 self.tiers[place].touch([key])
-
-    def _per_block(self, place: int) -> float:
-        return self._block_size * self._costs.load(self.tiers[place].tier).per_token

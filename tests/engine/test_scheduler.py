@@ -19,10 +19,11 @@ from foreword.blocks.layout import chain_prefix
 from foreword.blocks.prefix_cache import HOLE, PrefixCache
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.engine.external_kv import GroupedStores
 from foreword.engine.request import Request, SamplingParams
 from foreword.engine.scheduler import Scheduler
 from foreword.engine.sequence import SequenceState, Step
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.policy import LoadCosts
 from foreword.offload.search import Found, StoredGroup, find_resumable
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TierSearch
@@ -443,14 +444,20 @@ def test_everyone_reads_the_right_kv(
 
 
 class Search:
-    """A search that has ended, and a load that takes some looks."""
+    """A search that has ended."""
 
     answered = True
 
     def __init__(self, found: Found | None) -> None:
         self.found = found
-        self.tiers: list[int] = []
-        self.looks = 0
+
+
+class Load:
+    """A load that takes some looks."""
+
+    def __init__(self, tiers: list[int], looks: int) -> None:
+        self.tiers = tiers
+        self.looks = looks
 
     @property
     def done(self) -> bool:
@@ -464,8 +471,9 @@ class Search:
 class Shelf:
     """Stores that have lost some blocks, and break off some loads. They read and write the fake memory's slots."""
 
-    def __init__(self, memory: FakeMemory, size: int, draw: random.Random) -> None:
+    def __init__(self, memory: FakeMemory, size: int, draw: random.Random, groups: Sequence[StoredGroup]) -> None:
         self._memory, self._size, self._draw = memory, size, draw
+        self.groups = groups
         self._kept: dict[bytes, list[bytes]] = {}
         self.loads = self.broken = 0
 
@@ -484,11 +492,8 @@ class Shelf:
     ) -> Any:
         return [0 if name in self._kept else -1 for name in names]
 
-    def find_position(
-        self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool
-    ) -> Search:
-        self._root = root
-        return Search(find_resumable(self, groups, root, keys, held, limit, TierSearch(0.0)))  # type: ignore[arg-type]
+    def search(self, root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool) -> Search:
+        return Search(find_resumable(self, self.groups, root, keys, held, limit, TierSearch(0.0)))  # type: ignore[arg-type]
 
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         pass
@@ -497,29 +502,22 @@ class Shelf:
     def costs(self) -> Shelf:
         return self
 
-    def best_position(self, found: Found, held: int) -> Found | None:
-        return self._draw.choice([found, found, found, None])
+    def best(self, found: Found, held: int, *, patient: bool) -> LoadPlan | None:
+        plan = LoadPlan(held, found.position, found.places) if found.position > held else None
+        return self._draw.choice([plan, plan, plan, None])
 
-    def load_position(
-        self, search: Search, groups: Sequence[StoredGroup], keys: Sequence[bytes], held: int, blocks: Sequence[int]
-    ) -> None:
-        assert search.found is not None
-        position, size = search.found.position, self._size
-        wanted = [
-            (g, i) for g, one in enumerate(groups) for i in sorted(one.group.needed(position)) if i * size >= held
-        ]
+    def load(self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
+        size, free = self._size, iter(blocks)
+        parts = plan.blocks(self.groups, keys, lambda group, block: next(free))
+        wanted = [(part.group, *pair) for part in parts for pair in zip(part.keys, part.blocks, strict=True)]
+        assert len(wanted) == len(blocks)
         count = len(wanted) if self._draw.random() < 0.7 else self._draw.randrange(len(wanted))
-        for (number, i), block in itertools.islice(zip(wanted, blocks, strict=True), count):
-            content = self._kept[chain_prefix(groups[number].layouts[0], self._root) + keys[i]]
+        for group, key, block in wanted[:count]:
+            content = self._kept[chain_prefix(self.groups[group].layouts[0], root) + key]
             self._memory._slots.update(zip(range(block * size, (block + 1) * size), content, strict=True))
-        search.tiers, search.looks = [0] * count, self._draw.randrange(3)
         self.loads += 1
         self.broken += count < len(wanted)
-
-    def worth_loading(self, search: object, skip: int) -> int:
-        raise AssertionError("a model with windows searches for positions")
-
-    load = worth_loading
+        return Load([0] * count, self._draw.randrange(3))
 
 
 @pytest.mark.parametrize(
@@ -537,13 +535,12 @@ def test_windows_over_stores(kinds: tuple[tuple[GroupKind, int], ...]) -> None:
         groups = tuple(KVGroup(kind, size, span) for kind, span in kinds)
         blocks = len(kinds) * (48 // size)
         plant = Plant(blocks, size, {"groups": groups}, {"max_batch_tokens": draw.choice([3, 8, 40])})
-        shelf = Shelf(plant.memory, size, draw)
         stored = [StoredGroup(group, (bytes([number]),)) for number, group in enumerate(groups)]
+        shelf = Shelf(plant.memory, size, draw, stored)
         plant.scheduler = Scheduler(
             plant.cache,
             reserve=0.0,
             offload=shelf,  # type: ignore[arg-type]
-            stored=GroupedStores(shelf, stored),  # type: ignore[arg-type]
             **plant.options,
         )
         known: dict[str, list[int]] = {}
@@ -602,29 +599,28 @@ def step_and_save(plant: Plant, shelf: Shelf, stored: Sequence[StoredGroup]) -> 
 class FullStores:
     """Stores that have every block of prompts of a number of blocks, and never finish a load."""
 
-    def __init__(self, blocks: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: int, size: int) -> None:
+        self._blocks, self._size = blocks, size
+        self.groups = [StoredGroup(KVGroup(GroupKind.FULL, size), ())]
+        self.costs = LoadCosts([1], [size], list, lambda: 0.0)
         self.loading: list[int] = []
 
-    def find(self, root: bytes, keys: Sequence[bytes], before: Sequence[bytes], *, patient: bool = False) -> Search:
-        self._count = len(keys)
-        return Search(None)
-
-    def worth_loading(self, search: object, skip: int) -> int:
-        return self._count if self._count == self._blocks else 0
+    def search(self, root: bytes, keys: Sequence[bytes], held: int, limit: int, *, patient: bool) -> Search:
+        count = len(keys) if len(keys) == self._blocks else 0
+        return Search(Found(count * self._size, 0, {(0, block): 0 for block in range(count)}, step=self._size))
 
     def refuse_lookup(self, outcome: LookupOutcome, tokens: int) -> None:
         pass
 
-    def load(self, search: Search, skip: int, blocks: Sequence[int]) -> None:
-        search.looks = 1000
+    def load(self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
         self.loading += blocks
+        return Load([], 1000)
 
 
 def test_a_load_spares_blocks_that_are_still_to_be_copied() -> None:
     """A load begins while the step is made, and copies are made in the step: a load gets no block that a sequence of the same
     step copies its partial block from."""
-    stores, cache = FullStores(4), PrefixCache(32, 4, lookahead_blocks=0)
+    stores, cache = FullStores(4, 4), PrefixCache(32, 4, lookahead_blocks=0)
     scheduler = Scheduler(cache, reserve=0.0, offload=stores)  # type: ignore[arg-type]
 
     def add(tokens: Sequence[int]) -> SequenceState:

@@ -119,10 +119,6 @@ def said(call: Callable[[], Any]) -> Any:
         return str(error)[:60]
 
 
-def original(life: Life) -> Any:
-    return {"answers": life.ask(life.job["turns"])}
-
-
 def changed(life: Life) -> Any:
     """The right answers of the changed weights."""
     life.change_weights()
@@ -130,9 +126,10 @@ def changed(life: Life) -> Any:
 
 
 def trainer(life: Life) -> Any:
-    """Each call that drops vLLM's cache, directly after an answer; then other weights, their name, and answers."""
+    """Answers; each call that drops vLLM's cache, directly after an answer; then other weights, their name, and answers."""
     prompts = life.job["prompts"]
     told: dict[str, Any] = {}
+    before = life.ask(life.job["turns"])
 
     def after_an_answer(name: str, call: Callable[[], Any]) -> None:
         life.ask(prompts)
@@ -152,7 +149,7 @@ def trainer(life: Life) -> Any:
     life.name_weights("step-1")
     answers = life.ask(life.job["turns"])
     life.settle()
-    return {"told": told, "answers": answers}
+    return {"told": told, "before": before, "answers": answers}
 
 
 def forgetful(life: Life) -> Any:

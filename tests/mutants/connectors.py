@@ -22,9 +22,10 @@ from foreword.integrations.vllm import connector_config, request_identity, sched
 from foreword.integrations.vllm.connector import ForewordConnector
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.request_identity import AdapterFiles, MediaDigests, RequestIdentity
-from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata, GroupBlocks
+from foreword.integrations.vllm.step_messages import BlockLoad, BlockSave, ForewordConnectorMetadata
 from foreword.integrations.vllm.weights import LoadedAdapters
 from foreword.integrations.weight_files import weights_digest
+from foreword.offload.load_plan import GroupBlocks
 from foreword.store import tier
 from foreword.store.base import Store
 

@@ -337,6 +337,19 @@ class ResetSkippedAfterPreemption(Watching):
         return super().reset_cache()
 
 
+class PreemptedUnderOldWeights(Watching):
+    """Requests that a reset preempts are looked up under the names of the weights before it."""
+
+    claim = "crossed.updated-preempted"
+
+    def reset_cache(self) -> Any:
+        before = {name: state.chain for name, state in self._scheduler._requests.items()}
+        done = super().reset_cache()
+        for name, chain in before.items():
+            self._scheduler._requests[name].chain = chain
+        return done
+
+
 class ResetSkippedWhileLoading(Watching):
     """A reset does nothing while KV is being loaded."""
 
@@ -347,7 +360,7 @@ class ResetSkippedWhileLoading(Watching):
 
 
 class ResetOnceAfterRefusal(Watching):
-    """A reset behind loads that were under way is taken as the one before."""
+    """A reset behind loads that were under way in the one before does nothing."""
 
     claim = "crossed.updated-refused"
 

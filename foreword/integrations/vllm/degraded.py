@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar, cast
 
 from foreword.errors import ConfigError, ModelUnsupported, StoreConfigError
-from foreword.integrations.vllm.step_messages import BlockLoad, ForewordConnectorMetadata, GroupBlocks, LeaseRevocation
+from foreword.integrations.vllm.step_messages import BlockLoad, ForewordConnectorMetadata, LeaseRevocation
+from foreword.offload.load_plan import GroupBlocks
 
 logger = logging.getLogger(__name__)
 

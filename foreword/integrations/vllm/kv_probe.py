@@ -8,9 +8,11 @@ window longer than the prompt, is in the attributes of the layers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm.distributed.ec_transfer import ec_transfer_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -189,8 +192,14 @@ def measure(worker: Any, info: KVCacheInfo, staging: StagingArena, units: Sequen
         samples = computed()
         behind = _behind(worker.model_runner.get_model(), info.config, samples, computed)
     except _REFUSED as error:
-        return ProbeOutcome(why=f"vLLM's runner does not take the probe ({type(error).__name__}: {error}): report this")
+        return ProbeOutcome(why=f"vLLM's runner does not take the probe ({_described(error)}): report this")
     return ProbeOutcome(samples, "", behind)
+
+
+def _described(error: BaseException) -> str:
+    """An error with the line that raised it: vLLM's assertions have no text."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error or last.line}, {last.filename.rpartition('/vllm/')[2]}:{last.lineno}"
 
 
 def drafts_with_layers(vllm_config: Any) -> bool:
@@ -253,12 +262,17 @@ def _compute(worker: Any, prompt: list[int], tables: list[list[int]]) -> None:
     end = dataclasses.replace(SchedulerOutput.make_empty(), finished_req_ids={_NAME})
     for one in (step, end):
         one.num_common_prefix_blocks = [0] * len(tables)
-    with _without_connector(worker):
-        output = worker.execute_model(step)
-        if output is None and not pooling:
-            output = worker.sample_tokens(None)
-        if hasattr(output, "get_output"):
-            output.get_output()  # asynchronous scheduling
+    with _without_connectors(worker):
+        try:
+            output = worker.execute_model(step)
+            if output is None and not pooling:
+                output = worker.sample_tokens(None)
+            if hasattr(output, "get_output"):
+                output.get_output()  # asynchronous scheduling
+        except BaseException:
+            with contextlib.suppress(*_REFUSED):  # or the request would stay in the runner's batch
+                worker.execute_model(end)
+            raise
         worker.execute_model(end)
 
 
@@ -274,9 +288,11 @@ def _parameters(worker: Any, pooling: bool) -> Any:
 
 
 @contextmanager
-def _without_connector(worker: Any) -> Iterator[None]:
-    """vLLM's runner computes as if it had no connector: nothing of the probe is loaded or saved."""
+def _without_connectors(worker: Any) -> Iterator[None]:
+    """vLLM's runner computes as if it had no connector, of KV or of encoder outputs: nothing of the probe is loaded or saved,
+    and the step needs no metadata of theirs."""
     agent, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
+    encoder, ec_transfer_state._EC_CONNECTOR_AGENT = ec_transfer_state._EC_CONNECTOR_AGENT, None
     second = getattr(worker.model_runner, "kv_connector", None)  # model runner V2 keeps it
     switch = getattr(second, "set_disabled", lambda _: None)
     switch(True)
@@ -285,6 +301,7 @@ def _without_connector(worker: Any) -> Iterator[None]:
     finally:
         switch(False)
         kv_transfer_state._KV_CONNECTOR_AGENT = agent
+        ec_transfer_state._EC_CONNECTOR_AGENT = encoder
 
 
 def _samples(

@@ -13,9 +13,8 @@ from foreword.blocks.layout import Layout
 from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
-from foreword.offload.lookups import StoreLoad, StoreLookups
+from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
-from foreword.offload.search import StoredGroup
 from foreword.store.base import Name, Store
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
@@ -30,7 +29,7 @@ _LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
 class StoreLookup:
-    """Looks up blocks of all ranks; a block is found if every rank's part is. Has the methods of `OffloadManager` for that.
+    """Looks up blocks of all ranks; a block is found if every rank's part is. Has the attributes of `OffloadManager` for that.
 
     A `memory://` tier lies in the workers: each is asked over a Unix socket. A worker that does not answer in time has nothing.
     """
@@ -77,12 +76,6 @@ class StoreLookup:
             )
             self._memory.set_ranks({layout.fingerprint: store for store, layout in layouts})
             self.store.warm_up(self._layouts)
-
-    def find_position(
-        self, groups: Sequence[StoredGroup], root: bytes, keys: Sequence[bytes], held: int, limit: int
-    ) -> StoreLoad:
-        """Start a lookup."""
-        return self.lookups.find_position(groups, root, keys, held, limit)
 
     def note_rates(self, rates: Mapping[int, Sequence[float]]) -> None:
         """How fast the workers read each tier, in bytes per second, by rank."""

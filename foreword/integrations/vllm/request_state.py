@@ -13,7 +13,8 @@ from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
-from foreword.offload.lookups import StoreLoad
+from foreword.offload.load_plan import LoadPlan
+from foreword.offload.lookups import StoreSearch
 from foreword.offload.search import Found
 
 BlockIds = Sequence[Sequence[int]]
@@ -27,7 +28,8 @@ class RequestState:
         identity: what besides tokens its KV depends on.
         held: tokens that vLLM had itself when it last asked.
         cached: tokens that were cached, in vLLM or in the stores, before the request first ran.
-        search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result.
+        search: a search in the stores for what follows the first `searched_from` tokens; `found` is its result, and `load` what
+            is loaded of that.
         saved: by group, how many leading blocks have been saved or need not be saved.
         saves: False if nothing more of this request may be saved.
         offered: the blocks that it found were offered to tiers that have refused them before.
@@ -43,9 +45,10 @@ class RequestState:
     request: Any
     chain: TokenChain
     identity: RequestIdentity
-    search: StoreLoad | None = None
+    search: StoreSearch | None = None
     searched_from: int = 0
     found: Found | None = None
+    load: LoadPlan | None = None
     held: int = 0
     cached: int = 0
     reach: int = 0

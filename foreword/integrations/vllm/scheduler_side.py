@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from foreword.integrations.vllm.step_messages import (
     BlockSave,
     ForewordConnectorMetadata,
     ForewordWorkerMetadata,
-    GroupBlocks,
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
@@ -44,6 +43,7 @@ from foreword.integrations.vllm.worker_side import (
 )
 from foreword.newest import Newest
 from foreword.observability.ledger import UsageLedger
+from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.search import Found
 from foreword.prefixes.stored import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
@@ -161,7 +161,7 @@ class ForewordConnectorScheduler:
             keys = state.chain.keys_to(limit // self._info.key_size)
             root = state.chain.root
             self._not_loaded(state, FoundEnd.REPEATED)
-            state.search = self._stores.find_position(self._groups, root, keys, num_computed_tokens, limit)
+            state.search = self._stores.lookups.search(self._groups, root, keys, num_computed_tokens, limit)
             state.searched_from, state.found = num_computed_tokens, None
         if state.found is None:
             if not state.search.answered:
@@ -174,31 +174,15 @@ class ForewordConnectorScheduler:
         if state.reach > state.found.position and hasattr(request, "shared_prefix_boundary"):
             # vLLM ends a chunk there, so that a recurrent state exists which the next request can continue from.
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.reach)
-        position = self._worth_loading(state)
-        return position - num_computed_tokens, position > num_computed_tokens
+        state.load = self._stores.costs.best(state.found, num_computed_tokens)
+        more = 0 if state.load is None else state.load.position - num_computed_tokens
+        return more, more > 0
 
     def _refuse(self, request: Any, outcome: LookupOutcome) -> None:
         """Count, once, a request for which nothing is looked up."""
         if request.request_id not in self._refused:
             self._refused.add(request.request_id)
             self._stores.lookups.refuse(outcome, request.num_tokens)
-
-    def _worth_loading(self, state: RequestState) -> int:
-        """The position up to which to load, because that is faster than computing."""
-        assert state.found is not None
-        held, found = state.held, state.found
-        if found.position <= held:
-            return held
-        if self._info.divisible:
-            wanted = [place for at, place in found.places.items() if self._end_of(at) > held]
-            return held + self._stores.costs.blocks_worth_loading(wanted) * self._info.step
-        best = self._stores.costs.best_position(found, held)
-        state.found = best or found
-        return held if best is None else best.position
-
-    def _end_of(self, at: tuple[int, int]) -> int:
-        group, block = at
-        return (block + 1) * self._info.groups[group].block_size
 
     def _with_producer(self, state: RequestState, limit: int) -> Found:
         """The result of the search, or what the request's producer keeps if that is more."""
@@ -208,11 +192,10 @@ class ForewordConnectorScheduler:
         if position <= found.position:
             return found
         places = {}
-        for number, one in enumerate(self._info.groups):
-            for block in sorted(one.group.needed(position)):
-                if block * one.block_size >= state.searched_from:
-                    places[number, block] = found.places.get((number, block), self._producers_tier)
-        return Found(position, max(position, found.reach), places)
+        for number, one in enumerate(self._groups):
+            for block in one.needed(position, state.searched_from):
+                places[number, block] = found.places.get((number, block), self._producers_tier)
+        return Found(position, max(position, found.reach), places, step=self._info.step if self._info.divisible else 0)
 
     def _note_miss(self, state: RequestState, limit: int) -> None:
         """The first block that no tier has: if an event said otherwise, publish that it was removed."""
@@ -269,7 +252,7 @@ class ForewordConnectorScheduler:
         same = next((i for i, (old, new) in enumerate(zip(known, now, strict=False)) if old != new), len(now))
         state.chain = state.chain.fork(min(same, len(known)))
         state.cut_to(self._info, same)
-        state.search = state.found = state.plan = None
+        state.search = state.found = state.load = state.plan = None
         state.ends = {}
 
     # Scheduling of loads and saves
@@ -281,13 +264,19 @@ class ForewordConnectorScheduler:
             return
         # vLLM calls this whenever it admits the request. While the request waits for its load, it is not scheduled.
         self._due.watch(request.request_id)
-        found, state.search, state.found = state.found, None, None
+        plan, state.search, state.found, state.load = state.load, None, None, None
         self._not_loaded(state, FoundEnd.SLOWER, state.awaited - num_external_tokens)
-        if not num_external_tokens or found is None:
+        if not num_external_tokens or plan is None:
             self._handoff.release(request)
             return
         position = state.held + num_external_tokens
-        parts = tuple(self._parts(state, found, position, ids))
+        chain = state.chain.keys_to(position // self._info.key_size)
+
+        def device_block(group: int, block: int) -> int | None:
+            table = ids[self._info.groups[group].index]
+            return None if table[block] == NULL_BLOCK else table[block]
+
+        parts = tuple(dataclasses.replace(plan, position=position).blocks(self._groups, chain, device_block))
         state.tiers = self._tokens_by_tier(state, parts, num_external_tokens)
         if not any(self._producers_tier in part.places for part in parts):
             self._handoff.release(request)
@@ -304,20 +293,6 @@ class ForewordConnectorScheduler:
                 keys = self._last_keys(part.group, part.keys)
                 before = state.key_at(self._info, part.numbers[0] * self._info.groups[part.group].block_size)
                 self.events.expect(request, part.group, part.numbers, keys, before)
-
-    def _parts(self, state: RequestState, found: Found, position: int, ids: BlockIds) -> Iterator[GroupBlocks]:
-        """What each group needs to continue from `position`."""
-        for number, one in enumerate(self._info.groups):
-            table = ids[one.index]
-            blocks = [
-                block
-                for block in sorted(one.group.needed(position))
-                if block * one.block_size >= state.held and table[block] != NULL_BLOCK
-            ]
-            if blocks:
-                keys = state.frame_keys(self._info, number, blocks)
-                places = tuple(found.places[number, block] for block in blocks)
-                yield GroupBlocks(number, tuple(blocks), keys, places, tuple(table[block] for block in blocks))
 
     def _tokens_by_tier(self, state: RequestState, parts: Sequence[GroupBlocks], tokens: int) -> dict[str, int]:
         """Tokens by the label of the tier that has them: those of the group with the most blocks, as all are needed."""
@@ -801,7 +776,7 @@ class ForewordConnectorScheduler:
         for state in self._requests.values():
             if state.search is not None:
                 self._not_loaded(state, FoundEnd.RESET)
-            state.search, state.found, state.saves = None, None, False
+            state.search, state.found, state.load, state.saves = None, None, None, False
             state.chain = self._chain(state.request, state.identity, state.chain.tokens)
 
     def close(self) -> None:

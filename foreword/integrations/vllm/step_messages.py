@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foreword.integrations.vllm.weights import Adapter
+from foreword.offload.load_plan import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +33,6 @@ class KVProducer:
 
     lease: bytes
     addresses: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks of one KV group to be loaded.
-
-    Attributes:
-        numbers: index of each block in the request's chain.
-        keys: keys of the blocks' frames, without the rank's layout fingerprint: one per block, or per unit of its tokens.
-        places: index of the tier that has each block.
-        blocks: vLLM's block ids.
-    """
-
-    group: int
-    numbers: tuple[int, ...]
-    keys: tuple[bytes, ...]
-    places: tuple[int, ...]
-    blocks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import sys
@@ -36,6 +35,7 @@ from foreword.integrations.vllm.namespace import (
     announced,
     choose,
     engine_of,
+    layout_words,
     note_unmeasured,
 )
 from foreword.integrations.vllm.packing import unit_group
@@ -52,7 +52,7 @@ from foreword.integrations.vllm.tier_events import TierWatch
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
-from foreword.offload.lookups import StoreLoad
+from foreword.offload.load import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
@@ -246,7 +246,9 @@ class ForewordConnectorWorker:
         resolved = resolved_attributes(model, info.config)
         resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
-        seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
+        units = [one for rank in range(info.ranks) for one in info.units(rank)]
+        words = layout_words(layout for one in units for layout in one.layouts)
+        seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, words)
         with self._persistent() as store:
             return choose(store, info.base, seen)
 
@@ -352,10 +354,8 @@ class ForewordConnectorWorker:
             if not self._mapped or not self._adapters.may_load(load.adapter):
                 self._refused.append(load)
                 continue
-            store_load = self._store_load(load)
+            store_load = self.offload.hand_over(load.root, load.parts, load.position - load.held)
             self._loading[load.request_id] = store_load
-            numbers = [unit for part in load.parts for unit in self.offload.units[part.group].of_blocks(part.blocks)]
-            self.offload.hand_over(store_load, 0, numbers)
             start = partial(self.offload.start, store_load)
             if load.producer is None or self._instances is None:
                 start()
@@ -400,18 +400,6 @@ class ForewordConnectorWorker:
                 self._instances.producers.close_reader(reader)
             ended.add(request_id)
         return ended
-
-    def _store_load(self, load: BlockLoad) -> StoreLoad:
-        assert self.offload is not None
-        units = self.offload.units
-        found = StoreLoad(
-            [name for part in load.parts for name in units[part.group].names(load.root, part.keys)], math.inf
-        )
-        places = [(part, place) for part in load.parts for place in part.places]
-        found.places = [place for part, place in places for _ in range(units[part.group].block_units)]
-        found.groups = [part.group for part, _ in places for _ in range(units[part.group].block_units)]
-        found.tokens, found.started = load.position - load.held, time.monotonic()
-        return found
 
     def stop_loads(self, request_ids: Iterable[str]) -> None:
         """Finished requests: no copy into their blocks begins any more. vLLM keeps the blocks until `take_received` has the

@@ -308,6 +308,8 @@ class DiskStore(Store):
         count = 0
         with self._writer.transaction(deadline) as transaction:
             rows = transaction.find(wanted)
+            if not pinned:
+                transaction.take_pins(wanted)
             for id_, name in wanted.items():
                 row = rows.get(id_)
                 if row is None or row.name != name:

@@ -26,6 +26,7 @@ from foreword.store.disk.index_rows import (
     VERSION,
     BrokenIndex,
     IndexTransaction,
+    OldIndex,
     block_id,
     check,
     check_sample,
@@ -177,7 +178,7 @@ class DiskIndex:
         if not 0 < version < _MAX_VERSION:
             raise BrokenIndex("the index has no valid version")
         if version < VERSION:
-            raise BrokenIndex(f"the index has the old format {version}")
+            raise OldIndex(f"the index has the old format {version}")
         if version != VERSION:
             raise StoreUnavailable(f"the index {self.file} has format {version}, this program reads {VERSION}")
         (check if os.path.getsize(self.file) <= _CHECKED_BYTES else check_sample)(connection)

@@ -22,6 +22,7 @@ nearly so. The ids, which are random, have a separate index.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sqlite3
@@ -63,6 +64,8 @@ PRAGMA user_version = {VERSION};
 # Indexes of earlier builds get this table when they are opened. Per monotonic clock (`store/machine.py`): what to add to it for
 # the index's own, and when it was used last. The row without a name is where the index's clock began.
 CLOCKS: Final = "CREATE TABLE clocks (clock TEXT PRIMARY KEY, ahead REAL NOT NULL, used_at REAL NOT NULL)"
+# An index that takes the place of one of an earlier format has this table: what was pinned there, until its files are found.
+_PINS: Final = "CREATE TABLE IF NOT EXISTS pinned_before (id INTEGER PRIMARY KEY)"
 IN_LIST: Final = "id IN (SELECT value FROM json_each(?))"
 RECOUNT: Final = """SELECT count(*), coalesce(sum(size), 0) + (SELECT coalesce(sum(size), 0) FROM writing),
     coalesce(sum(pinned * size), 0) FROM blocks"""
@@ -97,6 +100,10 @@ _INSERTED: Final = (
 
 class BrokenIndex(StoreUnavailable):
     """The database cannot be read or is not an index. It can be rebuilt from the blocks."""
+
+
+class OldIndex(BrokenIndex):
+    """The database is an index of an earlier format."""
 
 
 class BlockRow(NamedTuple):
@@ -263,6 +270,28 @@ class IndexTransaction:
         for row in rows.values():
             self._add_bytes(row.name, row.size)
             self.note_tenant(tenant_id(row.name), min(row.stored_at, self.now()))
+        pinned = self.take_pins(rows) if rows else []
+        for id_ in pinned:
+            self._execute("UPDATE blocks SET pinned = 1 WHERE id = ?", (id_,))
+            self.pinned_bytes += rows[id_].size
+
+    def keep_pins(self, ids: Iterable[int]) -> None:
+        """Note blocks that the index before this one had pinned: they are pinned when their files are found."""
+        self._execute(_PINS)
+        self._execute("INSERT OR IGNORE INTO pinned_before SELECT value FROM json_each(?)", (json.dumps(list(ids)),))
+
+    def take_pins(self, ids: Iterable[int] | None = None) -> list[int]:
+        """The blocks that `keep_pins` noted, all of them or those among `ids`: they are noted no longer."""
+        if self._execute("SELECT 1 FROM sqlite_master WHERE name = 'pinned_before'").fetchone() is None:
+            return []
+        if ids is None:
+            found = self._execute("SELECT id FROM pinned_before").fetchall()
+            self._execute("DROP TABLE pinned_before")
+            return [id_ for (id_,) in found]
+        listed = json.dumps(list(ids))
+        found = self._execute(f"SELECT id FROM pinned_before WHERE {IN_LIST}", (listed,)).fetchall()
+        self._execute(f"DELETE FROM pinned_before WHERE {IN_LIST}", (listed,))
+        return [id_ for (id_,) in found]
 
     def unlisted(self) -> int:
         """The bytes of files that a scan has listed and not added yet, 0 if none are known."""
@@ -451,6 +480,18 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
+
+
+def read_pins(file: str, seconds: float) -> list[int]:
+    """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(file, timeout=seconds, isolation_level=None)) as connection,
+    ):
+        if connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
+            found = connection.execute("SELECT name FROM blocks WHERE pinned = 1").fetchall()
+            return [block_id(name) for (name,) in found if isinstance(name, bytes) and len(name) == NAME_BYTES]
+    return []
 
 
 def read_totals(connection: sqlite3.Connection) -> tuple[int, int, int, int]:

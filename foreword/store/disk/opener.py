@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from foreword.errors import StoreError
+from foreword.store.base import time_left
 from foreword.store.disk.files import (
     BlockFile,
     BlockFiles,
@@ -29,7 +30,7 @@ from foreword.store.disk.files import (
     store_error,
 )
 from foreword.store.disk.index import DiskIndex, translate
-from foreword.store.disk.index_rows import BrokenIndex, PendingRow, block_id, pending_row
+from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
 from foreword.store.disk.recovery import boot_of_host, open_index, quarantine_index, remove_oldest_files
 
@@ -166,6 +167,7 @@ class FolderScan:
         with self._index.write(_soon()) as transaction:
             transaction.set_unlisted(None)
             transaction.note_boot(boot)
+            transaction.take_pins()
         return True
 
     def _check_rows(self) -> None:
@@ -385,10 +387,15 @@ class IndexOpener:
                 if self._index.known_broken():
                     raise BrokenIndex("the index was found to be broken")
                 opened = open_index(self._index, self._files, deadline)
-            except BrokenIndex:
+            except BrokenIndex as error:
                 self._notes["rebuilt"] += 1
+                # Of a broken index no pin is believed: the records of kept prefixes are (`prefixes/stored.py`).
+                pins = read_pins(self._index.file, time_left(deadline)) if isinstance(error, OldIndex) else []
                 quarantine_index(self._index.file)
                 opened = open_index(self._index, self._files, deadline)
+                if pins:
+                    with self._index.write(deadline) as transaction:
+                        transaction.keep_pins(pins)
         self._notes["recovered"] += opened.recovered
         self._fresh = opened.fresh
         self._listed = not opened.fresh

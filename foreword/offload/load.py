@@ -1,0 +1,94 @@
+"""A load of blocks from the stores into the device, as its owner and the threads of the loads see it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from foreword.store.base import Name
+
+if TYPE_CHECKING:
+    from foreword.offload.device import Event
+
+
+@dataclass(slots=True, eq=False)
+class StoreLoad:
+    """A load for one request.
+
+    The engine's thread owns it, a thread of the loads fills it. The engine's thread never waits for a copy: `close` says that
+    no copy begins any more, and the blocks are the load's until it is `done`.
+
+    Attributes:
+        names, groups, places: name, KV group and tier of each frame that is loaded.
+        blocks: the device block that each goes into: of divided blocks, the unit.
+        tokens: how many tokens the load saves.
+        patient: load all of it, even if computing it would be faster: no request waits for it.
+        mark: the device's work when the blocks were handed over, which their former contents belong to; None on a CPU.
+        deadline: end of the load.
+        held_up: the load waits for that work, which computing would wait for too: its deadline moves. `waited`: for how many
+            seconds it did.
+        loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
+        copying: copies into the blocks that have begun and are not known to be done.
+        finished: no copy begins any more.
+        task: what runs of it. An error may have kept it from saying that it has ended.
+    """
+
+    names: Sequence[Name]
+    groups: Sequence[int]
+    places: Sequence[int]
+    blocks: Sequence[int]
+    tokens: int
+    patient: bool = False
+    mark: Event | None = None
+    deadline: float = float("inf")
+    held_up: bool = False
+    waited: float = 0.0
+    loaded: int = 0
+    tiers: list[int] = field(default_factory=list)
+    copying: int = 0
+    started: float = field(default_factory=time.monotonic)
+    finished: bool = False
+    task: Future[None] | None = None
+    _lost: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # held for assignments only
+
+    @property
+    def done(self) -> bool:
+        """Whether the load has ended, or its deadline has passed, and nothing is written into its blocks any more."""
+        late = not self.held_up and time.monotonic() >= self.deadline
+        if not self.finished and (late or (self.task is not None and self.task.done())):
+            self.close()
+        return self.finished and not self.copying
+
+    def close(self) -> list[int]:
+        """End the load: no copy begins from now on. Those that have begun write until the load is `done`. Returns the tier of
+        each block that was loaded by now."""
+        with self._lock:
+            self.finished = True
+            return list(self.tiers)
+
+    def discard(self) -> None:
+        """End the load as if no block had been loaded: the device is about to lose its contents."""
+        with self._lock:
+            self.finished = self._lost = True
+            self.tiers = []
+
+    def begin_copy(self) -> bool:
+        """Count a copy of the next blocks into the device, which is about to be queued. False if the load was closed: it must
+        not be queued then."""
+        with self._lock:
+            self.copying += not self.finished
+            return not self.finished
+
+    def end_copy(self, tiers: Sequence[int] | None) -> None:
+        """The oldest copy is done, of blocks that came from `tiers`. None if it failed: what follows it does not count."""
+        with self._lock:
+            self._lost |= tiers is None
+            if tiers is not None and not self._lost:
+                self.loaded += len(tiers)
+                self.tiers += tiers
+            self.copying -= 1

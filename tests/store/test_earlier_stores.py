@@ -1,0 +1,61 @@
+"""Disk stores that earlier versions of Foreword wrote (`golden/write_store.py`), opened by this one."""
+
+from __future__ import annotations
+
+import sqlite3
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from foreword.conformance import make_frames, names_of, read, soon
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.index_rows import VERSION
+
+_GOLDEN = Path(__file__).parent / "golden"
+# Room for 60 blocks of 292 bytes.
+_SIZE = 60 * 292
+each_format = pytest.mark.parametrize("form", [3, 4])
+
+
+def unpack(form: int, folder: Path) -> Path:
+    with tarfile.open(_GOLDEN / f"store-format-{form}.tar.xz") as packed:
+        packed.extractall(folder, filter="data")
+    return folder / "store"
+
+
+@each_format
+def test_pins_of_an_earlier_version(form: int, tmp_path: Path) -> None:
+    """All blocks and records are found with their bytes. What was pinned is pinned, also where the index has to be made anew,
+    and outlasts traffic of several times the budget; all else is evicted. A pin ends as any other, and does not come back."""
+    folder = unpack(form, tmp_path)
+    pinned, others, unpinned = make_frames(1, 10, 100), make_frames(2, 10, 100), make_frames(3, 5, 100)
+    with closing(DiskStore(str(folder), _SIZE)) as store:
+        for frames in (pinned, others, unpinned):
+            assert store.lookup(names_of(frames), deadline=soon()) == len(frames)
+            assert read(store, frames) == [bytes(one.data) for one in frames]
+        assert store.get_record("prefixes/model/tenant/name", deadline=soon()) == b"a record"
+        assert store.status().pinned_bytes == 10 * 292
+        assert store.status().notes["rebuilt"] == (form < VERSION)
+        for seed in range(10, 30):
+            store.put(make_frames(seed, 10, 100), deadline=soon())
+        assert store.status().evictions >= 150
+        assert store.lookup(names_of(pinned), deadline=soon()) == 10
+        assert [store.lookup(names_of(frames), deadline=soon()) for frames in (others, unpinned)] == [0, 0]
+        assert store.pin(names_of(pinned), pinned=False, deadline=soon()) == 10
+    with closing(DiskStore(str(folder), _SIZE)) as store:
+        assert store.status().pinned_bytes == 0
+        with closing(sqlite3.connect(folder / "index.sqlite")) as index:
+            assert index.execute("SELECT count(*) FROM sqlite_master WHERE name = 'pinned_before'").fetchone() == (0,)
+
+
+def test_a_damaged_index_of_an_earlier_version(tmp_path: Path) -> None:
+    """Where the earlier index cannot be read, its blocks are found, and no pin is believed."""
+    folder = unpack(3, tmp_path)
+    with (folder / "index.sqlite").open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(8192))
+    with closing(DiskStore(str(folder), _SIZE)) as store:
+        assert store.lookup(names_of(make_frames(1, 10, 100)), deadline=soon()) == 10
+        assert store.status().pinned_bytes == 0
