@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 from vllm_process import PYTHON, disk, run
 
 import foreword
+from foreword.blocks.layout import LayerLayout, Layout
 from foreword.errors import BadRecord, StoreError
 from foreword.integrations.vllm.namespace import (
     CODE,
@@ -27,6 +29,7 @@ from foreword.integrations.vllm.namespace import (
     base_digest,
     choose,
     configured_attributes,
+    layout_words,
     note_unmeasured,
     plain_dtype,
     recorded,
@@ -88,6 +91,51 @@ def test_servers_that_agree_share_a_namespace(tmp_path: Path, other: Observation
     )
     assert choose(store, BASE, other) == first
     assert recorded(store, BASE, other.settings) == first
+    store.close()
+
+
+def laid_out(*layouts: Layout) -> Observations:
+    """What a server with these layouts measures."""
+    seen = evidence()
+    measured = {f"layout {one.fingerprint.hex()} 0": seen.measured[LAYOUT] for one in layouts}
+    return dataclasses.replace(seen, measured=measured, layouts=layout_words(layouts))
+
+
+_ONE = LayerLayout(2, 32, 32)
+_WHOLE = Layout(b"", 32, (_ONE,) * 6, "float32", order="vllm/float32/LBHNC/cpu-amx")
+_HYBRID = [
+    dataclasses.replace(_WHOLE, layers=(_ONE,) * 2, group=f"{number}/3 {kind} {number:016x}")
+    for number, kind in enumerate(("full", "window", "window"))
+]
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (_HYBRID, "the only group (6), 0/3 full (2) and 1/3 window (2) and 2/3 window (2) in the store"),
+        ([dataclasses.replace(_WHOLE, block_size=16)], "tokens of a block are 32, 16 in the store"),
+        ([dataclasses.replace(_WHOLE, shard=(rank, 2)) for rank in (0, 1)], "ranks are (0, 1), (0, 2) and (1, 2)"),
+        ([dataclasses.replace(_WHOLE, dtype="bfloat16")], "dtype are float32, bfloat16"),
+        ([dataclasses.replace(_WHOLE, loss="int8")], "lossy codecs are"),
+        (
+            [dataclasses.replace(_WHOLE, order="vllm/float32/BLHNC/cpu-amx")],
+            "packing are vllm/float32/LBHNC/cpu-amx, vllm/",
+        ),
+    ],
+    ids=["groups", "block size", "ranks", "dtype", "loss", "packing"],
+)
+def test_the_log_says_how_layouts_differ(
+    tmp_path: Path, others: list[Layout], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks that are laid out otherwise are not shared, and the log names the attribute on both sides. A record of a build
+    that said nothing of its layouts is compared, too."""
+    store = store_in(tmp_path)
+    theirs = choose(store, BASE, laid_out(*others))
+    with caplog.at_level("WARNING", "vllm.foreword"):
+        assert choose(store, BASE, laid_out(_WHOLE)) != theirs
+    assert reason in caplog.text
+    silent = dataclasses.replace(laid_out(*others), layouts={})
+    assert "is on one side only" in laid_out(_WHOLE).difference(silent)
     store.close()
 
 

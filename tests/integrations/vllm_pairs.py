@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm_process import attempt, disk, result
 
-from foreword.referee.models import EMBEDDINGS, KINDS, Kind, fresh_prompts
+from foreword.referee.models import EMBEDDINGS, IMAGES, KINDS, Kind, fresh_prompts
 
-_MADE = {**KINDS, EMBEDDINGS.name: EMBEDDINGS}
+_MADE = {**KINDS, EMBEDDINGS.name: EMBEDDINGS, IMAGES.name: IMAGES}
 Change = Callable[[Path], None]
 
 
@@ -52,7 +52,8 @@ class Pair:
     """Two servers with the same kind of model.
 
     Attributes:
-        equal: they compute the same KV.
+        equal: they compute the same KV, and lay it out in the same way.
+        why: words that the log of the second server has to have.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Pair:
     first: Server = field(default_factory=Server)
     second: Server = field(default_factory=Server)
     kind: str = "Llama"
+    why: str = ""
 
 
 # Changes of a folder
@@ -138,7 +140,13 @@ _LONG = {
     "short_factor": [1.0 + 0.05 * n for n in range(16)], "long_factor": [1.0 + n for n in range(16)],
 }  # fmt: skip
 _LONG_CONFIG = config(rope_parameters=_LONG, original_max_position_embeddings=512, max_position_embeddings=2_048)
-_NO_ROOM = Server({"max_model_len": 288}, kv_bytes=445_000)
+# vLLM itself needs a block for each 32 tokens of the longest prompt; the probe needs one more, for the next token.
+_NO_ROOM = Server({"max_model_len": 288, "num_gpu_blocks_override": 9})
+_NO_HYBRID = Server({"disable_hybrid_kv_cache_manager": True})
+_ENCODER = Server({"ec_transfer_config": {
+    "ec_connector": "ForewordECConnector", "ec_connector_module_path": "foreword.integrations.vllm", "ec_role": "ec_both",
+    "ec_connector_extra_config": {"store": ["disk:///{folder}/outputs?size=64MiB"]},
+}})  # fmt: skip
 _EIGHT_BITS = {"kv_cache_dtype": "fp8"}
 
 
@@ -150,8 +158,8 @@ def _equal(name: str, second: Server, first: Server | None = None, kind: str = "
     return _pair(name, second, first, equal=True, kind=kind)
 
 
-def _other(name: str, second: Server, first: Server | None = None, kind: str = "Llama") -> Pair:
-    return _pair(name, second, first, equal=False, kind=kind)
+def _other(name: str, second: Server, first: Server | None = None, kind: str = "Llama", why: str = "") -> Pair:
+    return replace(_pair(name, second, first, equal=False, kind=kind), why=why)
 
 
 PAIRS = [
@@ -182,8 +190,14 @@ PAIRS = [
     _equal("generating behind embedding", Server(_POOLING), kind=EMBEDDINGS.name),
     _equal("generating behind an exported embedding model", Server(_POOLING),
            Server(folder=weights(export, ONE)), kind=EMBEDDINGS.name),
-    _equal("hybrid manager off behind on", Server({"disable_hybrid_kv_cache_manager": True}), kind="Gemma 3"),
-    _equal("hybrid manager on behind off", Server(), Server({"disable_hybrid_kv_cache_manager": True}), "Gemma 3"),
+    # Without the hybrid manager a block has all layers of all tokens. With it, blocks of windows have some layers, and only
+    # those before a position from which requests continue are saved.
+    _other("hybrid manager off behind on", _NO_HYBRID, kind="Gemma 3", why="KV cache groups"),
+    _other("hybrid manager on behind off", Server(), _NO_HYBRID, "Gemma 3", why="KV cache groups"),
+    _equal("no hybrid manager", _NO_HYBRID, _NO_HYBRID, "Gemma 3"),
+    _other("another block size", Server({"block_size": 64}), why="tokens of a block are 64, 32"),
+    _equal("encoder outputs in stores behind none", _ENCODER, kind=IMAGES.name),
+    _equal("none behind encoder outputs in stores", Server(), _ENCODER, IMAGES.name),
     _equal("behind a MultiConnector", Server(many=True)),
     _equal("drafts by n-grams", Server({"speculative_config": {
         "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
@@ -222,7 +236,7 @@ PAIRS = [
 FEW = (
     "eos_token_id", "kv_cache_dtype spelled out", "two shards", "generating behind embedding", "behind a MultiConnector",
     "another last norm", "*.pt changed for a few tokens", "unmeasured: short steps, load format pt",
-    "a plug-in that changes a norm", "window",
+    "a plug-in that changes a norm", "window", "hybrid manager on behind off", "encoder outputs in stores behind none",
 )  # fmt: skip
 
 
@@ -243,7 +257,8 @@ class Outcome:
     why: str
 
     def right(self, pair: Pair) -> bool:
-        return not self.wrong and (self.found >= 0.95 * self.expected > 0 if pair.equal else not self.found)
+        found = self.found >= 0.95 * self.expected > 0 if pair.equal else not self.found
+        return found and not self.wrong and pair.why in self.why
 
 
 class Bench:
@@ -269,6 +284,7 @@ class Bench:
         """What a server answers, in a process of its own, and its log."""
         llm = {key: one for key, one in {**kind.arguments(), **server.llm}.items() if one is not None}
         longest = min(300, llm["max_model_len"] - 40)
+        llm = json.loads(json.dumps(llm).replace("{folder}", str(self._folder).lstrip("/")))
         passes = ["embed" if one == "ask" and llm.get("runner") == "pooling" else one for one in passes]
         job = {
             "model": str(model), "llm": llm, "prompts": fresh_prompts(3, 4, longest - 28), "kv_bytes": server.kv_bytes,

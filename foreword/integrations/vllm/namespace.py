@@ -26,7 +26,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib.metadata import entry_points
@@ -35,6 +36,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
+from foreword.blocks.layout import Layout
 from foreword.config import vllm_batch_invariant
 from foreword.errors import BadRecord, StoreError
 from foreword.integrations.weight_files import (
@@ -51,7 +53,18 @@ from foreword.store.tiered import TieredStore
 # vLLM shows INFO lines only of loggers below its own.
 log = logging.getLogger("vllm.foreword")
 
-_LAID_OUT: Final = "blocks are laid out otherwise (size, groups, ranks or packing)"
+_LAID_OUT: Final = "blocks are laid out otherwise"
+# Attributes of layouts in words, those that explain others first.
+_LAYOUT_WORDS: Final = {
+    "group": "KV cache groups (layers; vLLM's hybrid KV cache manager makes them, and has to be on or off everywhere)",
+    "block_size": "tokens of a block",
+    "shard": "ranks",
+    "dtype": "dtype",
+    "loss": "lossy codecs",
+    "order": "packing",
+    "layers": "layers, each with its KV heads and dimensions",
+    "opaque_bytes": "bytes of a state",
+}
 # Begin of the attribute with the digest of the layers' code, before the versions for which it can be compared.
 CODE: Final = "code in vLLM "
 # Ends of the names of records of servers that could not measure.
@@ -154,12 +167,14 @@ class Observations:
         settings: digest of vLLM's configuration and versions, hexadecimal.
         resolved: attributes of layers, and keys of the configuration, as text.
         measured: by name: `layout <fingerprint>` for the probe's KV, `rotary <number>` for embeddings.
+        layouts: what blocks look like, in words by attribute (`layout_words`), to explain layouts that differ.
     """
 
     version: str
     settings: str
     resolved: Mapping[str, str] = field(default_factory=dict)
     measured: Mapping[str, ProbeSample] = field(default_factory=dict)
+    layouts: Mapping[str, str] = field(default_factory=dict)
 
     def difference(self, other: Observations) -> str:
         """Why KV of `other` is not this server's, "" if it is. An attribute explains more than a measurement."""
@@ -175,8 +190,13 @@ class Observations:
                 return f"{name} is {one}, {two} in the store"
         if self.measured.keys() != other.measured.keys():
             first = min(self.measured.keys() ^ other.measured.keys())
-            where = _LAID_OUT if first.startswith("layout") else "other rotary embeddings"
-            return f"{where}: {first} is on one side only"
+            if not first.startswith("layout"):
+                return f"other rotary embeddings: {first} is on one side only"
+            for name, words in _LAYOUT_WORDS.items():
+                mine, theirs = self.layouts.get(name), other.layouts.get(name)
+                if mine != theirs and None not in (mine, theirs):
+                    return f"{_LAID_OUT}: {words} are {mine}, {theirs} in the store"
+            return f"{_LAID_OUT}: {first} is on one side only"
         differences = ((name, mine.difference(other.measured[name])) for name, mine in self.measured.items())
         return next((f"{name}: {why}" for name, why in differences if why), "")
 
@@ -197,7 +217,7 @@ class Observations:
     def record(self, namespace: bytes) -> NamespaceRecord:
         measured = {name: SampleRecord.of(one) for name, one in self.measured.items()}
         facts = namespace.hex(), self.version, self.settings, dict(self.resolved), measured
-        return NamespaceRecord(*facts, time.time())
+        return NamespaceRecord(*facts, time.time(), layouts=dict(self.layouts))
 
 
 class NamespaceRecord(msgspec.Struct, frozen=True):
@@ -211,6 +231,7 @@ class NamespaceRecord(msgspec.Struct, frozen=True):
     measured: dict[str, SampleRecord]
     started: float
     format: Literal[1] = 1
+    layouts: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         bytes.fromhex(self.namespace)
@@ -220,7 +241,20 @@ class NamespaceRecord(msgspec.Struct, frozen=True):
     @property
     def evidence(self) -> Observations:
         measured = {name: one.sample for name, one in self.measured.items()}
-        return Observations(self.vllm, self.settings, self.resolved, measured)
+        return Observations(self.vllm, self.settings, self.resolved, measured, self.layouts)
+
+
+def layout_words(layouts: Iterable[Layout]) -> dict[str, str]:
+    """The attributes of a server's layouts in words: the values that they have, for a comparison by `Observations`."""
+    found: dict[str, dict[str, None]] = {name: {} for name in _LAYOUT_WORDS}
+    for one in layouts:
+        described = one.describe()
+        # Of "0/3 window <digest>" the first two words; the only group has none.
+        described["group"] = f"{' '.join(one.group.split()[:2]) or 'the only group'} ({len(one.layers) or 'no'})"
+        described["layers"] = ", ".join(f"{count} x {layer}" for layer, count in Counter(one.layers).items())
+        for name, values in found.items():
+            values[str(described.get(name) or "none")] = None
+    return {name: " and ".join(values) for name, values in found.items()}
 
 
 # A record has up to a MiB for a large model: a row of a sample is 4 KiB.

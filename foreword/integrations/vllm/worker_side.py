@@ -35,6 +35,7 @@ from foreword.integrations.vllm.namespace import (
     announced,
     choose,
     engine_of,
+    layout_words,
     note_unmeasured,
 )
 from foreword.integrations.vllm.packing import unit_group
@@ -245,7 +246,9 @@ class ForewordConnectorWorker:
         resolved = resolved_attributes(model, info.config)
         resolved |= weight_attributes(info.config, info.fingerprint, model, behind)
         versions = f"vLLM {vllm.__version__} with Transformers {transformers.__version__}"
-        seen = Observations(versions, info.settings, resolved, {**measured, **rotary})
+        units = [one for rank in range(info.ranks) for one in info.units(rank)]
+        words = layout_words(layout for one in units for layout in one.layouts)
+        seen = Observations(versions, info.settings, resolved, {**measured, **rotary}, words)
         with self._persistent() as store:
             return choose(store, info.base, seen)
 
