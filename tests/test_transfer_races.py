@@ -53,6 +53,9 @@ class Threads:
     def Condition(self) -> Any:
         return Condition()
 
+    def Lock(self) -> Any:
+        return nullcontext()
+
 
 class Condition(nullcontext[None]):
     def notify_all(self) -> None: ...

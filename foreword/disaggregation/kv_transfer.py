@@ -5,8 +5,9 @@ KV; it never copies and never waits for a peer. The KV of a position never chang
 when the link has room for it, while its blocks are held.
 
 Receive: KV from another instance arrives in blocks that a sequence holds already. The engine's thread begins and closes it, the
-connection's reader thread writes what comes. No part is being written any more once `KVDestination.cancel` has returned
-(`transfer.transfers`), so `close` ends the writing.
+connection's reader thread writes what comes. Writing may wait for the device, and no other thread waits for it: `close` sets a
+flag, after which no part is begun, and a part that has begun is `writing` into its blocks until its copy is done. They are used
+for nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -281,17 +282,24 @@ class KVReceive:
     """What a remote prefill and an incoming migration have in common. With `close`, subclasses are an
     `engine.external_kv.ExternalKV`.
 
+    Args:
+        wake: called when a part that nothing waits for any more was written.
+
     Attributes:
-        done, closed: nothing more will come; `close` was called.
+        closed: `close` was called.
+        over: nothing more will come.
+        writing: a part is being written into the blocks.
         blocks: those that it fills.
     """
 
     from_store = False
-    writing = False  # `close` has waited for the part that was being written
 
-    def __init__(self, view: KVView) -> None:
-        self.done = self.closed = False
+    def __init__(self, view: KVView, wake: Callable[[], object] = lambda: None) -> None:
+        self.closed = self.over = self.writing = False
         self._view = view
+        self._wake = wake
+        # Held for assignments only. No part begins once `closed` or `over` is set, so what was seen as not writing then is not.
+        self._lock = threading.Lock()
         self._started = time.monotonic()
         self._bytes = self._parts = 0
         self._held = 0
@@ -304,6 +312,21 @@ class KVReceive:
         """It has blocks."""
         return bool(self.blocks)
 
+    @property
+    def done(self) -> bool:
+        """Nothing more will come, and nothing is written any more."""
+        return self.over and not self.writing
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        with self._lock:
+            self.over = True
+
+    def stop(self) -> None:
+        """Begin no part from now on. It waits for none that was begun."""
+        with self._lock:
+            self.closed = True
+
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
         """Write what comes into `blocks`, which follow the first `held` blocks. On the engine's thread."""
         self._started = time.monotonic()
@@ -312,17 +335,40 @@ class KVReceive:
         self._mark = self._view.mark()
 
     def part(self, part: KVPart, payload: Payload) -> None:
-        """Write a part. On the connection's thread, never after `close`."""
+        """Write a part, unless it is closed. On the connection's thread, which holds no lock."""
         first = part.first_block - self._held
         with payload as kv:
-            if first < 0 or first + part.blocks > len(self.blocks):
-                raise TransferError("a part for blocks that were not asked for", reason=str(Reason.CONTENT))
-            self._view.write(part, self.blocks[first : first + part.blocks], kv, self._mark)
-            self._bytes += len(kv)
+            if not self._begin_part():
+                return
+            try:
+                self._write(part, first, kv)
+            finally:
+                self._end_part()
+
+    def _begin_part(self) -> bool:
+        with self._lock:
+            self.writing = not (self.closed or self.over)
+            return self.writing
+
+    def _end_part(self) -> None:
+        with self._lock:
+            self.writing = False
+            unneeded = self.closed or self.over
+        if unneeded:
+            self._wake()
+
+    def _write(self, part: KVPart, first: int, kv: memoryview) -> None:
+        if first < 0 or first + part.blocks > len(self.blocks):
+            raise TransferError("a part for blocks that were not asked for", reason=str(Reason.CONTENT))
+        self._view.write(part, self.blocks[first : first + part.blocks], kv, self._mark)
+        self._bytes += len(kv)
         self._parts += 1
         layers = (1 << part.layers) - 1 << part.first_layer
-        for block in range(first, first + part.tokens // self._view.layout.block_size):
-            self._layers[block] |= layers
+        with self._lock:
+            if self.closed:
+                return  # what has come was said
+            for block in range(first, first + part.tokens // self._view.layout.block_size):
+                self._layers[block] |= layers
 
     def finished(self, destination: KVDestination, result: bytes, tokens: int) -> None:
         """Everything has come. On the connection's thread; the KV may be taken now or later."""

@@ -99,7 +99,7 @@ class IncomingMigration(KVReceive):
     def __init__(
         self, migrations: Migrations, context: EngineContext, destination: KVDestination, offer: MigrationOffer
     ) -> None:
-        super().__init__(context.view)
+        super().__init__(context.view, lambda: context.thread.post(lambda: None))
         self.destination = destination
         self.offer = offer
         self.sequence: SequenceState | None = None
@@ -121,8 +121,8 @@ class IncomingMigration(KVReceive):
         self._post(lambda: self._migrations.settle(self, outcome))
 
     def close(self) -> KVArrival:
-        self.closed = True
-        if not self.done:
+        self.stop()
+        if not self.over:
             self.destination.cancel(Reason.CANCELLED, "the request was ended")
         return KVArrival(self._held * self._view.layout.block_size, self.kv_tokens, 0)
 
@@ -393,7 +393,8 @@ class Migrations:
         if sequence.kept is not None and sequence.cached_tokens >= 0:  # otherwise it is admitted here
             self._core.kept.admitted(sequence.kept, sequence.table, sequence.num_prompt)
         self._context.thread.add_migrated(sequence.request, sequence.output, incoming.offer.envelope)
-        incoming.kv_tokens, incoming.done = tokens, True
+        incoming.kv_tokens = tokens
+        incoming.end()
         self._core.scheduler.collect_one(sequence)
 
     def settle(self, incoming: IncomingMigration, outcome: str) -> None:

@@ -46,7 +46,7 @@ class RemotePrefill(KVReceive):
     """
 
     def __init__(self, context: EngineContext, address: str, task: PrefillTask, min_tokens: int) -> None:
-        super().__init__(context.view)
+        super().__init__(context.view, lambda: context.thread.post(lambda: None))
         self.min_tokens = min_tokens
         self.origin = f"prefill {address}"
         self.result: PrefillResult | None = None
@@ -56,7 +56,7 @@ class RemotePrefill(KVReceive):
         self._address = address
         self._task = task
         self._length = len(task.tokens) // 4
-        self._lock = threading.Lock()
+        self._asking = threading.Lock()
         self._destination: KVDestination | None = None
 
     def begin(self, keys: Sequence[bytes], held: int, blocks: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class RemotePrefill(KVReceive):
         """Ask for the prompt. On a thread that may wait."""
         try:
             connection = self._context.dial(self._address)
-            with self._lock:
+            with self._asking:
                 if not self.closed:
                     task = encode(self._task)
                     self._destination = connection.pull(task, keys, have=self._held, context=self)
@@ -90,13 +90,13 @@ class RemotePrefill(KVReceive):
         self._finish()
 
     def _finish(self) -> None:
-        self.done = True
+        self.end()
         self._context.thread.post(lambda: None)  # wakes the engine, which collects it
 
     def close(self) -> KVArrival:
-        """Stop writing. Full blocks that came whole are kept, also if the rest did not come."""
-        with self._lock:
-            self.closed = True
+        """Begin no part any more. Full blocks that came whole are kept, also if the rest did not come."""
+        with self._asking:
+            self.stop()
         if self._destination is not None:
             self._destination.cancel()
         size = self._view.layout.block_size

@@ -338,7 +338,7 @@ def updated_loading(running: bool) -> Check:
                 evidence.problems.append("a second reset is refused when no request is left")
         _check_changed(session, worker, asked, (), before, evidence)
 
-    what = ", which is preempted, and again when nothing is left" if running else ""
+    what = " and its requests are preempted, and again when nothing is left" if running else ""
     check.__doc__ = f"Updates and slow loads: weights change while KV is loaded{what}; what is found later is right."
     return check
 

@@ -101,7 +101,7 @@ def write_page(page: Path, plan: Plan, given: Sequence[Environment], results: Ma
     if not begun or not ended:
         raise ConfigError(f"{page} must have the lines {BEGIN} and {END}")
     when = f"{int(time.strftime('%d'))} {time.strftime('%B %Y')}"
-    which = f"Claims `{'`, `'.join(plan.only)}`: " if plan.only else ""
+    which = f"Claims `{'`, `'.join(plan.only)}`:\n" if plan.only else ""
     about = (
         f"{which}{when}, Foreword {__version__}, {plan.target.name}, seed {plan.seed}, "
         f"{processor_field('model name') or 'unknown processor'}."

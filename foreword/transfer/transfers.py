@@ -60,8 +60,10 @@ class TransferService:
     `refuse`, `take` ...) may be given inside the call or later, from any thread. A call must not wait for a lock whose holder
     calls into a transfer. An exception is logged and ends the transfer with the reason `failed`.
 
-    For one transfer `part`, `finished` and `ended` exclude each other. So after `ended` was called or `cancel` has returned, no
-    `part` of it is running or will come: its blocks can be freed.
+    For one transfer `finished` and `ended` exclude each other, and parts come before `finished`, one at a time. No lock of the
+    transfer is held during `part`, which may wait for a device: the transfer may end, `ended` be called and `cancel` return
+    while it runs, or just before. So a service begins to write only if its own flag says that the blocks are still the
+    transfer's, and frees them when nothing is written any more (`disaggregation.kv_transfer.KVReceive`).
 
     Args:
         layout: of this instance's blocks; None if it has none.
@@ -185,7 +187,8 @@ class TransferSide:
         self.handle(TransferEvent.REFUSE, reason, message, Refuse(reason, message[:2000]))
 
     def cancel(self, reason: Reason = Reason.CANCELLED, message: str = "") -> bool:
-        """End the transfer. When this returns, no call of the service about it is in progress.
+        """End the transfer. It waits for no part that is being written. When it returns, no other call of the service about it
+        is in progress.
 
         Returns whether the transfer has ended, also if it ended before. False if only the peer knows the outcome: a request
         that has just been handed over.
@@ -396,11 +399,13 @@ class KVDestination(TransferSide):
             except BaseException:
                 payload.release()
                 raise
-            if Action.NOTIFY_PART in actions:
+            wanted = Action.NOTIFY_PART in actions
+            if wanted:
                 self._received.add(part)
-                self._guarded(lambda: self._registry.service.part(self, part, payload))
-            else:
-                payload.release()
+        if wanted:
+            self._guarded(lambda: self._registry.service.part(self, part, payload))
+        else:
+            payload.release()
 
     def _got_finished(self, message: Finished) -> None:
         if self._transfer.ended:

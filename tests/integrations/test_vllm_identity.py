@@ -258,11 +258,11 @@ def test_versions_of_weights() -> None:
     reset has no name, so that nothing is mixed."""
     version, other = WeightsVersion(), WeightsVersion("one")
     assert version.salt == b""
-    version.note_computed()
+    version.computed = True
     version.reset()
     unnamed = version.salt
     assert version.set("one") and version.salt == other.salt
-    version.note_computed()
+    version.computed = True
     assert version.set("one") and not version.set("two")
     assert version.salt not in (unnamed, other.salt, WeightsVersion("two").salt)
     version.reset()
@@ -278,7 +278,7 @@ def test_versions_over_a_cache_that_can_be_seen() -> None:
     assert not version.set("one", empty=False) and version.stale and version.salt != WeightsVersion("one").salt
     assert not version.set("two", empty=False)
     assert version.settle() == "two" and not version.stale and version.salt == WeightsVersion("two").salt
-    version.note_computed()
+    version.computed = True
     assert version.set("three", empty=True), "nothing is left, whatever was computed before"
     version.reset(empty=False)
     assert version.settle() == "" and not version.stale
@@ -290,7 +290,7 @@ def test_weights_that_change_without_a_word(empty: bool | None) -> None:
     files, named = WeightsVersion(), WeightsVersion("one")
     assert files.changed(empty) and files.salt not in (b"", named.salt) and files.stale == (empty is False)
     assert not named.changed(empty) and not named.stale
-    named.note_computed()
+    named.computed = True
     assert named.changed(empty) and named.salt != WeightsVersion("one").salt and named.stale == (empty is False)
 
 

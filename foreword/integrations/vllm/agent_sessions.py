@@ -111,6 +111,11 @@ class ConnectorSessions:
             else:
                 self._retire(tenant_digest(salt.tenant), alone)
 
+    @property
+    def retires(self) -> bool:
+        """Whether something was left behind since the last call of `take_retired`."""
+        return bool(self._late or self._retired)
+
     def take_retired(self) -> list[RetiredBlocks]:
         """What nothing continues since the last call, for the workers."""
         late, self._late = self._late, []

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo, warn_of_lost_writes
 from foreword.integrations.vllm.connector_metrics import ForewordPromMetrics, ForewordStats
-from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook
+from foreword.integrations.vllm.degraded import Expectations, Loads, degrade, hook, quick
 from foreword.integrations.vllm.give_back import give_back
 from foreword.integrations.vllm.kv_probe import calling_multi_connector, calling_worker, open_when_warm
 from foreword.integrations.vllm.scheduler_side import ForewordConnectorScheduler
@@ -45,9 +46,10 @@ from foreword.integrations.vllm.step_messages import (
     ForewordWorkerMetadata,
     WorkerHandshake,
 )
+from foreword.integrations.vllm.tier_events import TierEvents
 from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
-from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, told_by_stores, worker_of
+from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -60,6 +62,9 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Loads are asynchronous: a request waits while its blocks are loaded, and other requests run. If a request is aborted
     meanwhile, its load stops, and vLLM keeps its blocks until the worker side reports that nothing is written any more.
+
+    A step in which nothing is to be moved is *idle*. vLLM makes a dozen calls of this class in each step; in an idle one each
+    reads a few attributes, so that the cost does not grow with the requests that run or wait.
 
     It supports vLLM's hybrid KV cache manager: models with several KV cache groups keep it.
 
@@ -79,6 +84,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
         self._idle = False  # the workers have nothing to do for the step that runs
+        self._quiet = False  # nor anything to report, or to forget from the steps before: only while it is not degraded
+        self._stats_due = 0.0  # when the worker side's statistics are read again
         self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
         self._pool: Any = None
         self._scheduler_side: ForewordConnectorScheduler | None = None
@@ -171,12 +178,21 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(lambda self, output: self._expected.give_up(output.total_num_scheduled_tokens))
     def build_connector_meta(self, scheduler_output: Any) -> ForewordConnectorMetadata:
-        metadata = self._scheduler.build_connector_meta(scheduler_output)
-        self._expected.sent()
+        metadata = (self._scheduler_side or self._scheduler).build_connector_meta(scheduler_output)
+        if not metadata.idle:
+            self._expected.sent()
         return metadata
 
-    @hook(lambda *_: None)
+    @quick
     def update_connector_output(self, connector_output: Any) -> None:
+        side, found = self._scheduler_side, connector_output
+        ended = found.finished_recving or found.finished_sending or found.invalid_block_ids
+        reported = getattr(found, "kv_connector_worker_meta", None)  # vLLM 0.31 has none
+        if ended or reported is not None or side is None or side.measures:
+            self._note_output(connector_output)
+
+    @hook(lambda *_: None)
+    def _note_output(self, connector_output: Any) -> None:
         reported = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(reported, ForewordWorkerMetadata) and reported.degraded:
             degrade(self, reported.degraded)
@@ -208,17 +224,25 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._begin(next((one.namespace for one in workers.values()), b""))
         self._scheduler.set_workers(workers)
 
-    @hook(lambda *_: ())
+    @quick
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = self._scheduler_side.events if self._scheduler_side is not None else None
-        return events.take() if events is not None else ()
+        side = self._scheduler_side
+        return () if side is None or side.events is None else self._take_events(side.events)
 
-    @hook(lambda *_: False)
+    @hook(lambda *_: ())
+    def _take_events(self, events: TierEvents) -> Iterable[KVCacheEvent]:
+        return events.take()
+
+    @quick
     def has_pending_push_work(self) -> bool:
         """True keeps vLLM stepping until it has the KV events of the last saves, if it publishes events, and until it has back
         the blocks that it keeps for saves."""
         side = self._scheduler_side
-        return side is not None and (side.expects_events or bool(side.keeping))
+        return side is not None and bool(side.keeping or side.events is not None) and self._expects_more(side)
+
+    @hook(lambda *_: False)
+    def _expects_more(self, side: ForewordConnectorScheduler) -> bool:
+        return side.expects_events or bool(side.keeping)
 
     @hook(lambda *_: True)
     def reset_cache(self) -> bool | None:
@@ -268,28 +292,35 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side.open(calling_worker())
         return self._worker_side.handshake
 
+    @quick
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
-        if isinstance(connector_metadata, ForewordConnectorMetadata):
+        if type(connector_metadata) is not ForewordConnectorMetadata:
+            return
+        moves = not connector_metadata.idle or connector_metadata.prefills or not connector_metadata.tokens
+        if moves or not self._quiet or self.degraded:
+            self._quiet = False
             self._begin_step(connector_metadata)
 
     @hook(lambda self, metadata: self._loads.begin_step(metadata))
     def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
-        self._idle = metadata.empty
+        self._idle = metadata.idle
         self._loads.begin_step(metadata)
         if self._worker_side is not None:
             self._worker_side.begin_step(metadata)
 
+    @quick
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """From now on nothing reads a preempted request's blocks."""
-        if isinstance(kv_connector_metadata, ForewordConnectorMetadata):
-            self._take_back(kv_connector_metadata)
+        metadata = kv_connector_metadata
+        if type(metadata) is ForewordConnectorMetadata and metadata.ended and self._worker_side is not None:
+            self._take_back(self._worker_side, metadata.ended)
 
     @hook(lambda *_: None)
-    def _take_back(self, metadata: ForewordConnectorMetadata) -> None:
-        if metadata.ended and self._worker_side is not None:
-            self._worker_side.drop_late(metadata.ended)
+    def _take_back(self, side: ForewordConnectorWorker, ended: Sequence[str]) -> None:
+        side.drop_late(ended)
 
+    @quick
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         if not self._idle:
             self._start_loads(self._metadata())
@@ -305,10 +336,10 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
         """Blocks are saved whole, after the step (`wait_for_save`)."""
 
+    @quick
     def wait_for_save(self) -> None:
-        metadata = self._metadata()
-        if not self._idle or metadata.tokens >= MEASURED_TOKENS:
-            self._save(metadata)
+        if not self._idle or self._connector_metadata.prefills:
+            self._save(self._metadata())
 
     @hook(lambda *_: None)
     def _save(self, metadata: ForewordConnectorMetadata) -> None:
@@ -327,15 +358,21 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         failed = set() if self._divisible else received
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
-    @hook(_give_up)
+    @quick
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._results(finished_req_ids) if finished_req_ids or not self._quiet else KVConnectorTransferResults()
+
+    @hook(_give_up)
+    def _results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         worker = self._worker
         if finished_req_ids:
             worker.stop_loads(finished_req_ids)
         metadata = self._connector_metadata
-        if isinstance(metadata, ForewordConnectorMetadata) and not metadata.tokens:
+        computes = not isinstance(metadata, ForewordConnectorMetadata) or metadata.tokens > 0
+        if not computes:
             worker.wait()
         if not finished_req_ids and not worker.has_results:
+            self._quiet = computes and self._idle
             return KVConnectorTransferResults()
         received, sent = worker.take_received(), worker.take_sent(finished_req_ids)
         failed = worker.take_failed_requests()
@@ -347,13 +384,22 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
-    @hook(lambda self: self._loads.blocks() if self._divisible else set())
+    @quick
     def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self._quiet else self._failed_blocks()
+
+    @hook(lambda self: self._loads.blocks() if self._divisible else set())
+    def _failed_blocks(self) -> set[int]:
         return self._worker.take_failed_blocks()
 
-    @hook(lambda self: ForewordWorkerMetadata(degraded=self.degraded))
+    @quick
     def build_connector_worker_meta(self) -> ForewordWorkerMetadata | None:
-        return self._worker_side.take_changes() if self._worker_side is not None else None
+        side = self._worker_side
+        return self._changes(side) if self.degraded or (side is not None and side.reports) else None
+
+    @hook(lambda self, _: ForewordWorkerMetadata(degraded=self.degraded))
+    def _changes(self, side: ForewordConnectorWorker | None) -> ForewordWorkerMetadata | None:
+        return side.take_changes() if side is not None else None
 
     def _end_anyway(self, names: Sequence[str], saves: Sequence[BlockSave]) -> set[str]:
         if self._worker_side is not None:
@@ -374,11 +420,26 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         stats.data["counts"]["degraded"] = 1
         return stats
 
-    @hook(_report_degraded)
+    @quick
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """vLLM asks both sides, after each step. Each answers ten times a second at most."""
-        side = self._worker_side if self._worker_side is not None else self._scheduler
-        return side.take_stats()
+        """vLLM asks both sides, after each step. Each reads its counters ten times a second at most while steps compute."""
+        side = self._scheduler_side
+        if self._worker_side is not None:
+            waits = self._quiet and time.monotonic() < self._stats_due
+        else:
+            waits = side is not None and not side.news and (side.stats is None or time.monotonic() < side.stats.due_at)
+        return None if waits and not self.degraded else self._read_stats()
+
+    @hook(_report_degraded)
+    def _read_stats(self) -> KVConnectorStats | None:
+        worker, metadata = self._worker_side, self._connector_metadata
+        if worker is None:
+            return self._scheduler.take_stats()
+        # A step without tokens costs nothing, and may be the last one for long.
+        computes = isinstance(metadata, ForewordConnectorMetadata) and metadata.tokens > 0
+        found = worker.take_stats(at_once=not computes)
+        self._stats_due = worker.stats_due
+        return found
 
     # Both sides
 

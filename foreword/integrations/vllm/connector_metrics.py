@@ -171,6 +171,9 @@ class StatsReader:
 
     Args:
         process: its name in the metrics of states: "scheduler", or "worker 0".
+
+    Attributes:
+        due_at: when a step that computes reads them next.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class StatsReader:
         self._queued = 0
         self._states: dict[str, str] = {}
         self._fixed: dict[int, float] = {}
-        self._due = 0.0
+        self.due_at = 0.0
         self._stamp: tuple[object, ...] = ()
 
     @property
@@ -204,11 +207,11 @@ class StatsReader:
     @property
     def due(self) -> bool:
         """Whether the last read was a tenth of a second ago."""
-        return time.monotonic() >= self._due
+        return time.monotonic() >= self.due_at
 
     def read(self, load_seconds: list[float]) -> ForewordStats | None:
         """`load_seconds`: of the loads that have ended since the last read. None if nothing has changed."""
-        self._due = time.monotonic() + REPORT_SECONDS
+        self.due_at = time.monotonic() + REPORT_SECONDS
         stamp = self._changes()
         if stamp == self._stamp and not load_seconds:
             return None

@@ -60,6 +60,12 @@ def hook(instead: Callable[..., Any], *, at_start: bool = False, always: bool = 
     return guard
 
 
+def quick(method: Method) -> Method:
+    """A call that vLLM makes and that nothing guards: it reads attributes only. What may fail is in a `hook` behind it."""
+    method.__dict__["is_hook"] = True
+    return method
+
+
 def statistic(instead: Callable[..., Any]) -> Callable[[Method], Method]:
     """A call that vLLM makes for its statistics, outside of the connector. Where it fails they are lost, which is said once,
     and `instead` answers, with the same arguments."""

@@ -39,7 +39,8 @@ class DueRequests:
         self._step += 1
         bucket = self._buckets.pop(self._step, None)
         # A step that computes one token of each request has no larger count than that.
-        if bucket is None and not others and total - len(scheduled) < self._per_step:
+        small = total - len(scheduled) < self._per_step or max(scheduled.values()) <= self._per_step
+        if small and bucket is None and not others:
             return ()
         return dict.fromkeys(self._found(bucket or {}, scheduled, others))
 

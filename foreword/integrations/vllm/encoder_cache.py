@@ -313,7 +313,7 @@ class EncoderReader:
         if output is not None:
             self._next.loads[identifier] = output
             return
-        self._version.note_computed()
+        self._version.computed = True
         if name is not None and saves:
             self._next.saves[identifier] = name
             others = (self._name(request, index, model) for model in self._store.others)

@@ -14,10 +14,11 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +30,10 @@ from foreword.errors import StoreError
 from foreword.integrations.vllm.producers import KVProducers, LeaseReader
 from foreword.integrations.vllm.rank_stores import rank_address
 from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
+from foreword.offload.device import Event
+from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
+from foreword.store.background import use_background_cores
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
@@ -71,7 +75,7 @@ class _Lease:
     finished: bool = False
     copying: int = 0
     copied: bool = False
-    computed: Any = None
+    computed: Event | None = None
 
     def over(self, now: float) -> bool:
         unused = not self.readers and (self.read or now >= self.until)
@@ -97,11 +101,13 @@ class KVLeases(FrameServer):
     ) -> None:
         self._copies = MemoryStore(max(_COPIED_BYTES, _COPIED_BLOCKS * staging.frame_bytes), label="leases")
         super().__init__(layouts, staging, [self._copies, *memory])
-        # Copies have a slot of their own: the engine's thread must not wait for a slow reader.
-        [self._copy_slot] = self._slots.take(1) or [0]
-        self._batch = max(min(self._batch, staging.slots - 1), 1)
+        # Copies have slots of their own: the engine's thread must not wait for a slow reader.
+        own = self._slots.take(max(staging.slots // 2, 1)) or [0]
+        self._copy_slots, self._copy_batch = StagingSlots(own), len(own)
+        self._batch = max(min(self._batch, staging.slots - len(own)), 1)
+        self._copier = ThreadPoolExecutor(1, "foreword-lease-copies", use_background_cores)
+        self._pending: Counter[Name] = Counter()  # blocks whose copies are queued, and not in their store yet
         self._fingerprints = [layout.fingerprint for layout in layouts]
-        self._device = staging.device
         self._seconds = seconds
         self._changed = threading.Condition()
         self._leases: dict[str, _Lease] = {}
@@ -115,7 +121,7 @@ class KVLeases(FrameServer):
         """Keep blocks that were just computed."""
         for save in new.copied:
             self._copy(save)
-        computed = _record_event(self._device)
+        computed = self._staging.mark()
         with self._changed:
             lease = self._leases.get(new.request_id)
             if lease is None:
@@ -137,13 +143,33 @@ class KVLeases(FrameServer):
             yield name, parent, save.depth + i, block
 
     def _copy(self, save: BlockSave) -> None:
-        """Copy blocks that vLLM may change soon. A block for which there is no room is missing for the readers."""
-        for name, parent, depth, block in self._named(save):
-            header = self._header(name, parent, depth)
-            with self._copying, contextlib.suppress(StoreError):
-                self._staging.gather([block], [self._copy_slot], save.group)
-                buffer = self._staging.buffer(self._copy_slot)[: HEADER_BYTES + header.length]
-                self._copies.put([seal(header, buffer)], deadline=time.monotonic() + _COPY_SECONDS)
+        """Queue the copies of blocks that vLLM may change soon: on return later work may. Only where more is queued than there
+        are slots does it wait for earlier copies. A block for which there is no room is missing for the readers."""
+        named = list(self._named(save))
+        for low in range(0, len(named), self._copy_batch):
+            some = named[low : low + self._copy_batch]
+            slots = self._copy_slots.wait_for(len(some), time.monotonic() + _COPY_SECONDS)
+            if slots is None:
+                return
+            self._staging.gather([block for *_, block in some], slots, save.group)
+            with self._changed:
+                self._pending.update(name for name, *_ in some)
+            self._copier.submit(self._store, some, slots)
+
+    def _store(self, named: Sequence[tuple[Name, bytes, int, int]], slots: Sequence[int]) -> None:
+        """Store copies when they are there. On a thread that holds no lock while it waits for the device."""
+        try:
+            for (name, parent, depth, _), slot in zip(named, slots, strict=True):
+                header = self._header(name, parent, depth)
+                buffer = self._staging.buffer(slot)[: HEADER_BYTES + header.length]
+                with contextlib.suppress(StoreError):
+                    self._copies.put([seal(header, buffer)], deadline=time.monotonic() + _COPY_SECONDS)
+        finally:
+            self._copy_slots.give(slots)
+            with self._changed:
+                self._pending.subtract(name for name, *_ in named)
+                self._pending = +self._pending
+                self._changed.notify_all()
 
     def revoke(self, revoked: LeaseRevocation) -> None:
         """vLLM is about to reuse blocks. Once this returns, no reader reads them."""
@@ -162,7 +188,13 @@ class KVLeases(FrameServer):
         with self._changed:
             for lease in self._leases.values():
                 self._drop(lease, list(lease.blocks))
-            self._changed.wait_for(lambda: not any(lease.copying for lease in self._leases.values()))
+            self._changed.wait_for(
+                lambda: not self._pending and not any(lease.copying for lease in self._leases.values())
+            )
+
+    def close(self) -> None:
+        """End the copies."""
+        self._copier.shutdown()
 
     def finished(self, request_ids: Iterable[str]) -> None:
         """Requests that vLLM has finished. It keeps their blocks until `take_ended` names them."""
@@ -223,7 +255,15 @@ class KVLeases(FrameServer):
                 lease.readers.discard(source)
 
     def _on_device(self, names: Sequence[Name]) -> int:
-        return next((i for i, name in enumerate(names) if name not in self._by_name), len(names))
+        known = (i for i, name in enumerate(names) if name not in self._by_name and name not in self._pending)
+        return next(known, len(names))
+
+    def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
+        """One batch, when the copies of its blocks that are queued are there."""
+        seconds = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        with self._changed:
+            self._changed.wait_for(lambda: self._pending.keys().isdisjoint(names), seconds)
+        return super()._frames(names, slots, deadline)
 
     def _hold(self, wanted: Sequence[tuple[int, Name]], deadline: float) -> Sequence[HeldBlock]:
         held: list[_LeasedBlock] = []
@@ -235,7 +275,7 @@ class KVLeases(FrameServer):
                     leases[0].copying += 1
                     held.append(_LeasedBlock(number, one.block, one.header, leases[0]))
         for event in {id(one.lease.computed): one.lease.computed for one in held}.values():
-            if event is not None:  # pragma: no cover - needs a GPU
+            if event is not None:
                 event.synchronize()
         return held
 
@@ -245,15 +285,6 @@ class KVLeases(FrameServer):
                 assert isinstance(one, _LeasedBlock)
                 one.lease.copying -= 1
             self._changed.notify_all()
-
-
-def _record_event(device: torch.device) -> Any:
-    """An event behind all work queued on an accelerator; None on CPUs, which compute at once."""
-    if device.type == "cpu":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # pragma: no cover - needs a GPU
-    event.record()  # pragma: no cover - needs a GPU
-    return event  # pragma: no cover - needs a GPU
 
 
 class _MemoryService(TransferService):
@@ -355,6 +386,8 @@ class InstanceEndpoint:
     def close(self) -> None:
         self.producers.close()
         self._endpoint.close()
+        if self.leases is not None:
+            self.leases.close()
 
 
 def rank_config(config: TransferConfig, shard: tuple[int, int], block_bytes: int) -> TransferConfig:

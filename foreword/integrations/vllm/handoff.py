@@ -165,6 +165,11 @@ class HandoffScheduler:
         found = tuple(addresses.get(rank, "") for rank in range(len(self._terms.layouts)))
         self._addresses = found if all(found) else ()
 
+    @property
+    def tells(self) -> bool:
+        """Whether there are instructions for the workers."""
+        return bool(self._leases or self._revoked or self._released)
+
     def fill(self, metadata: ForewordConnectorMetadata) -> None:
         """Add the instructions for the workers."""
         metadata.leases, self._leases = self._leases, []

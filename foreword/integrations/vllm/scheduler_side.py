@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class ForewordConnectorScheduler:
         self._requests: dict[str, RequestState] = {}
         self._due = DueRequests(info.decoded_tokens)
         self._all_ended = False  # the last request has ended since the last statistics
+        self.news = True  # statistics of this side may have changed since the last ones
+        self.measures = False  # the last step's duration says how fast vLLM computes
         self._to_load: list[BlockLoad] = []
         self._loading: dict[str, BlockLoad] = {}
         self._load_began: dict[str, float] = {}
@@ -82,7 +84,7 @@ class ForewordConnectorScheduler:
         self._finished: list[str] = []
         self._ended: list[str] = []  # requests whose blocks vLLM has taken back
         self._late: dict[int, frozenset[str]] = {}  # by rank, requests whose blocks wait to be saved
-        self._keeping: set[str] = set()  # ended requests whose blocks vLLM keeps for that
+        self.keeping: set[str] = set()  # ended requests whose blocks vLLM keeps for that
         self._pool: Any = None
         # Positions from which requests continued, whose windows and states were saved for that.
         self._proven: Newest[bytes, None] = Newest(_MAX_PROVEN)
@@ -114,7 +116,7 @@ class ForewordConnectorScheduler:
         self._found = FoundCounts()
         self._published_salt: bytes | None = None  # of the version of the weights that was reported
         own = self._lookup
-        self._stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
+        self.stats = None if own is None else StatsReader("scheduler", own.store, own.lookups, own.costs)
         self._refused: set[str] = set()  # requests for which nothing was looked up, counted once
         reaches = [parse(url).reach for url in settings.store.urls]
         labels = [tier.label for tier in stores.store.tiers[: len(reaches)]]
@@ -310,27 +312,41 @@ class ForewordConnectorScheduler:
 
     def build_connector_meta(self, output: Any) -> ForewordConnectorMetadata:
         """The workers' instructions for the step that vLLM has scheduled."""
+        tokens, scheduled = output.total_num_scheduled_tokens, output.num_scheduled_tokens
+        # A step that decodes many requests says nothing of prompts.
+        prefills = tokens - len(scheduled) >= MEASURED_TOKENS - 1
+        if tokens:
+            self._version.computed = True
+        if self._lookup is not None:
+            self._step = (tokens, time.monotonic())
+            self.measures = prefills
+            self.news = self.news or not tokens
+        if self._adapted and self._spoils_base:
+            self._keep_spoilt(scheduled)
+        block_state = output.kv_connector_block_state
+        states = getattr(block_state, "boundary_state_offloads", ())
+        due = self._due.take(scheduled, tokens, states)
+        known = self._to_load or self._last_saves or self._finished or self._ended or self._to_delete
+        if not (due or known or output.preempted_req_ids or self.sessions.retires or self._handoff.tells):
+            return ForewordConnectorMetadata(tokens=tokens, idle=True, prefills=prefills)
+        metadata = self._begin_step(tokens, output.preempted_req_ids or ())
+        for request_id in due:
+            metadata.saves += self._due_saves(request_id, scheduled, block_state, states or {})
+        self._handoff.fill(metadata)
+        metadata.idle, metadata.prefills = metadata.empty, prefills
+        if self.events is not None and (metadata.saves or metadata.loads):
+            self._events_until = time.monotonic() + _EVENT_SECONDS
+        return metadata
+
+    def _begin_step(self, tokens: int, preempted: Collection[str]) -> ForewordConnectorMetadata:
+        """The instructions that are known before it is looked at what the step computes."""
         loads, self._to_load = self._to_load, []
         saves, finished = self.take_last()
-        metadata = ForewordConnectorMetadata(loads, saves, output.total_num_scheduled_tokens, finished=finished)
-        preempted = output.preempted_req_ids or ()
+        metadata = ForewordConnectorMetadata(loads, saves, tokens, finished=finished)
         metadata.ended, self._ended = [*self._ended, *preempted], []
         metadata.deletes, self._to_delete = self._to_delete, []
         metadata.retired = self.sessions.take_retired()
-        if metadata.tokens:
-            self._version.note_computed()
-        if self._lookup is not None:
-            self._step = (metadata.tokens, time.monotonic())
         self._handoff.revoke(preempted)
-        if self._adapted and self._spoils_base:
-            self._keep_spoilt(output.num_scheduled_tokens)
-        block_state = output.kv_connector_block_state
-        states = getattr(block_state, "boundary_state_offloads", {})
-        for request_id in self._due.take(output.num_scheduled_tokens, metadata.tokens, states):
-            metadata.saves += self._due_saves(request_id, output.num_scheduled_tokens, block_state, states)
-        self._handoff.fill(metadata)
-        if self.events is not None and (metadata.saves or metadata.loads):
-            self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
 
     def _due_saves(
@@ -371,6 +387,7 @@ class ForewordConnectorScheduler:
 
     def _keep_unsaved(self, state: RequestState) -> None:
         self._unsafe += state.saves
+        self.news = True
         state.saves = False
 
     def _may_save(self, state: RequestState, scheduled: int) -> bool:
@@ -475,7 +492,7 @@ class ForewordConnectorScheduler:
         the tiers. vLLM recomputes what was not loaded, so it has to be saved, and the request does not load again."""
         if self._lookup is not None:
             tokens, started = self._step
-            if tokens >= MEASURED_TOKENS:
+            if self.measures:
                 self._lookup.prefill_rate.note(tokens, time.monotonic() - started)
         invalid, failed = output.invalid_block_ids or (), getattr(output, "failed_recving", None) or ()
         for request_id, load in self._loading.items() if invalid or failed else ():
@@ -498,11 +515,10 @@ class ForewordConnectorScheduler:
         for request_id in output.finished_recving or ():
             if self._note_loaded(request_id) and request_id in self._requests:
                 state = self._requests[request_id]
-                self._found.note(FoundEnd.LOADED, state.awaited)
-                state.awaited = 0
+                self._note_found(state, FoundEnd.LOADED, state.awaited)
         if output.finished_sending:
             self._handoff.sent(output.finished_sending)
-            self._keeping.difference_update(output.finished_sending)
+            self.keeping.difference_update(output.finished_sending)
         reported = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(reported, ForewordWorkerMetadata):
             if self.events is not None:
@@ -537,8 +553,12 @@ class ForewordConnectorScheduler:
         """Of what was found for a request, `tokens` tokens, or all of them, are not loaded."""
         tokens = state.awaited if tokens is None else tokens
         if tokens > 0:
-            self._found.note(why, tokens)
-            state.awaited -= tokens
+            self._note_found(state, why, tokens)
+
+    def _note_found(self, state: RequestState, end: FoundEnd, tokens: int) -> None:
+        self._found.note(end, tokens)
+        state.awaited -= tokens
+        self.news = True
 
     @property
     def expects_events(self) -> bool:
@@ -555,6 +575,7 @@ class ForewordConnectorScheduler:
         self._due.forget(request.request_id)
         state = self._requests.pop(request.request_id, None)
         self._all_ended = not self._requests
+        self.news = self.news or self._all_ended
         self._refused.discard(request.request_id)
         if state is not None and request.request_id in self._loading:
             state.tiers = {}  # vLLM cancels the load
@@ -575,7 +596,7 @@ class ForewordConnectorScheduler:
                 waits = True
         if not waits and self._is_late(request.request_id):
             self._finished.append(request.request_id)
-            self._keeping.add(request.request_id)
+            self.keeping.add(request.request_id)
             waits = True
         elif params is not None or not waits:
             self._drop_late(request.request_id)  # a lease ends when its reader does
@@ -594,11 +615,6 @@ class ForewordConnectorScheduler:
         if self._worker is not None:
             self._worker.drop_late([request_id])
         self._ended.append(request_id)
-
-    @property
-    def keeping(self) -> frozenset[str]:
-        """Requests that have ended, and whose blocks vLLM keeps until they are saved."""
-        return frozenset(self._keeping)
 
     def take_last(self) -> tuple[list[BlockSave], list[str]]:
         """The last windows that no step has been told to save, and the requests whose blocks vLLM keeps for that."""
@@ -679,10 +695,10 @@ class ForewordConnectorScheduler:
     def take_stats(self) -> ForewordStats | None:
         """Statistics of this side's own stores since the last call, and the weights; None if nothing has changed, or the worker
         reports it, or it is too early. All that there are when the last request has ended, as another step may not come."""
-        ended, self._all_ended = self._all_ended, False
+        ended, self._all_ended, self.news = self._all_ended, False, False
         found = None
-        if self._stats is not None:
-            found = self._stats.read([]) if ended or not self._step[0] or self._stats.due else None
+        if self.stats is not None:
+            found = self.stats.read([]) if ended or not self._step[0] or self.stats.due else None
         elif ended and self._worker is not None:
             found = self._worker.take_stats(at_once=True)
         if self._version.salt != self._published_salt:
@@ -771,6 +787,7 @@ class ForewordConnectorScheduler:
 
     def _start_version(self) -> None:
         """Running requests were computed with other weights, so what they fill is not saved; a request that starts again is."""
+        self.news = True
         self._handoff.reset()
         self._proven.clear()
         for state in self._requests.values():

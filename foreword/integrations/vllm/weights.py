@@ -197,20 +197,21 @@ class WeightsVersion:
     Attributes:
         salt: for `chain_salt`; b"" for the weights in the files.
         stale: vLLM's own cache may hold KV of other weights, so what requests compute from it belongs to no version.
+        computed: vLLM has computed with the present weights.
     """
 
     def __init__(self, name: str = "") -> None:
         self.salt = _named(name) if name else b""
         self.stale = False
         self._waiting = ""  # the name to be used once vLLM's cache is empty
-        self._computed = False
+        self.computed = False
 
     def reset(self, empty: bool = True) -> None:
         """The weights may change, and vLLM has dropped its own cache; it has not if that is not `empty`."""
         self._begin(_unnamed(), stale=not empty)
 
     def _begin(self, salt: bytes, *, stale: bool = False, waiting: str = "") -> None:
-        self.salt, self.stale, self._waiting, self._computed = salt, stale, waiting, False
+        self.salt, self.stale, self._waiting, self.computed = salt, stale, waiting, False
 
     def set(self, name: str, empty: bool | None = None) -> bool:
         """The weights are those of version `name`. False if vLLM's cache may hold KV of others; the version is then one without
@@ -222,7 +223,7 @@ class WeightsVersion:
         """
         if self.salt == _named(name) and not self.stale:
             return True
-        if empty or (empty is None and not self._computed):
+        if empty or (empty is None and not self.computed):
             self._begin(_named(name))
             return True
         self._begin(_unnamed(), stale=empty is not None, waiting=name)
@@ -237,14 +238,10 @@ class WeightsVersion:
     def changed(self, empty: bool | None = None) -> bool:
         """The weights may have changed without a word about their version. False if the version stays: it has its name, and
         nothing was computed since it got it."""
-        if not self._computed and self.salt.startswith(_NAMED):
+        if not self.computed and self.salt.startswith(_NAMED):
             return False
         self._begin(_unnamed(), stale=empty is False)
         return True
-
-    def note_computed(self) -> None:
-        """vLLM computes with the present weights."""
-        self._computed = True
 
 
 _NAMED = b"\x00version\x00"

@@ -103,6 +103,7 @@ class ForewordConnectorWorker:
         self._settings = settings
         self._engine = engine
         self.offload: OffloadManager | None = None
+        self.reports = info.separate or info.events  # whether the scheduler's side has to hear of the tiers
         self._memory_tiers: list[Store] = []
         self._saves: list[bool] = []
         self._loading: dict[str, StoreLoad] = {}
@@ -124,7 +125,6 @@ class ForewordConnectorWorker:
         self._model: Any = None
         self._mapped = True
         self._step_started = 0.0
-        self._tokens = 0  # of the step that runs
         self._seen = 0
         self._waits = 0
         self._rank = 0
@@ -444,7 +444,7 @@ class ForewordConnectorWorker:
     @property
     def has_results(self) -> bool:
         """Whether a load or a lease may have ended, or a request's last blocks are saved."""
-        if self._loading or self._refused or self._finished or self._failed_requests:
+        if self._loading or self._refused or self._finished or self._failed_requests or self._failed_blocks:
             return True
         return self._instances is not None
 
@@ -474,9 +474,9 @@ class ForewordConnectorWorker:
     def save(self, metadata: ForewordConnectorMetadata) -> None:
         """Save and lease the blocks that the step has filled."""
         assert self.offload is not None
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
-        if metadata.empty:
+        if metadata.idle:
             return
         self.save_blocks(metadata.saves)
         self._finished.update(dict.fromkeys(metadata.finished, time.monotonic() + _KEEP_SECONDS))
@@ -532,12 +532,11 @@ class ForewordConnectorWorker:
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:
         """Before a step overwrites blocks: end the leases that it says, here and at producers. Copies follow its stream."""
-        self._tokens = metadata.tokens
         if metadata.tokens:
             self._waits = 0
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self._step_started = time.monotonic()
-        if metadata.empty:
+        if metadata.idle:
             return
         if metadata.ended:
             self.drop_late(metadata.ended)
@@ -567,13 +566,17 @@ class ForewordConnectorWorker:
     # Reports
 
     def take_stats(self, *, at_once: bool = False) -> ForewordStats | None:
-        """Statistics since the last report; None if nothing has changed, or if it is too early. It is not too early behind a
-        step without tokens, which costs nothing and may be the last one for long, nor if `at_once`."""
+        """Statistics since the last report; None if nothing has changed, or, unless `at_once`, if it is too early."""
         stats = self._stats
-        if stats is None or not (at_once or not self._tokens or stats.due):
+        if stats is None or not (at_once or stats.due):
             return None
         seconds, self._load_seconds = self._load_seconds, []
         return stats.read(seconds)
+
+    @property
+    def stats_due(self) -> float:
+        """When the statistics are to be read again."""
+        return self._stats.due_at if self._stats is not None else 0.0
 
     def take_changes(self) -> ForewordWorkerMetadata | None:
         """Changes in the tiers since the last call, and how fast they are read if the scheduler is in another process; None if
