@@ -49,7 +49,7 @@ from foreword.integrations.vllm.step_messages import (
 from foreword.integrations.vllm.tier_events import TierEvents
 from foreword.integrations.vllm.weight_changes import notice_changes
 from foreword.integrations.vllm.weights import follow_engine
-from foreword.integrations.vllm.worker_side import MEASURED_TOKENS, ForewordConnectorWorker, told_by_stores, worker_of
+from foreword.integrations.vllm.worker_side import ForewordConnectorWorker, told_by_stores, worker_of
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -297,8 +297,8 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._connector_metadata = connector_metadata
         if type(connector_metadata) is not ForewordConnectorMetadata:
             return
-        small = connector_metadata.idle and 0 < connector_metadata.tokens < MEASURED_TOKENS
-        if not (small and self._quiet) or self.degraded:
+        moves = not connector_metadata.idle or connector_metadata.prefills or not connector_metadata.tokens
+        if moves or not self._quiet or self.degraded:
             self._quiet = False
             self._begin_step(connector_metadata)
 
@@ -338,7 +338,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @quick
     def wait_for_save(self) -> None:
-        if not self._idle or self._connector_metadata.tokens >= MEASURED_TOKENS:
+        if not self._idle or self._connector_metadata.prefills:
             self._save(self._metadata())
 
     @hook(lambda *_: None)

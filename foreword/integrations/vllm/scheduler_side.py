@@ -313,11 +313,13 @@ class ForewordConnectorScheduler:
     def build_connector_meta(self, output: Any) -> ForewordConnectorMetadata:
         """The workers' instructions for the step that vLLM has scheduled."""
         tokens, scheduled = output.total_num_scheduled_tokens, output.num_scheduled_tokens
+        # A step that decodes many requests says nothing of prompts.
+        prefills = tokens - len(scheduled) >= MEASURED_TOKENS - 1
         if tokens:
             self._version.computed = True
         if self._lookup is not None:
             self._step = (tokens, time.monotonic())
-            self.measures = tokens >= MEASURED_TOKENS
+            self.measures = prefills
             self.news = self.news or not tokens
         if self._adapted and self._spoils_base:
             self._keep_spoilt(scheduled)
@@ -326,12 +328,12 @@ class ForewordConnectorScheduler:
         due = self._due.take(scheduled, tokens, states)
         known = self._to_load or self._last_saves or self._finished or self._ended or self._to_delete
         if not (due or known or output.preempted_req_ids or self.sessions.retires or self._handoff.tells):
-            return ForewordConnectorMetadata(tokens=tokens, idle=True)
+            return ForewordConnectorMetadata(tokens=tokens, idle=True, prefills=prefills)
         metadata = self._begin_step(tokens, output.preempted_req_ids or ())
         for request_id in due:
             metadata.saves += self._due_saves(request_id, scheduled, block_state, states or {})
         self._handoff.fill(metadata)
-        metadata.idle = metadata.empty
+        metadata.idle, metadata.prefills = metadata.empty, prefills
         if self.events is not None and (metadata.saves or metadata.loads):
             self._events_until = time.monotonic() + _EVENT_SECONDS
         return metadata
@@ -490,7 +492,7 @@ class ForewordConnectorScheduler:
         the tiers. vLLM recomputes what was not loaded, so it has to be saved, and the request does not load again."""
         if self._lookup is not None:
             tokens, started = self._step
-            if tokens >= MEASURED_TOKENS:
+            if self.measures:
                 self._lookup.prefill_rate.note(tokens, time.monotonic() - started)
         invalid, failed = output.invalid_block_ids or (), getattr(output, "failed_recving", None) or ()
         for request_id, load in self._loading.items() if invalid or failed else ():

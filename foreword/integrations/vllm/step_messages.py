@@ -118,6 +118,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
             the write queue had no room for earlier ones.
         ended: requests whose blocks vLLM has taken back.
         idle: the workers have nothing to do for this step: the scheduler's side says so, as many calls read it.
+        prefills: so much of a prompt is computed that the step's duration says how fast that is.
     """
 
     loads: list[BlockLoad] = field(default_factory=list)
@@ -132,6 +133,7 @@ class ForewordConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
     finished: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     idle: bool = False
+    prefills: bool = False
 
     @property
     def empty(self) -> bool:

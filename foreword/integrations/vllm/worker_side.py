@@ -474,7 +474,7 @@ class ForewordConnectorWorker:
     def save(self, metadata: ForewordConnectorMetadata) -> None:
         """Save and lease the blocks that the step has filled."""
         assert self.offload is not None
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self.offload.prefill_rate.note(metadata.tokens, time.monotonic() - self._step_started)
         if metadata.idle:
             return
@@ -534,7 +534,7 @@ class ForewordConnectorWorker:
         """Before a step overwrites blocks: end the leases that it says, here and at producers. Copies follow its stream."""
         if metadata.tokens:
             self._waits = 0
-        if metadata.tokens >= MEASURED_TOKENS:
+        if metadata.prefills:
             self._step_started = time.monotonic()
         if metadata.idle:
             return
