@@ -197,7 +197,7 @@ def test_a_load_is_late_by_its_own_time_only(made: Callable[..., Engine]) -> Non
     assert found.loaded == GROUPS and found.waited > 0.0 and found.deadline > before
 
 
-@pytest.mark.parametrize("where", ["copy", "launch"])
+@pytest.mark.parametrize("where", ["copy", "launch", "first launch"])
 def test_a_copy_that_fails(made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A group that cannot be copied, and what comes behind it, counts as not loaded, even where it is; the blocks before it
     count. The load ends when nothing is queued any more."""
@@ -206,11 +206,14 @@ def test_a_copy_that_fails(made: Callable[..., Engine], monkeypatch: pytest.Monk
     device, staging = engine.device, engine.offload._staging
     device.begin_step()
     numbers = iter(range(8))
+    failing = (
+        0 if where == "first launch" else 3
+    )  # before the first one nothing else is queued, for which it would wait
     started, scattered = staging.start_scatter, staging.scattered
 
     def start(slots: Sequence[int], blocks: Sequence[int], *rest: Any, **more: Any) -> None:
         started(slots, blocks, *rest, **more)
-        if where == "launch" and blocks == [3]:
+        if where != "copy" and blocks == [failing]:
             raise RuntimeError("the device is lost")
 
     def end() -> Any:
@@ -227,8 +230,33 @@ def test_a_copy_that_fails(made: Callable[..., Engine], monkeypatch: pytest.Monk
     device.end_step()
     while not found.done:
         device.settle(lambda: found.done)
-    assert found.close() == [0] * 3
-    assert not found.copying and engine.holds(range(3), 7)
+    assert found.close() == [0] * failing
+    assert not found.copying and engine.holds(range(failing), 7)
+
+
+def test_a_load_that_is_closed_while_it_reads(made: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks of a load that was closed before its first copy began are free at once: no copy into them begins."""
+    engine = made(4 * GROUPS)
+    engine.store(7, 8)
+    engine.blocks.zero_()
+    read, reading, go = engine.offload._reader.read, threading.Event(), threading.Event()
+
+    def held(*given: Any, **more: Any) -> Any:
+        reading.set()
+        assert go.wait(WITHIN)
+        return read(*given, **more)
+
+    monkeypatch.setattr(engine.offload._reader, "read", held)
+    engine.device.begin_step()
+    found = engine.load(7, range(8))
+    assert reading.wait(WITHIN)
+    assert found.close() == [] and found.done
+    go.set()
+    assert found.task is not None
+    found.task.result(WITHIN)
+    engine.device.end_step()
+    engine.device.record(Stream.COMPUTE).synchronize()
+    assert found.done and not found.copying and engine.holds(range(8), 0)
 
 
 class Broken:

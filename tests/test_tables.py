@@ -23,6 +23,7 @@ from foreword.blocks.salt import Salt
 from foreword.events import FirstToken
 from foreword.newest import Newest
 from foreword.router.prompts import TokenLru
+from foreword.router.suspicious import Suspects
 from foreword.routing.directory import EstimatedBlocks
 from foreword.routing.prefix_popularity import PrefixPopularity
 from foreword.routing.sessions import SessionTable
@@ -48,6 +49,25 @@ def _conversations(draw: Random) -> Callable[[int], object]:
         finder.explain(conversation, 100, 0)
 
     return one
+
+
+def _long_prompts(draw: Random) -> Callable[[int], object]:
+    """Of a router, which compares long prompts only."""
+    finder = MissFinder(window=8192)
+
+    def one(number: int) -> None:
+        if number % 20:
+            finder.passed(1)
+            return
+        request = GenerateRequest(dialect="chat", messages=(Message("user", draw.randbytes(9).hex()),))
+        finder.explain(finder.begin(request, f"tenant {number % TENANTS}"), 100, 0)
+
+    return one
+
+
+def _served_asks(draw: Random) -> Callable[[int], object]:
+    suspects = Suspects()
+    return lambda number: suspects.clear(draw.randbytes(16))
 
 
 def _texts(draw: Random) -> Callable[[int], object]:
@@ -115,6 +135,8 @@ def _newest(draw: Random) -> Callable[[int], object]:
 
 TABLES = {
     "conversations": _conversations,
+    "long prompts": _long_prompts,
+    "served asks": _served_asks,
     "texts": _texts,
     "homes": _homes,
     "responses": _responses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -135,16 +136,19 @@ class LoadCosts:
     def _possible(self, found: Found, held: int, per_token: float) -> Iterator[tuple[_End, float, float]]:
         """Where loads can end, from the smallest on; each with the seconds that its bytes take, and its fixed cost."""
         rates, sizes = self._read_rates(), self._block_tokens
-        tiers = {place for one in (found, *found.shorter) for place in one.places.values()}
+        tiers = set(found.places.values()).union(*(one.places.values() for one in found.shorter))
         fixed = {place: self.fixed.value(place, per_token) for place in tiers}
         seconds = {(group, place): self._seconds(group, place, rates) for group in range(len(sizes)) for place in fixed}
         if found.step:
-            loading, least, places = 0.0, 0.0, found.places
-            for block in range(held // found.step, found.position // found.step):
-                place = places[0, block]
-                loading += seconds[0, place]
+            # Of blocks in a row in the same tier either all are worth loading or none.
+            end, loading, least = held, 0.0, 0.0
+            first = found.position // found.step - len(found.places)
+            for place, run in itertools.groupby(list(found.places.values())[held // found.step - first :]):
+                count = len(list(run))
+                end += count * found.step
+                loading += count * seconds[0, place]
                 least = max(least, fixed[place])
-                yield ((block + 1) * found.step, places), loading, least
+                yield (end, found.places), loading, least
             return
         for one in (*reversed(found.shorter), found):
             if one.position > held:

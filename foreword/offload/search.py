@@ -39,6 +39,8 @@ class StoredGroup:
 
     def keys(self, chain: Sequence[bytes], blocks: Iterable[int]) -> list[bytes]:
         """Keys of the frames of blocks, given the keys of the chain. A frame's key is that of the position at which it ends."""
+        if self.keys_per_block == 1:
+            return [chain[block] for block in blocks]
         ends = [(block + 1) * self.keys_per_block for block in blocks]
         return [key for end in ends for key in chain[end - self.frames : end]]
 
@@ -114,9 +116,9 @@ def find_resumable(
         wanted = [(number, block) for number, one in enumerate(groups) for block in one.needed(position, held)]
         return Found(position, reach, {at: lookup.places[at] for at in wanted} if position > held else {})
 
-    best = found(limit)
     if whole and len(kinds) == 1:
-        return replace(best, step=step)
+        return Found(reach, reach, lookup.places, step=step)
+    best = found(limit)
     shorter = {one.position: one for one in map(found, lookup.ends_by_tier(best.position))}
     return replace(best, shorter=tuple(one for one in shorter.values() if held < one.position < best.position))
 
@@ -163,7 +165,7 @@ class _Lookup:
         count = len(found or ()) // one.frames
         if one.frames > 1 and found:
             found = [max(found[at : at + one.frames]) for at in range(0, count * one.frames, one.frames)]
-        self.places.update(zip(((number, block) for block in blocks[:count]), found or (), strict=False))
+        self.places.update(zip(zip(itertools.repeat(number), blocks[:count]), found or (), strict=False))
         return (blocks.start + count) * size
 
     def ends_by_tier(self, limit: int) -> list[int]:

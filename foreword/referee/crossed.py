@@ -301,10 +301,12 @@ def updated_while(running: bool) -> Check:
             evidence.problems.append("vLLM could not reset its cache with its requests preempted")
         ended = stage.finish(names)
         _settled(worker, evidence)
+        prompts = [*asked[:2], *fresh]
         if running and changed["done"]:
-            known = _by_name(changed["outputs"], names)
-            _check_continued(session, worker, [*asked[:2], *fresh], known, ended, evidence)
-        _check_changed(session, worker, asked, fresh, before, evidence)
+            _check_continued(session, worker, prompts, _by_name(changed["outputs"], names), ended, evidence)
+        # A block that was filled behind the change has tokens of the answer, so only the next turn can find it.
+        turns = [[*prompt, *one["tokens"], 1] for prompt, one in zip(prompts, ended, strict=True)]
+        _check_changed(session, worker, asked, fresh, before, evidence, turns)
 
     what = "are preempted and computed anew" if running else "go on and save"
     check.__doc__ = f"Updates and running requests: weights change while requests run, which {what}."
@@ -384,14 +386,16 @@ def _check_changed(
     fresh: Sequence[Prompt],
     before: Sequence[Answer],
     evidence: Evidence,
+    turns: Sequence[Prompt] = (),
 ) -> None:
     """Answers after a change of weights are those of the new ones, whatever is found; twice, for what is saved by then.
-    `before`: the answers of the old weights to `asked`; `fresh` was asked for the first time while they changed."""
-    every = [*asked, *fresh]
+    `before`: the answers of the old weights to `asked`; `fresh` was asked for the first time while they changed; `turns`
+    continue some of them."""
+    every = [*asked, *fresh, *turns]
     found = worker.ask_all(every)
     _settled(worker, evidence)
     again = worker.ask_all(every)
-    right = session.computed(worker, every)
+    right = [*session.computed(worker, [*asked, *fresh]), *session.computed(worker, turns)]
     session.end(connected=True)
     evidence.same(found, right)
     evidence.must_find(again, [len(prompt) - BLOCK for prompt in every], "after the change", _HALF)

@@ -27,6 +27,9 @@ from foreword.usage import MissExplained
 # Shorter prompts cost too little to ask why.
 _MIN_TOKENS: Final = 256
 _MAX_WAITING: Final = 256
+# Requests after which one is forgotten. Few of them may be long enough to be compared, and the outlines of these would fill
+# their limit after hundreds of thousands of requests only. A cache has rarely kept what was asked this long ago.
+_WINDOW: Final = 8192
 
 
 def record_finished(write: Callable[[RequestRecord], None]) -> Callable[[PlacedRequest], None]:
@@ -80,8 +83,9 @@ class RouterMisses:
         self._metrics = metrics
         self._decisions = decisions
         self._record = record
-        self._finder = MissFinder()
+        self._finder = MissFinder(window=_WINDOW)
         self._thread = ThreadPoolExecutor(1, "misses")
+        self._passed = 0  # requests since the last that was compared
         self._held: RequestRecord | None = None
         self._waiting: dict[int, RequestRecord | None] = {}
 
@@ -93,10 +97,12 @@ class RouterMisses:
         """A request succeeded. None if it is not explained."""
         record, self._held = self._held, None
         if not _is_compared(served) or len(self._waiting) >= _MAX_WAITING:
+            self._passed += 1
             if record is not None:
                 self._record(record)
             return None
-        explained = asyncio.wrap_future(self._thread.submit(self._explain, served))
+        passed, self._passed = self._passed, 0
+        explained = asyncio.wrap_future(self._thread.submit(self._explain, served, passed))
         self._waiting[id(explained)] = record
         explained.add_done_callback(lambda done: self._note(served.id, done))
         return explained
@@ -109,7 +115,8 @@ class RouterMisses:
                 self._record(record)
         self._waiting.clear()
 
-    def _explain(self, served: ServedRequest) -> Miss:
+    def _explain(self, served: ServedRequest, passed: int) -> Miss:
+        self._finder.passed(passed)
         conversation = self._finder.begin(
             replace(served.request, cache=CacheControl(key=served.session)),
             served.tenant,

@@ -81,15 +81,17 @@ def foreword_replicas(router: Router) -> list[Upstream]:
     return [one for one in router.healthy() if one.kind == "foreword"]
 
 
-async def _send(router: Router, call: Call, upstream: Upstream, path: str, body: bytes) -> Answer:
-    """Send the client's request to a replica. Raises what aiohttp raises, and ReplicaFailed."""
+async def _send(
+    router: Router, call: Call, upstream: Upstream, path: str, body: bytes, *, silence: float | None = None
+) -> Answer:
+    """Send the client's request to a replica. Raises what aiohttp raises, also after `silence` seconds, and ReplicaFailed."""
     headers = request_headers(call.headers)
     headers.update(router.auth.headers(call.tenant, credentials(call.headers), upstream.kind))
     headers["x-request-id"], headers["accept-encoding"] = call.id, "identity"
     if body:
         headers["content-type"] = "application/json"
     url = URL(upstream.url + path, encoded=True)
-    limit = aiohttp.ClientTimeout(total=router.config.request_timeout)
+    limit = aiohttp.ClientTimeout(total=router.config.request_timeout, sock_read=silence)
     async with router.session.request(
         call.method, url, data=body or None, headers=headers, allow_redirects=False, timeout=limit
     ) as response:
@@ -100,12 +102,12 @@ async def _send(router: Router, call: Call, upstream: Upstream, path: str, body:
 
 
 async def send_to_one(router: Router, call: Call, replicas: list[Upstream], path: str, body: bytes) -> Answer:
-    """Forward a request that changes nothing to one replica, and to another one, or again, if the first does not respond."""
-    problem = ""
+    """Forward a request that changes and computes nothing to one replica, and to another one, or again, if it is silent."""
+    problem, silence = "", router.config.stall_timeout
     for upstream in (replicas * 2)[: router.config.max_attempts]:
         upstream.in_flight += 1
         try:
-            return await _send(router, call, upstream, path, body)
+            return await _send(router, call, upstream, path, body, silence=silence)
         except (*CONNECTION_ERRORS, ReplicaFailed) as error:
             problem = f"{upstream.url}: {type(error).__name__}"
             router.failed(upstream, problem, certain=isinstance(error, aiohttp.ClientConnectorError))

@@ -69,7 +69,6 @@ class TokenLru:
 
     def __init__(self, max_tokens: int) -> None:
         self._entries: Bounded[bytes, array[int]] = Bounded(
-            "tokens of prompts",
             _TOKEN_BYTES * max_tokens,
             size=lambda _, tokens: _TOKEN_BYTES * (len(tokens) + _ENTRY_TOKENS),
             most=_MOST_ENTRIES,

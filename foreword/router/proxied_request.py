@@ -278,7 +278,9 @@ class ProxiedRequest(RoutedRequest):
         Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
         """
         url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
-        post = partial(self.router.session.post, url, data=body, headers=headers, allow_redirects=False)
+        # A retry has a connection of its own: others of the same age may be as dead as that of the attempt before.
+        session = self.router.fresh_session if self.attempts else self.router.session
+        post = partial(session.post, url, data=body, headers=headers, allow_redirects=False)
         asking = self.asking(upstream)
         watched = partial(AwaitedResponse, request_id=self.request_id, headers=asking, streams=streams)
 

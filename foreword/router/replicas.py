@@ -383,7 +383,8 @@ class AwaitedResponse:
         request_id, headers: of the request; with the headers the replica may be asked for it.
         streams: it is to be a stream. headless: its head has not arrived. comments: seconds after which a comment comes at the
             latest; 0 if that is not known.
-        asked: the replica is being asked for it. asked_at: when it was asked last.
+        asked: the replica is being asked for it. asked_at: when it was asked last. why_lost: why no answer will come, by what
+            it said; empty if it may. judged_at: the time of the last byte that this is about.
         aborted: why it was ended from outside; empty if it was not.
     """
 
@@ -397,8 +398,15 @@ class AwaitedResponse:
     comments: float = 0.0
     asked: bool = False
     asked_at: float = -math.inf
+    why_lost: str = ""
+    judged_at: float = -math.inf
     aborted: str = ""
     lost: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its replica does not have it (any more), and nothing has come since that was known."""
+        return bool(self.why_lost) and self.judged_at == self.last
 
     def abort(self, reason: str, *, lost: bool = False) -> None:
         """`lost`: its connection is dead, and the replica may be alive."""

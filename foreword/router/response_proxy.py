@@ -309,7 +309,7 @@ class _ResponseProxy:
             raise ReplicaFailed(f"the request migrated to {target['to']}, which is not one of the router's replicas")
         url = f"{upstream.url}/v1/requests/{quote(name, safe='')}/stream?from={count}"
         try:
-            response = await proxied.router.session.get(URL(url, encoded=True), headers=proxied.headers(upstream))
+            response = await proxied.router.fresh_session.get(URL(url, encoded=True), headers=proxied.headers(upstream))
         except CONNECTION_ERRORS as error:
             raise ReplicaFailed(f"the request migrated to {upstream.url}: {describe_error(error)}") from None
         if response.status != 200:

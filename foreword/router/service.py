@@ -68,6 +68,8 @@ _KEEP_ALIVE_SECONDS: Final = 4.0
 _WATCHDOG_SECONDS: Final = 0.5
 # Between two questions for a request on which a replica is silent.
 _ASK_SECONDS: Final = 2.0
+# The first question comes this long before the stall timeout, so that its answer is there then; not before half of it.
+_ASK_AHEAD_SECONDS: Final = 6.0
 # When a replica is asked again whose weights could not be read: after this time, then twice as long each time.
 _WEIGHTS_SECONDS: Final = 30.0
 _MAX_WEIGHTS_SECONDS: Final = 600.0
@@ -159,9 +161,9 @@ class Router:
         self._probe_session = self._client_session()
         headers = self.auth.probe_headers()
         self.probe = ReplicaProbe(self.config, self._probe_session, headers)
-        # Of what another connection says, nothing follows for a new one.
-        self._fresh_session = self._client_session(fresh=True)
-        self._fresh_probe = ReplicaProbe(self.config, self._fresh_session, headers)
+        # Of what another connection says, nothing follows for a new one; nor for a retry, which would wait on it once more.
+        self.fresh_session = self._client_session(read_bufsize=1 << 18, fresh=True)
+        self._fresh_probe = ReplicaProbe(self.config, self.fresh_session, headers)
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
@@ -185,7 +187,7 @@ class Router:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.session.close()
         await self._probe_session.close()
-        await self._fresh_session.close()
+        await self.fresh_session.close()
         self.prompts.close()
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
@@ -656,35 +658,40 @@ class Router:
             self.suspects.forget_old(now)
 
     def _abort_stalled(self, upstream: Upstream, now: float) -> None:
-        down = upstream.unreachable and upstream.breaker.state == "open"
+        down, limit = upstream.unreachable and upstream.breaker.state == "open", self.config.stall_timeout
         for response in list(upstream.awaited):
             silent = now - response.last
             if down and silent > _SILENCE_SECONDS:
                 response.abort(f"{upstream.url} is down: {upstream.breaker.reason}")
-            elif response.begun and silent > self.config.stall_timeout:
-                response.abort(f"{upstream.url} sent nothing for {silent:.0f} s")
-            elif silent > self.config.stall_timeout:
+            elif response.begun:
+                if silent > limit:
+                    response.abort(f"{upstream.url} sent nothing for {silent:.0f} s")
+            elif silent > limit and response.is_lost:
+                response.abort(f"{upstream.url} sent nothing for {silent:.0f} s: {response.why_lost}", lost=True)
+            elif silent > max(limit - _ASK_AHEAD_SECONDS, limit / 2):
                 if not response.asked and now - response.asked_at > _ASK_SECONDS:
                     response.asked = True
                     self.background(self._ask_for(upstream, response))
-                if now - max(response.last, upstream.alive_at) > self.config.stall_timeout and not upstream.checked:
+                if now - max(response.last, upstream.alive_at) > limit and not upstream.checked:
                     upstream.checked = True
                     self.background(self._check_alive(upstream))
 
     async def _ask_for(self, upstream: Upstream, response: AwaitedResponse) -> None:
-        """Find out whether a replica that is silent on a request has it, whatever it answers to others."""
+        """Find out whether a replica that is silent on a request has it, whatever it answers to others. Its answer is used once
+        the stall timeout has passed."""
+        last = response.last
         try:
-            reason = await why_lost(self._fresh_session, upstream, response)
+            response.why_lost = await why_lost(self.fresh_session, upstream, response)
+            response.judged_at = last
         finally:
             response.asked, response.asked_at = False, clock()
-        if reason:
-            response.abort(f"{upstream.url} sent nothing for {clock() - response.last:.0f} s: {reason}", lost=True)
+        self._abort_stalled(upstream, clock())
 
     async def _check_alive(self, upstream: Upstream) -> None:
         """Find out whether a replica hangs that has long been silent on a request without a first token."""
         sent, seconds = clock(), self.config.stall_timeout
         try:
-            alive = await is_alive(self.probe, upstream, seconds)
+            alive = await is_alive(self._fresh_probe, upstream, seconds)
         finally:
             upstream.checked = False
         if alive or any(one.begun and one.last > sent for one in upstream.awaited):

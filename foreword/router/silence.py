@@ -19,7 +19,7 @@ from foreword.errors import ReplicaFailed
 from foreword.router.replica_metrics import parse_metrics
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, read_whole
 
-# Below what a client waits beyond --stall-timeout, with the time between two looks and that for the next replica.
+# Two of these, and the time in which an answer arrives, are less than what the first question comes ahead of --stall-timeout.
 _LIMIT: Final = aiohttp.ClientTimeout(total=2.5)
 # An answer that has just been sent arrives in this time.
 _ARRIVAL_SECONDS: Final = 0.5

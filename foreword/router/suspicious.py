@@ -38,7 +38,7 @@ _MOST_SECONDS: Final = 3600.0
 # A stream that has come this much further, in tokens, since its replica died has not caused that.
 _PROGRESS: Final = 16
 _MOST_SUSPECTS: Final = 4096
-_MOST_SERVED: Final = 16_384
+_MOST_SERVED: Final = 4096
 # A death where more suspects than this were together says too little about each of them: a node was lost, most likely.
 _CROWD: Final = 4
 # Suspects are sent to replicas without another suspect, so that a death tells which one it was; they wait for that so long.

@@ -44,7 +44,7 @@ _GROW: Final = 1.01
 _GROW_BEYOND: Final = 1.1
 # Upper bound of tracked blocks, unless the capacity itself is larger.
 _MAX_BLOCKS: Final = 1 << 19
-_MAX_OUTPUTS: Final = 1 << 14
+_MAX_OUTPUTS: Final = 1 << 12
 _WAYS: Final = 48
 _TAG: Final = 5
 _NEEDLE: Final = _TAG + 2

@@ -3,6 +3,7 @@ found, loaded and saved in the order of their chain."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.blocks.salt import Salt
 from foreword.errors import StoreConfigError
-from foreword.store.frame import RAW, Header, seal
+from foreword.store.frame import RAW, Frame, Header, seal
 from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
 from foreword.store.tier_counters import LookupOutcome
@@ -32,6 +33,7 @@ class EngineStore:
         layout: of the blocks; codecs of the stores may add their loss.
         store: one URL, several (the fastest first), or an open `TieredStore`, which the caller closes.
         salt: of the tenant; blocks with different salts are never shared.
+        keys: those with which an open store encrypts; None if it does not. With URLs they come from the environment.
         lossy: lossy codecs are possible.
 
     Attributes:
@@ -43,10 +45,17 @@ class EngineStore:
     """
 
     def __init__(
-        self, layout: Layout, store: str | Sequence[str] | TieredStore, salt: bytes = b"", *, lossy: bool = False
+        self,
+        layout: Layout,
+        store: str | Sequence[str] | TieredStore,
+        salt: bytes = b"",
+        *,
+        lossy: bool = False,
+        keys: KeyRing | None = None,
     ) -> None:
         self._opened = not isinstance(store, TieredStore)
-        keys = KeyRing.from_environment()
+        self._salt = salt
+        self._keys = keys = keys if isinstance(store, TieredStore) else KeyRing.from_environment()
         if isinstance(store, TieredStore):
             self.layout, self.store = layout, store
         else:
@@ -56,9 +65,14 @@ class EngineStore:
                 raise StoreConfigError(f"lossy codecs do not know the state of {layout.order}; use raw or lossless")
             self.layout = replace(layout, loss=loss)
             self.store = open_store(urls, self.layout, keys=keys)
-        self.root = Scope(layout.model, layout.block_size, Salt(keys.current(salt) if keys else salt)).root()
         self.saved_blocks = 0
         self.lookups: Counter[LookupOutcome] = Counter()
+
+    @property
+    def root(self) -> bytes:
+        """The root key of the tenant's chains, in the generation that its data key has now."""
+        salt = self._salt if self._keys is None else self._keys.current(self._salt)
+        return Scope(self.layout.model, self.layout.block_size, Salt(salt)).root()
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """The keys of the full blocks of these tokens."""
@@ -77,25 +91,35 @@ class EngineStore:
 
     def load(self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float) -> int:
         """Load blocks into `rows` of `block_bytes + HEADER_BYTES` each; returns how many of the leading ones are verified."""
-        count = 0
-        for one in self.store.fetch(self.names(keys), rows, deadline=deadline, on_late=used_once):
-            if one is None or one.frame.header.codec != RAW or len(one.frame.data) != len(rows[0]):
-                break
-            count += 1
-        return count
+        return sum(itertools.takewhile(bool, self.read(keys, rows, deadline)))
+
+    def read(self, keys: Sequence[bytes], rows: Sequence[memoryview], deadline: float) -> list[bool]:
+        """Read blocks into `rows`, each by itself; True for each one that is verified."""
+        found = self.store.fetch(self.names(keys), rows, deadline=deadline, on_late=used_once)
+        return [
+            one is not None and one.frame.header.codec == RAW and len(one.frame.data) == len(row)
+            for one, row in zip(found, rows, strict=True)
+        ]
 
     def save(self, keys: Sequence[bytes], low: int, rows: Sequence[memoryview], deadline: float) -> bool:
         """Save the blocks of a chain from block `low` on, one in each row with `HEADER_BYTES` to spare behind it. False, and
         nothing is saved, if no time is left."""
         if time.monotonic() >= deadline:
             return False
-        root, frames, length = self.root[:ROOT_BYTES], [], self.layout.block_bytes
-        for number, row in enumerate(rows, low):
-            parent = keys[number - 1] if number else self.root
-            header = Header(self.layout.fingerprint, root, keys[number], parent, number, RAW, length, length)
-            frames.append(seal(header, row))
+        root = self.root
+        parents = (keys[number - 1] if number else root for number in range(low, low + len(rows)))
+        frames = [
+            self.seal(root, keys[number], parent, number, row)
+            for number, (parent, row) in enumerate(zip(parents, rows, strict=True), low)
+        ]
         self.saved_blocks += self.store.put(frames, deadline=deadline)
         return True
+
+    def seal(self, root: bytes, key: bytes, parent: bytes, depth: int, row: memoryview) -> Frame:
+        """The frame of a block that lies in `row`, with `HEADER_BYTES` to spare behind it. It follows `parent` at position
+        `depth` of a chain with this root key."""
+        length = self.layout.block_bytes
+        return seal(Header(self.layout.fingerprint, root[:ROOT_BYTES], key, parent, depth, RAW, length, length), row)
 
     def close(self) -> None:
         """Close the stores, unless the caller opened them."""

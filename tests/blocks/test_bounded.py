@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass
 from random import Random
 
 import pytest
 
-from foreword.blocks.bounded import ENTRY_BYTES, Bounded, kept_bytes, size_of
+from foreword.blocks.bounded import Bounded
 
 
-@dataclass(frozen=True, slots=True)
-class _Slotted:
-    text: str
-    numbers: tuple[int, ...]
-
-
-class _Plain:
-    def __init__(self, text: str) -> None:
-        self.text = text
+def size(key: object, value: bytes) -> int:
+    return 400 + len(value)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -29,7 +20,7 @@ def test_never_more_than_the_limit(seed: int) -> None:
     draw, limit = Random(seed), 20_000
     dropped: list[int] = []
     kept: Bounded[int, bytes] = Bounded(
-        "test", limit, owner=lambda key: key % 3, most=40, dropped=lambda key, value: dropped.append(key)
+        limit, size=size, owner=lambda key: key % 3, most=40, dropped=lambda key, value: dropped.append(key)
     )
     truth: dict[int, bytes] = {}
     for _ in range(2_000):
@@ -47,17 +38,17 @@ def test_never_more_than_the_limit(seed: int) -> None:
             assert one not in kept and truth.pop(one) is not None
         dropped.clear()
         assert dict(kept) == truth and len(kept) == len(truth) <= 40
-        assert kept.bytes == sum(ENTRY_BYTES + size_of(one) + size_of(value) for one, value in truth.items()) <= limit
-        assert sorted(one for owner in range(3) for one in kept.of(owner)) == sorted(truth)
+        assert kept.bytes == sum(size(*one) for one in truth.items()) <= limit
+        assert sorted(value for owner in range(3) for value in kept.newest(owner)) == sorted(truth.values())
 
 
 def test_the_least_recently_used_leaves_first() -> None:
-    kept: Bounded[str, str] = Bounded("test", 3, size=lambda key, value: 1)
+    kept: Bounded[str, str] = Bounded(3, size=lambda key, value: 1)
     for key in "abc":
         kept[key] = key
     assert kept.use("a") == "a"
     kept["d"] = "d"
-    assert list(kept.of(None)) == ["c", "a", "d"]
+    assert list(kept.newest(None)) == ["d", "a", "c"]
     kept["c"] = "new"
     kept["e"] = "e"
     assert set(kept) == {"d", "c", "e"}
@@ -65,44 +56,51 @@ def test_the_least_recently_used_leaves_first() -> None:
 
 def test_an_owner_within_its_share_loses_nothing() -> None:
     """However much others set."""
-    kept: Bounded[tuple[str, int], int] = Bounded("test", 100, size=lambda key, value: value, owner=lambda key: key[0])
+    kept: Bounded[tuple[str, int], int] = Bounded(100, size=lambda key, value: value, owner=lambda key: key[0])
     for number in range(5):
         kept["ann", number] = 10
     for number in range(500):
         kept["bob", number] = 10
-    assert [number for _, number in kept.of("ann")] == list(range(5))
-    assert [number for _, number in kept.of("bob")] == list(range(495, 500))
+    assert sorted(number for who, number in kept if who == "ann") == list(range(5))
+    assert sorted(number for who, number in kept if who == "bob") == list(range(495, 500))
     kept["ann", 5] = 10  # beyond the share
-    assert [number for _, number in kept.of("ann")] == [1, 2, 3, 4, 5]
+    assert sorted(number for who, number in kept if who == "ann") == [1, 2, 3, 4, 5]
 
 
 def test_an_entry_beyond_the_limit_is_not_kept() -> None:
     """And takes the place of no other; what had its key before is gone."""
-    kept: Bounded[str, bytes] = Bounded("test", 10_000)
+    kept: Bounded[str, bytes] = Bounded(10_000, size=size)
     kept["a"], kept["b"] = b"1", b"2"
     kept["a"] = bytes(20_000)
     assert dict(kept) == {"b": b"2"}
 
 
 def test_an_entry_that_has_grown_is_counted_anew() -> None:
-    kept: Bounded[str, list[bytes]] = Bounded("test", 5_000)
+    kept: Bounded[str, list[bytes]] = Bounded(5_000, size=lambda _, value: 400 + sum(map(len, value)))
     kept["a"], kept["b"] = [], []
     kept["b"].append(bytes(4_300))
     kept.change("b")
     assert set(kept) == {"b"} and 4_300 < kept.bytes <= 5_000
 
 
-def test_sizes_are_those_of_what_is_within() -> None:
-    assert size_of("x" * 1_000) >= 1_000 and size_of(array("I", range(500))) >= 2_000
-    for value in (["x" * 1_000], {"a": "x" * 1_000}, {"x" * 1_000: None}, ("x" * 1_000,), {"x" * 1_000}):
-        assert 1_000 <= size_of(value) < 2_000
-    assert 1_000 <= size_of(_Slotted("x" * 900, tuple(range(10)))) < 2_000
-    assert 1_000 <= size_of(_Plain("x" * 950)) < 2_000
-
-
-def test_a_count_of_all_mappings() -> None:
-    kept: Bounded[str, bytes] = Bounded("a name of this test", 10_000)
-    kept["a"] = bytes(3_000)
-    assert kept_bytes()["a name of this test"] == kept.bytes > 3_000
-    del kept
-    assert "a name of this test" not in kept_bytes()
+@pytest.mark.parametrize("seed", range(5))
+def test_with_a_window_it_is_full_after_that_many_requests(seed: int) -> None:
+    """However few of the requests set something: exactly those entries are kept that were set or used within the window."""
+    draw, window, left = Random(seed), 500, set[int]()
+    kept: Bounded[int, int] = Bounded(
+        1 << 20, size=lambda *_: 1, owner=lambda key: key % 3, window=window, dropped=lambda key, value: left.add(key)
+    )
+    used: dict[int, int] = {}
+    for number in range(5_000):
+        action = draw.random()
+        if action < 0.05 and kept:
+            again = draw.choice(list(kept))
+            assert kept.use(again) == again
+            used[again] = number
+            continue
+        if action < 0.1:
+            kept[number] = used[number] = number
+        else:
+            kept.passed()
+        assert set(kept) == {key for key, at in used.items() if at > number - window} == set(used) - left
+    assert left

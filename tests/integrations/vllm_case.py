@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def finish(found: dict[str, Any]) -> None:
 
 
 class Gate:
-    """Wraps a store. While it is shut, calls of one kind wait; `reached` and `passed` are set when one starts and ends.
+    """Wraps a store, which lends nothing if the gate is for `get`. While it is shut, calls of one kind wait; `reached`
+    and `passed` are set when a call starts and ends.
 
     `broken`: indexes of requested blocks, counted over all calls, that are not read.
     """
@@ -131,6 +133,10 @@ class Gate:
 
     def __getattr__(self, name: str) -> Any:
         inner = getattr(self._store, name)
+        if name == "lend" and self._kind == "get":
+            from foreword.store.base import Store
+
+            return partial(Store.lend, self._store)  # memory is read by `get` then, as other stores are
         if name != self._kind:
             return inner
 

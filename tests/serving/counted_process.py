@@ -10,11 +10,14 @@ the start also traces every allocation of Python, which takes half of the speed.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
+import signal
 import sys
 import threading
 import time
+import traceback
 import tracemalloc
 from array import array
 from collections import Counter, deque
@@ -96,17 +99,25 @@ def entries() -> tuple[dict[str, int], dict[str, int]]:
     return dict(found), dict(types)
 
 
+def _count() -> dict[str, Any]:
+    counted: dict[str, Any] = {"allocator": allocator()}
+    counted["entries"], counted["types"] = entries()
+    if tracemalloc.is_tracing():
+        lines = tracemalloc.take_snapshot().statistics("lineno")
+        counted["lines"] = {f"{one.traceback[0].filename}:{one.traceback[0].lineno}": one.size for one in lines}
+    return counted
+
+
 def _watch(folder: Path) -> None:
     while True:
         time.sleep(_POLL)
         if not (folder / "count").exists():
             continue
         (folder / "count").unlink()
-        found, types = entries()
-        counted: dict[str, Any] = {"allocator": allocator(), "entries": found, "types": types}
-        if tracemalloc.is_tracing():
-            lines = tracemalloc.take_snapshot().statistics("lineno")
-            counted["lines"] = {f"{one.traceback[0].filename}:{one.traceback[0].lineno}": one.size for one in lines}
+        try:
+            counted = _count()
+        except Exception:  # noqa: BLE001 - the one who asked is told
+            counted = {"error": traceback.format_exc()}
         (folder / "next").write_text(json.dumps(counted))
         (folder / "next").replace(folder / "counted.json")
 
@@ -116,6 +127,7 @@ def main() -> None:
     folder = Path(sys.argv.pop(1))
     if (folder / "trace").exists():
         tracemalloc.start()
+    faulthandler.register(signal.SIGUSR2)
     threading.Thread(target=_watch, args=(folder,), daemon=True).start()
     from foreword.cli import main as cli
 

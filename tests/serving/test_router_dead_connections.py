@@ -6,10 +6,12 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import http_client
@@ -17,6 +19,8 @@ import httpx
 import pytest
 from router_parts import Loop, RouterThread
 from shared_server import SharedServer, until
+
+from foreword.router import proxied_request, response_proxy, service, silence
 
 SCRIPT = Path(__file__).with_name("mortal_replica.py")
 WAYS = [
@@ -103,9 +107,9 @@ def vllm_like() -> Iterator[str]:
 
 
 @contextmanager
-def routed(*urls: str) -> Iterator[RouterThread]:
+def routed(*urls: str, stall: str = "1") -> Iterator[RouterThread]:
     named = [part for url in urls for part in ("--replica", url)]
-    flags = ("--policy", "round-robin", "--stall-timeout", "1", "--health-timeout", "2", "--warm-seconds", "0")
+    flags = ("--policy", "round-robin", "--stall-timeout", stall, "--health-timeout", "2", "--warm-seconds", "0")
     router = RouterThread(*named, *flags)
     try:
         yield router.wait_for(len(urls))
@@ -166,3 +170,47 @@ def test_a_long_prompt_is_not_lost(loop: Loop, streams: bool) -> None:
         http_client.post(f"{url}/release")
         assert complete(answer.result())
         assert router.metric("foreword:router_retries_total") == 0
+
+
+class _Ahead:
+    """The router's clock, which a test puts forward."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.seconds
+
+
+@pytest.mark.parametrize(("how", "streams"), [("request", False), ("request", True), ("answer", False)])
+def test_it_is_decided_at_the_limit(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, server: SharedServer, how: str, streams: bool
+) -> None:
+    """With the default of 60 s the replica is asked before these are over, so that the request goes to another one with the
+    first look behind them: without a further question, and never before."""
+    ahead, asked = _Ahead(), list[float]()
+    for module in (proxied_request, response_proxy, service, silence):
+        monkeypatch.setattr(module, "clock", ahead)
+
+    async def counted(*arguments: Any) -> str:
+        reason = await silence.why_lost(*arguments)
+        asked.append(ahead.seconds)
+        return reason
+
+    monkeypatch.setattr(service, "why_lost", counted)
+    relay = SwallowingRelay(loop, server.url)
+    with routed(relay.url, server.url, stall="60") as router, ThreadPoolExecutor(2) as pool:
+        numbers = iter(range(1000))
+        until(lambda: complete(post(router, next(numbers), streams=streams)) and relay.passed > 0)
+        relay.how = how
+        # One of them over the relay.
+        answers = [pool.submit(post, router, number, streams=streams) for number in (1000, 1001)]
+        until(lambda: relay.swallowed == 1 and sum(one.done() for one in answers) == 1)
+        assert not asked
+        ahead.seconds = 55.0
+        until(lambda: len(asked) >= 1)
+        assert sum(one.done() for one in answers) == 1 and router.metric("foreword:router_retries_total") == 0
+        ahead.seconds = 60.0
+        assert all(complete(one.result()) for one in answers)
+        assert 60.0 not in asked
+        assert router.metric("foreword:router_retries_total") == 1

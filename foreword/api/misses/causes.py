@@ -87,15 +87,16 @@ _AHEAD, _NEARLY = 1.1, 0.85
 
 
 class ConversationHistory:
-    """The most recent conversations of all tenants, which have equal shares: about `capacity` numbers, and at most 4,096."""
+    """The most recent conversations of all tenants, which have equal shares: about `capacity` numbers, and at most 4,096; with
+    a `window` those of that many requests only."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, window: int | None = None) -> None:
         self._all: Bounded[tuple[str, int], Conversation] = Bounded(
-            "conversations",
             _NUMBER * capacity,
             size=lambda _, one: _NUMBER * one.weight,
             owner=lambda key: key[0],
             most=_MOST,
+            window=window,
             dropped=lambda _, one: self._unlink(one),
         )
         self._by_session: dict[tuple[str, str], Conversation] = {}
@@ -114,6 +115,10 @@ class ConversationHistory:
         """Messages of the session's last conversation, by the hash of their content."""
         last = self._by_session.get((tenant, session)) if session is not None else None
         return {} if last is None else {one.content: one for one in last.messages}
+
+    def passed(self, count: int) -> None:
+        """Count requests that are not remembered."""
+        self._all.passed(count)
 
     def add(self, new: Conversation) -> None:
         """Find the nearest earlier conversation, and remember this one."""
@@ -216,10 +221,11 @@ class MissFinder:
 
     Args:
         capacity: numbers (of 8 bytes) that it may keep.
+        window: requests after which one is forgotten, those included that are only counted (`passed`).
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._history = ConversationHistory(capacity)
+    def __init__(self, capacity: int = CAPACITY, window: int | None = None) -> None:
+        self._history = ConversationHistory(capacity, window)
 
     @property
     def size(self) -> int:
@@ -242,6 +248,10 @@ class MissFinder:
         new.began = began
         self.add(new)
         return new
+
+    def passed(self, count: int) -> None:
+        """Count requests that are not compared."""
+        self._history.passed(count)
 
     def known_messages(self, request: GenerateRequest, tenant: str) -> dict[int, MessageOutline]:
         """Messages that need not be hashed again."""

@@ -253,7 +253,7 @@ class GrammarCompiler:
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._kept: Bounded[_Key, CompiledOutput] = Bounded(
-            "grammars", kept_bytes, size=lambda _, compiled: compiled.most_bytes, owner=lambda key: key[0]
+            kept_bytes, size=lambda _, compiled: compiled.most_bytes, owner=lambda key: key[0]
         )
         self._used: WeakValueDictionary[_Key, CompiledOutput] = WeakValueDictionary()
         self._large_bytes = large_bytes

@@ -27,18 +27,17 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 from torch import Tensor
 
-from foreword.blocks.keys import KEY_BYTES, Scope
-from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
-from foreword.blocks.salt import Salt
+from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.layout import Layout
 from foreword.config import StoreConfig, build
 from foreword.errors import ConfigError, StoreError, did_you_mean
 from foreword.integrations.sglang.hicache_identity import page_layout, server_namespace
 from foreword.store.base import Name
-from foreword.store.frame import HEADER_BYTES, RAW, Header, seal
+from foreword.store.engine_store import EngineStore
+from foreword.store.frame import HEADER_BYTES
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.sealing import KeyRing
 from foreword.store.shared_records import SharedRecords
-from foreword.store.tier import used_once
 from foreword.store.tier_counters import PER_TIER
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import check_stores, open_store
@@ -99,11 +98,18 @@ class HiCacheSettings:
 
 @dataclass(frozen=True, slots=True)
 class PagePool:
-    """A host pool of SGLang and the layout of its pages. `dtype`: of a page as SGLang takes it, flat."""
+    """A host pool of SGLang, and its pages in the stores. `dtype`: of a page as SGLang takes it, flat."""
 
     host: Any
-    layout: Layout
+    pages: EngineStore
     dtype: torch.dtype
+
+    @property
+    def layout(self) -> Layout:
+        return self.pages.layout
+
+    def names(self, keys: Iterable[str]) -> list[Name]:
+        return self.pages.names([_key(key) for key in keys])
 
     def starts(self, indices: Tensor | None, pages: int) -> list[int] | None:
         """The index of each page's first token, given those of all tokens. None if they are not those of `pages` pages."""
@@ -150,7 +156,9 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _register(self, host: Any, name: Any) -> None:
         layout = page_layout(host, str(name), self._namespace, self._config)
-        self._pools[str(name)] = PagePool(host, layout, host.get_dummy_flat_data_page().dtype)
+        # SGLang's hashes have the request's salt in them but do not show it: all pages are one tenant's here.
+        pages = EngineStore(layout, self._store, keys=self._keys)
+        self._pools[str(name)] = PagePool(host, pages, host.get_dummy_flat_data_page().dtype)
         record = LayoutRecord(str(self._config.model_name), layout.describe(), self.settings.fingerprint)
         try:  # tools need it; pages are found without
             SharedRecords(self._store, LAYOUTS).put(LAYOUTS.key(layout.fingerprint.hex()), record)
@@ -170,8 +178,8 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         return 0 if pool is None or self._off else self._count(pool, keys, extra_info)
 
     def _count(self, pool: PagePool, keys: Sequence[str], extra_info: Any) -> int:
-        before = self._names(pool, _before(extra_info))
-        return len(self._store.locate(self._names(pool, keys), search=self._search(), before=before))
+        before = pool.names(_before(extra_info))
+        return len(self._store.locate(pool.names(keys), search=self._search(), before=before))
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: Any = None
@@ -199,8 +207,8 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _window_ends(self, pool: PagePool, keys: Sequence[str], window: int, extra_info: Any) -> list[int]:
         """The lengths of prefixes whose last pages, as many as the window has, are all present."""
-        before = self._names(pool, _before(extra_info))
-        places = self._store.find(self._names(pool, keys), search=self._search(), before=before)
+        before = pool.names(_before(extra_info))
+        places = self._store.find(pool.names(keys), search=self._search(), before=before)
         ends, run = [], 0
         for length, place in enumerate(places, 1):
             run = run + 1 if place >= 0 else 0
@@ -253,14 +261,9 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         for part in [] if self._off else _parts(len(keys), length):
             memory = torch.empty(len(part), length, dtype=torch.uint8)
             rows = [memoryview(cast(Any, row.numpy())) for row in memory]
-            names = self._names(pool, [keys[i] for i in part])
-            for row, one in enumerate(self._store.fetch(names, rows, deadline=deadline, on_late=used_once)):
-                if (
-                    one is not None
-                    and one.frame.header.codec == RAW
-                    and len(one.frame.data) == length
-                    and not self._off
-                ):
+            verified = pool.pages.read([_key(keys[i]) for i in part], rows, deadline)
+            for row, good in enumerate(verified):
+                if good and not self._off:
                     put(part[row], memory[row, :-HEADER_BYTES])
                     found[part[row]] = True
             if not all(found[i] for i in part):
@@ -301,7 +304,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
             return [False] * len(keys)
         began, before = time.monotonic(), _before(extra_info)
         deadline, size = began + self.settings.store.load_timeout, pool.layout.block_bytes
-        names, root = self._names(pool, keys), self._root(pool)
+        names, root = pool.names(keys), pool.pages.root
         chain = [*([_key(before[-1])] if before else [root]), *map(_key, keys)]
         stored = [place >= 0 for place in self._store.find(names, search=self._search())]
         fresh = [i for i, there in enumerate(stored) if not there]
@@ -314,25 +317,13 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
                     return stored
                 memory[:size].view(page.dtype).view(page.shape).copy_(page)
                 buffer = memoryview(cast(Any, memory.numpy()))
-                facts = pool.layout.fingerprint, root[:ROOT_BYTES], chain[i + 1], chain[i], len(before) + i
-                frames.append(seal(Header(*facts, RAW, size, size), buffer))
+                frames.append(pool.pages.seal(root, chain[i + 1], chain[i], len(before) + i, buffer))
             kept = self._store.put(frames, deadline=deadline) == len(frames)
             found = [0] * len(part) if kept else self._store.find([one.name for one in frames], search=self._search())
             for one, place in zip(part, found, strict=True):
                 stored[fresh[one]] = place >= 0
         self._note("backup", sum(stored[i] for i in fresh), size + HEADER_BYTES, began)
         return stored
-
-    # Names
-
-    def _root(self, pool: PagePool) -> bytes:
-        """SGLang's hashes have the request's salt in them but do not show it: all pages are one tenant's here."""
-        salt = Salt(b"" if self._keys is None else self._keys.current(b""))
-        return Scope(self._namespace, pool.layout.block_size, salt).root()
-
-    def _names(self, pool: PagePool, keys: Iterable[str]) -> list[Name]:
-        prefix = chain_prefix(pool.layout.fingerprint, self._root(pool))
-        return [prefix + _key(key) for key in keys]
 
     def _search(self) -> TierSearch:
         seconds = self.settings.store.lookup_timeout
