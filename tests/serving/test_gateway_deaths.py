@@ -1,4 +1,4 @@
-"""A request that ends its replica, behind a real Envoy with the endpoint picker: it ends two at most, however often it comes."""
+"""A request that ends its replica, behind a real Envoy with the picker: it ends two at most, however often it comes."""
 
 from __future__ import annotations
 
