@@ -28,8 +28,8 @@ import typer.main
 from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
+from foreword.configuration import Config
 from foreword.dashboard.metric_history import MetricsHistory
-from foreword.process_config import Config
 from foreword.router.app import routes_of as router_routes
 from foreword.router.service import Router
 from foreword.server.admission import Admission

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
     from foreword.cache import Cache
     from foreword.engine.request import Request, SamplingParams
+    from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
     from foreword.entrypoints.llm import LLM
-    from foreword.process_config import EngineConfig
 
 __version__ = "0.2.0.dev0"
 __all__ = ["LLM", "AsyncEngine", "Cache", "EngineConfig", "ForewordError", "PrefixCache", "Request", "SamplingParams"]
@@ -26,7 +26,7 @@ _MODULES = {
     "LLM": "foreword.entrypoints.llm",
     "AsyncEngine": "foreword.entrypoints.async_engine",
     "Cache": "foreword.cache",
-    "EngineConfig": "foreword.process_config",
+    "EngineConfig": "foreword.engine_config",
     "PrefixCache": "foreword.blocks.prefix_cache",
     "Request": "foreword.engine.request",
     "SamplingParams": "foreword.engine.request",

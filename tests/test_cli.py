@@ -28,7 +28,8 @@ from foreword.cli import main as cli
 from foreword.cli.doctor import examine
 from foreword.cli.flags import config_flags, with_config
 from foreword.config import EncryptionConfig
-from foreword.process_config import Config, EngineConfig
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig
 from foreword.store.data_keys import DataKeys
 
 runner = CliRunner()

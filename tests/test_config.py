@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from foreword.cli.flags import GivenConfig, load_config
 from foreword.config import build, parse_bytes
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.errors import ConfigError
-from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
+from foreword.process_config import ServerConfig
 
 UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

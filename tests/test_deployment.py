@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import foreword
 from foreword.cli.flags import config_flags, load_config, with_config, with_router_config
 from foreword.config import EncryptionConfig, is_service_variable
-from foreword.process_config import Config
+from foreword.configuration import Config
 from foreword.router.discovery import ServiceSpec, configured_replicas
 from foreword.store.urls import check_stores
 

@@ -27,8 +27,8 @@ from foreword import LLM, SamplingParams
 from foreword.blocks.retention import Retention
 from foreword.config import StoreConfig
 from foreword.engine.request import Request
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.process_config import EngineConfig
 
 TINY = Size("tiny", 2_500_000, 2, 128, 2, 1, 256, 8_192)
 NEW_TOKENS = 64

@@ -106,8 +106,8 @@ class Bench:
         from foreword.engine.loop import EngineLimits
         from foreword.engine.model import prepare_model
         from foreword.engine.torch_runner import TorchRunner
+        from foreword.engine_config import EngineConfig
         from foreword.entrypoints.build_engine import kv_blocks
-        from foreword.process_config import EngineConfig
         from foreword.tokens.tokenizer import Tokenizer
 
         kernels = "triton" if triton else "torch"

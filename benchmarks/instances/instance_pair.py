@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from foreword.config import TransferConfig
 from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, TransferError
-from foreword.process_config import EngineConfig
 
 
 @dataclass

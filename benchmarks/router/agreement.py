@@ -31,7 +31,8 @@ from benchmarks.router.burst import EMBEDDED, SYSTEM_TOKENS, body, cut, failures
 from benchmarks.router.fleet import Answer, Client, Process, Request, library, servers
 from foreword.api.http import bind, url_of
 from foreword.blocks.salt import NO_SALT
-from foreword.process_config import Config, RouterConfig, ServerConfig
+from foreword.configuration import Config
+from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.process import serving
 from foreword.router.prompts import TokenizedPrompt

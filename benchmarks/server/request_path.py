@@ -67,8 +67,10 @@ def main() -> None:
 
     from foreword.api.http import bind, serving
     from foreword.config import StoreConfig
+    from foreword.configuration import Config
+    from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.process_config import Config, EngineConfig, ServerConfig
+    from foreword.process_config import ServerConfig
     from foreword.server.app import ServerApp
     from foreword.server.engine_metrics import PrometheusObserver
 

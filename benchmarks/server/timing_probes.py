@@ -24,8 +24,10 @@ import aiohttp
 
 from benchmarks.harness import machine, median, set_up, table
 from foreword.api.http import bind, serving
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
-from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 

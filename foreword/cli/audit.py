@@ -70,8 +70,8 @@ def _recompute(report: dict[str, Any], model: str | None) -> list[dict[str, Any]
     from foreword.engine.attention.kv_tensors import distances, split_block
     from foreword.engine.request import Request, SamplingParams
     from foreword.engine.sequence import SequenceState
+    from foreword.engine_config import EngineConfig
     from foreword.entrypoints.build_engine import build_engine
-    from foreword.process_config import EngineConfig
 
     described = report["model"]
     exact = report["tolerance"] == 0.0  # only the audit of a batch-invariant engine has no tolerance

@@ -19,8 +19,9 @@ from foreword.blocks.layout import NAME_BYTES
 from foreword.cli.commands import described
 from foreword.cli.flags import with_config
 from foreword.compiled_code import CannotBuild, processor_flags, system_lines
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig
 from foreword.errors import ForewordError, ModelNotFound
-from foreword.process_config import Config, EngineConfig
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "aiohttp", "prometheus_client")
 # Instruction sets that determine how fast a model runs on a CPU.

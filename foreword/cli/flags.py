@@ -25,8 +25,8 @@ import typer
 
 from foreword.config import ENV_PREFIX, build, is_service_variable
 from foreword.config_files import read_tables
+from foreword.configuration import Config
 from foreword.errors import ConfigError, did_you_mean
-from foreword.process_config import Config
 
 logger = logging.getLogger(__name__)
 

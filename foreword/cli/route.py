@@ -6,7 +6,7 @@ import typer
 
 from foreword.cli.commands import described
 from foreword.cli.flags import LISTENING, with_router_config
-from foreword.process_config import Config
+from foreword.configuration import Config
 
 _COMMON = (
     *("replica", "replica-file", "replica-dns", "replica-service", "replica-key", "policy", "tokenizer", "max-waiting"),

@@ -6,7 +6,7 @@ import typer
 
 from foreword.cli.commands import described
 from foreword.cli.flags import LISTENING, with_config
-from foreword.process_config import Config
+from foreword.configuration import Config
 
 _COMMON = (
     *("device", "dtype", "kv-memory", "max-model-len", "max-num-seqs", "served-model-name"),

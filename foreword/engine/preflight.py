@@ -16,8 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, check_folder, parse_bytes
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelNotFound
-from foreword.process_config import Config, EngineConfig, check_source
+from foreword.process_config import check_source
 from foreword.store.sealing import KeyRing
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse

@@ -32,6 +32,7 @@ from foreword.engine.engine_stores import EngineStores
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine.structured.compiler import CompiledOutput
 from foreword.engine.structured.sequence_constraint import Constraint
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.build_engine import EngineParts, ModelInfo, build_engine
 from foreword.entrypoints.cache_requests import RetentionInfo
@@ -40,7 +41,6 @@ from foreword.events import Event, Observer
 from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
-from foreword.process_config import EngineConfig, PrefixConfig
 from foreword.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

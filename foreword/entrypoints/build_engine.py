@@ -37,6 +37,7 @@ from foreword.engine.sequence import SequenceState
 from foreword.engine.structured.compiler import GrammarCompiler
 from foreword.engine.structured.vocabulary import Vocabulary
 from foreword.engine.torch_runner import TorchRunner, bytes_per_block
+from foreword.engine_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
@@ -46,7 +47,6 @@ from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins, models_with_names
-from foreword.process_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.sealing import KeyRing

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foreword.blocks.prefix_cache import PrefixCache
     from foreword.engine.engine_stores import EngineStores
     from foreword.engine.torch_runner import TorchRunner
-    from foreword.process_config import EngineConfig
+    from foreword.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 

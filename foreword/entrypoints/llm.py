@@ -16,12 +16,12 @@ from foreword.blocks.salt import NO_SALT, PUBLIC
 from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
-from foreword.process_config import EngineConfig, PrefixConfig
 from foreword.tokens.token_logprob import TokenLogprob
 
 Prompt = str | Sequence[int]

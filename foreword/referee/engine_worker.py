@@ -8,8 +8,8 @@ from typing import Any
 from foreword.blocks.salt import Salt
 from foreword.config import StoreConfig
 from foreword.engine.request import Delta, Request, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.build_engine import build_engine
-from foreword.process_config import EngineConfig
 from foreword.referee.worker import serve
 
 

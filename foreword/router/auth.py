@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from multidict import CIMultiDict
 
 from foreword.api.rights import HostNames, Rights
 from foreword.api.tenants import SALT_HEADER, Tenant, Tenants
 from foreword.errors import ConfigError
-from foreword.process_config import Config
+
+if TYPE_CHECKING:
+    from foreword.configuration import Config
 
 # Headers of one connection (RFC 9110, 7.6.1).
 HOP_BY_HOP: Final = frozenset(

@@ -11,13 +11,14 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import check_folder
 from foreword.errors import ConfigError
-from foreword.process_config import Config, check_source
+from foreword.process_config import check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
@@ -25,6 +26,9 @@ from foreword.router.gateway.server import check_config, picking
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
+
+if TYPE_CHECKING:
+    from foreword.configuration import Config
 
 logger = logging.getLogger(__name__)
 

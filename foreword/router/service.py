@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import zmq.asyncio
@@ -28,7 +28,6 @@ from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, Unk
 from foreword.ledger import UsageLedger
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
-from foreword.process_config import Config
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
@@ -56,6 +55,9 @@ from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 from foreword.tasks import background, shared
+
+if TYPE_CHECKING:
+    from foreword.configuration import Config
 
 logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from foreword.api.tenants import Tenants
 from foreword.api.tools.parser import formats_named
 from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
+from foreword.configuration import Config
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.ledger import UsageLedger
-from foreword.process_config import Config
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
 from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext, check_length

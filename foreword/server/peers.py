@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from foreword.config import ip_address
+from foreword.configuration import Config
 from foreword.errors import BadRequest, ConfigError, Forbidden
-from foreword.process_config import Config
 from foreword.transfer.sockets import parse_address
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -19,6 +19,7 @@ from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import TransferConfig, is_loopback
+from foreword.configuration import Config
 from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
 from foreword.errors import ConfigError, ForewordError, ModelUnsupported
@@ -26,7 +27,7 @@ from foreword.events import Observer
 from foreword.ledger import UsageLedger
 from foreword.observability.recording import TraceRecorder
 from foreword.observability.tracing import tracer_for
-from foreword.process_config import Config, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.server.admission import Admission
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver

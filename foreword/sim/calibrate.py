@@ -16,9 +16,9 @@ from typing import Final
 
 from foreword import __version__
 from foreword.compiled_code import processor_field
+from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError
 from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
-from foreword.process_config import EngineConfig
 from foreword.routing.costs import LoadCost, pairs
 from foreword.sim.costs import EngineCosts, Profile
 from foreword.store.types import Reach

@@ -77,8 +77,8 @@ def main() -> None:
     import torch
 
     from foreword.config import StoreConfig, TransferConfig
+    from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.process_config import EngineConfig
 
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])

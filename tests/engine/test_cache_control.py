@@ -18,10 +18,10 @@ from tiny import Reference, greedy, prompt
 from foreword.blocks.retention import Retention
 from foreword.blocks.salt import Salt
 from foreword.engine.request import Request, SamplingParams
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest
-from foreword.process_config import EngineConfig, PrefixConfig
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -13,9 +13,9 @@ import torch
 from tiny import greedy
 
 from foreword.engine.model import load_model
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.integrations.model_identity import earlier_fingerprint
-from foreword.process_config import EngineConfig
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 

@@ -15,9 +15,9 @@ import pytest
 from tiny import Reference, prompt
 
 from foreword.engine.request import Completion, Delta, Request, SamplingParams
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest, EngineFailed, PromptTooLong, ShuttingDown
-from foreword.process_config import EngineConfig, PrefixConfig
 
 Find = Callable[[str], Reference]
 _ids = itertools.count()

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from foreword.cli.main import app
 from foreword.engine.hit_audit import HitAudit
 from foreword.engine.request import Request, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.process_config import EngineConfig
 from foreword.store.base import Name
 from foreword.store.frame import Frame, check, frame
 from foreword.store.tiered import TieredStore

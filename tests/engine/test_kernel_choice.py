@@ -31,7 +31,7 @@ from foreword.engine.kernels.kernel_choice import (
 )
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
-from foreword.process_config import EngineConfig
+from foreword.engine_config import EngineConfig
 
 BFLOAT16 = {COMPILED: 2, ONEDNN: 2, WIDE: 4, PLAIN: 2}
 

@@ -25,13 +25,14 @@ from safetensors.torch import load_file, save_file
 from foreword import compiled_code
 from foreword.cli.doctor import Finding, examine
 from foreword.compiled_code import CannotBuild
+from foreword.configuration import Config
 from foreword.engine.decoder import DecoderForward, NormForward
 from foreword.engine.kernels import native
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelUnsupported
-from foreword.process_config import Config, EngineConfig
 
 Folder = Callable[[str], Path]
 Find = Callable[[str], tiny.Reference]

@@ -18,9 +18,9 @@ from torch.nn import functional
 from foreword.engine import linear
 from foreword.engine.kernels.kernel_choice import ONEDNN, PLAIN, WIDE
 from foreword.engine.model import load_model
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
-from foreword.process_config import EngineConfig
 
 DTYPES = [torch.float32, torch.bfloat16]
 

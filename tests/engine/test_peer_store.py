@@ -28,10 +28,10 @@ from foreword.blocks.salt import NO_SALT, Salt
 from foreword.config import StoreConfig, TransferConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex
 from foreword.engine.request import Request, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
-from foreword.process_config import EngineConfig
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
 from foreword.transfer.transfer_endpoint import TransferEndpoint

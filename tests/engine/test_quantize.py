@@ -13,9 +13,9 @@ from example_counts import represented
 from torch import nn
 
 from foreword.engine.linear import quantize, scale_of
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
-from foreword.process_config import EngineConfig
 
 Folder = Callable[[str], Path]
 PROMPTS = [tiny.prompt(length, seed) for seed, length in enumerate((1, 17, 40))]

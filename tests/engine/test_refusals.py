@@ -19,9 +19,9 @@ from foreword.engine import torch_runner
 from foreword.engine.attention import backend as attention
 from foreword.engine.model import load_model
 from foreword.engine.self_check import self_check
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, PromptTooLong
-from foreword.process_config import EngineConfig
 
 SIZES: dict[str, Any] = {"vocab_size": tiny.VOCAB, "hidden_size": 32}
 

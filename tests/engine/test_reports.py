@@ -19,9 +19,9 @@ from tiny import prompt
 from foreword.blocks.salt import NO_SALT, Salt
 from foreword.engine.model import load_model
 from foreword.engine.request import CacheReport, Delta, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
-from foreword.process_config import EngineConfig
 
 Make = Callable[..., LLM]
 ONE = SamplingParams(temperature=0.0, max_tokens=1)

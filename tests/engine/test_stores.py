@@ -21,10 +21,10 @@ from foreword.blocks.salt import Salt
 from foreword.config import StoreConfig
 from foreword.conformance import Fault, FlakyStore
 from foreword.engine.request import Request, SamplingParams
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError, StoreConfigError, StoreUnavailable
-from foreword.process_config import EngineConfig
 from foreword.store.frame import HEADER_BYTES
 
 Make = Callable[..., LLM]

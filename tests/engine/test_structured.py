@@ -17,10 +17,10 @@ from tiny import EOS, prompt
 from foreword.api.dialects.decode import Limits, bounded_object, check_depth
 from foreword.engine.request import Completion, RequestOutput, SamplingParams
 from foreword.engine.structured.compiler import check_schema
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.entrypoints.llm import LLM
 from foreword.errors import BadRequest, GrammarTooComplex
-from foreword.process_config import EngineConfig
 from foreword.tokens.structured_output import MAX_FORMAT_CHARACTERS, MAX_FORMAT_DEPTH, StructuredOutput
 
 PERSON = {

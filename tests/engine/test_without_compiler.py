@@ -20,7 +20,7 @@ from foreword.engine.without_compiler import without_compiler
 
 found = {}
 with without_compiler():
-    from foreword.process_config import EngineConfig
+    from foreword.engine_config import EngineConfig
     from foreword.engine.request import SamplingParams
     from foreword.entrypoints.llm import LLM
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO, get_type_hints
 
 from foreword.cli import main as cli
-from foreword.process_config import Config
+from foreword.configuration import Config
 
 _COPIES = (dataclasses.__file__, "<string>")
 

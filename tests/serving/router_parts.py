@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from foreword.api.http import bind
 from foreword.cli.flags import with_router_config
-from foreword.process_config import Config
+from foreword.configuration import Config
 from foreword.router.discovery import configured_replicas
 from foreword.router.process import serving
 

@@ -21,9 +21,11 @@ import openai
 import foreword
 from foreword.api.front import Front
 from foreword.api.http import bind, serving
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.ledger import UsageLedger
-from foreword.process_config import Config, EngineConfig, PrefixConfig, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 

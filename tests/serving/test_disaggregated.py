@@ -17,7 +17,8 @@ import pytest
 from server_process import ControlledProcess, ServerProcess, kill, slow
 from shared_server import ENGINE, PREFIXES, SharedServer, SharedServers, until
 
-from foreword.process_config import Config, ServerConfig
+from foreword.configuration import Config
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 

@@ -10,7 +10,8 @@ import pytest
 from shared_server import ENGINE, PREFIXES, SharedServer, served, words
 
 from foreword.api.http import bind
-from foreword.process_config import Config, ServerConfig
+from foreword.configuration import Config
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 

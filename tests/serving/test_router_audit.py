@@ -17,8 +17,9 @@ from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.dialects.decode import Limits
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt
+from foreword.configuration import Config
 from foreword.errors import ConfigError
-from foreword.process_config import Config, RouterConfig
+from foreword.process_config import RouterConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_audit import ChangedSalts, RouterAudit, difference, read_output
 from foreword.router.replica_body import parse_request

@@ -16,7 +16,8 @@ from shared_server import ENGINE, PREFIXES, SharedServers
 from test_router_continuation import TEXT, ending, ids_of, stream, text, tokens_of
 
 from foreword.api.http import bind
-from foreword.process_config import Config, ServerConfig
+from foreword.configuration import Config
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 

@@ -20,9 +20,11 @@ from foreword.api.dialects.registry import DIALECTS
 from foreword.api.http import bind
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.api.tenants import Tenant
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import BadRequest
-from foreword.process_config import Config, EngineConfig, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
 from foreword.router.replicas import Upstream

@@ -18,10 +18,12 @@ from test_router_faults import Scripted
 
 from foreword.api.http import bind
 from foreword.config import StoreConfig
+from foreword.configuration import Config
+from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import ConfigError
 from foreword.observability.tracing import Tracer
-from foreword.process_config import Config, EngineConfig, ServerConfig
+from foreword.process_config import ServerConfig
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineTraces
