@@ -225,8 +225,11 @@ class WholeDecode:
         return (out if last is not None else self._head(self._norm(out[:, list(rows)])))[0]
 
     def _angles(self, x: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, `[1, T, rotated]`."""
+        """Cosines and sines of positions, `[1, T, rotated]`. Raises ValueError for one behind the longest sequence: the kernels
+        would read behind the table."""
         end = max(positions) + 1
+        if end > self._max_model_len:
+            raise ValueError(f"position {end - 1} of sequences of at most {self._max_model_len} tokens")
         if not self._table or end > self._table[0].shape[1]:
             known = min(max(1 << (end - 1).bit_length(), _LEAST_ANGLES), self._max_model_len)
             with undivided():  # as in a step of the model's own code

@@ -45,9 +45,10 @@ def probe_bits(loaded: LoadedModel) -> bytes:
 
 
 def _alone(loaded: LoadedModel, block_size: int, lengths: Sequence[int]) -> _Trial:
-    """Random prompts of these lengths, each computed at once and alone."""
+    """Random prompts of these lengths, or as long as sequences may be, each computed at once and alone."""
     chance = random.Random(0)
-    prompts = [[chance.randrange(loaded.vocab_size) for _ in range(size)] for size in lengths]
+    sizes = [min(size, loaded.max_model_len) for size in lengths]
+    prompts = [[chance.randrange(loaded.vocab_size) for _ in range(size)] for size in sizes]
     trial = _Trial(loaded, block_size, prompts)
     for number in range(len(prompts)):
         trial.compute([number], lambda left: left)

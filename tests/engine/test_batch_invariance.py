@@ -55,6 +55,13 @@ def test_default(family: str, dtype: str, engine: Make) -> None:
     assert llm.info.inexact == ""
 
 
+@pytest.mark.parametrize("longest", [8, 100])
+def test_short_sequences(longest: int, engine: Make) -> None:
+    """The checks at start compute no position that sequences cannot have: behind the table of angles the kernels would read
+    memory of others."""
+    assert engine("llama", dtype="float32", max_model_len=longest, self_check=True).info.inexact == ""
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_experts_of_any_width(dtype: str, tmp_path: Path) -> None:
     """Experts whose rows are no multiple of 16 bytes, which PyTorch's grouped product refuses, are served, and with the bits of
