@@ -237,7 +237,7 @@ class PromptTokenizer:
         """
         context = list(before[-_CONTEXT:])
         if self._tokenizer is not None:
-            count, text = await self._work.run(len(tokens), _decode, self._tokenizer, context, list(tokens))
+            count, text = await self._work.run(len(tokens), whole_characters, self._tokenizer, context, list(tokens))
             return count, _checked(text, sent)
         problem = ReplicaFailed("no replica can detokenize its tokens")
         candidates = list(replicas)
@@ -393,11 +393,13 @@ def _tokenize_body(request: GenerateRequest, prompt: str | None) -> dict[str, An
     return body if request.add_generation_prompt else {**body, "add_generation_prompt": False}
 
 
-def _decode(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> tuple[int, str]:
+def whole_characters(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> tuple[int, str]:
     """`PromptTokenizer.text_of` by the router's own tokenizer."""
-    stream, text, count = tokenizer.stream(before), "", 0
-    for number, token in enumerate(tokens):
+    stream, text, whole = tokenizer.stream(before), "", (0, "")
+    for count, token in enumerate(tokens, 1):
         piece = stream.push(token)
-        if piece:
-            text, count = text + piece, number + 1
-    return count, text
+        text += piece
+        # vLLM repeats a prompt that ends in a broken character at the start of the answer.
+        if piece and not text.endswith("\ufffd"):
+            whole = (count, text)
+    return whole

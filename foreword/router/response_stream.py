@@ -288,7 +288,9 @@ class ResponseStream:
         """More text that the client gets, with these tokens."""
         self.text.append(text)
         self._length += len(text)
-        if ids and len(ids) == 1:  # nothing is held back; otherwise the text would be that of earlier tokens
+        # One token: nothing is held back; otherwise the text would be that of earlier tokens. Behind a broken character vLLM
+        # cannot continue: it would repeat the prompt.
+        if ids and len(ids) == 1 and not text.endswith("\ufffd"):
             self.settled = (len(self.tokens), self._length)
 
     def _forward(self, event: ServerSentEvent, chunk: AnswerChunk, choice: AnswerChoice) -> bytes | None:

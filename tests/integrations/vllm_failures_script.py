@@ -111,7 +111,8 @@ class Host:
 
     @property
     def degraded(self) -> str:
-        return self.scheduler.connector.degraded or self.state._KV_CONNECTOR_AGENT.degraded
+        worker = self.state._KV_CONNECTOR_AGENT  # None where its start has failed
+        return self.scheduler.connector.degraded or worker is None or worker.degraded
 
     def answers(self, prompts: list[list[int]]) -> list[list[int]]:
         from vllm import SamplingParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from vocabularies import KINDS as VOCABULARIES
 
-from foreword.router.prompts import MessageTokenizer
+from foreword.router.prompts import MessageTokenizer, whole_characters
 from foreword.tokens.tokenizer import Tokenizer as Foreword
 
 TEXT = ["the cat sat on the mat", "a dog and a cat", "no mat no cat", " two  spaces ", "<b> <bc> <c> [x] aa aaa"]
@@ -105,3 +107,18 @@ def test_the_cache_is_bounded() -> None:
         whole = made.render_chat(messages, add_generation_prompt=False)
         assert list(tokenized.tokens(text(made, messages))) == whole
         assert tokenized.held <= 2000
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+def test_responses_continue_behind_whole_characters(kind: str) -> None:
+    """Of a broken stream's tokens, as many are sent as a prompt as end in a whole character: a vLLM server repeats a prompt
+    that ends in a broken one."""
+    tokens, chance = Foreword(VOCABULARIES[kind]()), random.Random(11)
+    shortened = 0
+    for _ in range(300):
+        ids = [chance.randrange(tokens.vocab_size) for _ in range(chance.randrange(1, 12))]
+        count, text = whole_characters(tokens, ids[:2], ids[2:])
+        stream = tokens.stream(ids[:2])
+        assert text == "".join(map(stream.push, ids[2 : 2 + count])) and not text.endswith("\ufffd")
+        shortened += count < len(ids) - 2
+    assert shortened > 20
