@@ -41,7 +41,9 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(_MODULES[name])
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("foreword"):
+        # A part of the name of its own module: the product that has it is not installed.
+        absent = f"{_MODULES[name]}.".startswith(f"{error.name}.")
+        if error.name is None or (error.name.startswith("foreword") and not absent):
             raise
         needed = f"foreword.{name} needs {error.name}, which is not installed: pip install 'foreword[engine]'"
         raise ImportError(needed) from error

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from foreword import __version__
-from foreword.errors import ForewordError
+from foreword.errors import ConfigError, ForewordError
 
 app = typer.Typer(
     name="foreword",
@@ -24,14 +24,32 @@ app = typer.Typer(
     context_settings={"max_content_width": 120},
     pretty_exceptions_enable=False,
 )
-# Modules of `foreword.cli` with commands, in the order of `--help`. A package that is not installed lacks its own.
+# Modules of `foreword.cli` with commands, in the order of `--help`.
 _MODULES: Final = (
     *("serve", "route", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
     *("conform", "audit", "explain", "keys", "bill"),
 )
+# What installs those that may be missing; the others are in `lab`.
+_EXTRAS: Final = {"serve": "serve", "route": "route", "doctor": "serve"}
+
+
+def _register(module: str) -> None:
+    """Add a module's commands, or in their place what says how to install them."""
+    if importlib.util.find_spec(f"foreword.cli.{module}") is not None:
+        import_module(f"foreword.cli.{module}").register(app)
+        return
+    extra = _EXTRAS.get(module, "lab")
+
+    def missing() -> None:
+        raise ConfigError(f"this command is not installed: pip install 'foreword[{extra}]'")
+
+    missing.__doc__ = f"Not installed: pip install 'foreword[{extra}]'."
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    app.command(module, context_settings=settings, hidden=True)(missing)
+
+
 for _module in _MODULES:
-    if importlib.util.find_spec(f"foreword.cli.{_module}") is not None:
-        import_module(f"foreword.cli.{_module}").register(app)
+    _register(_module)
 
 
 def _print_version(wanted: bool) -> None:

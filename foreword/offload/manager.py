@@ -352,9 +352,11 @@ class OffloadManager:
                 self._staging.start_scatter(slots[low:high], blocks, group, mark=mark, lent=lent)
                 low, mark = high, None
         except BaseException:
-            if (begun := self._staging.scattered()) is not None:
-                begun.synchronize()
-            store_load.end_copy([])
+            try:
+                if (begun := self._staging.scattered()) is not None:
+                    begun.synchronize()
+            finally:
+                store_load.end_copy([])
             raise
         return self._staging.scattered()
 

@@ -217,4 +217,5 @@ def holds_store(folder: str) -> bool:
 def missing_library(error: ModuleNotFoundError, extra: str) -> StoreConfigError:
     """An error that says how to install what a store needs."""
     package = str(error.name).partition(".")[0]
+    package = "foreword-stores" if package == "foreword" else package
     return StoreConfigError(f"this store needs {package}: pip install 'foreword[{extra}]'")

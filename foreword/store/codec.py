@@ -86,8 +86,9 @@ def codec_named(name: str) -> Codec:
     try:
         module = import_module(f"foreword.store.codecs.{_MODULES[name]}")
     except ModuleNotFoundError as error:
+        package = "foreword-stores" if str(error.name).startswith("foreword") else error.name
         raise StoreConfigError(
-            f"The codec {name!r} needs {error.name}: pip install 'foreword[compression]'", param="codec"
+            f"The codec {name!r} needs {package}: pip install 'foreword[compression]'", param="codec"
         ) from error
     return cast("Codec", module.CODECS[name])
 

@@ -4,6 +4,7 @@ found, loaded and saved in the order of their chain."""
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from foreword.blocks.keys import Scope, chain_keys
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.blocks.salt import Salt
 from foreword.errors import StoreConfigError
+from foreword.newest import Newest
 from foreword.store.frame import RAW, Frame, Header, seal
 from foreword.store.sealing import KeyRing
 from foreword.store.tier import used_once
@@ -22,6 +24,7 @@ from foreword.store.urls import loss_of, open_store
 
 # Blocks per call of a store.
 BATCH_BLOCKS = 64
+_ROOTS = 4096
 
 
 class EngineStore:
@@ -66,6 +69,9 @@ class EngineStore:
             self.layout = replace(layout, loss=loss)
             self.store = open_store(urls, self.layout, keys=keys)
         self.saved_blocks = 0
+        # The roots of chains, by their first keys: of the newest, so that nothing that was computed before an erasure is saved.
+        self._roots: Newest[bytes, bytes] = Newest(_ROOTS)
+        self._lock = threading.Lock()
         self.lookups: Counter[LookupOutcome] = Counter()
 
     @property
@@ -76,7 +82,12 @@ class EngineStore:
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """The keys of the full blocks of these tokens."""
-        return chain_keys(self.root, tokens, self.layout.block_size)
+        root = self.root
+        found = chain_keys(root, tokens, self.layout.block_size)
+        if found and self._keys is not None:
+            with self._lock:
+                self._roots[found[0]] = root
+        return found
 
     def names(self, keys: Sequence[bytes]) -> list[bytes]:
         prefix = chain_prefix(self.layout.fingerprint, self.root)
@@ -103,10 +114,13 @@ class EngineStore:
 
     def save(self, keys: Sequence[bytes], low: int, rows: Sequence[memoryview], deadline: float) -> bool:
         """Save the blocks of a chain from block `low` on, one in each row with `HEADER_BYTES` to spare behind it. False, and
-        nothing is saved, if no time is left."""
+        nothing is saved, if no time is left, or if the tenant was forgotten since the keys were made."""
         if time.monotonic() >= deadline:
             return False
         root = self.root
+        with self._lock:
+            if keys and self._roots.get(keys[0], root) != root:
+                return False
         parents = (keys[number - 1] if number else root for number in range(low, low + len(rows)))
         frames = [
             self.seal(root, keys[number], parent, number, row)

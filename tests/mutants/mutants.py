@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         "keys: weights version trusted though KV was computed before it",
         "foreword/integrations/vllm/weights.py",
-        "if empty or (empty is None and not self._computed):",
+        "if empty or (empty is None and not self.computed):",
         "if True:",
         IDENTITY,
     ),

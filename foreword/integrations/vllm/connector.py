@@ -84,6 +84,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._loads, self._expected = Loads(), Expectations()
         self._divisible = False
         self._idle = False  # the workers have nothing to do for the step that runs
+        self._prefills = False  # it computes prompts
         self._quiet = False  # nor anything to report, or to forget from the steps before: only while it is not degraded
         self._stats_due = 0.0  # when the worker side's statistics are read again
         self._held: dict[str, int] = {}  # tokens that requests have before what is to be loaded
@@ -304,7 +305,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(lambda self, metadata: self._loads.begin_step(metadata))
     def _begin_step(self, metadata: ForewordConnectorMetadata) -> None:
-        self._idle = metadata.idle
+        self._idle, self._prefills = metadata.idle, bool(metadata.prefills)
         self._loads.begin_step(metadata)
         if self._worker_side is not None:
             self._worker_side.begin_step(metadata)
@@ -338,12 +339,12 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @quick
     def wait_for_save(self) -> None:
-        if not self._idle or self._connector_metadata.prefills:
-            self._save(self._metadata())
+        if not self._idle or self._prefills:
+            self._save()
 
     @hook(lambda *_: None)
-    def _save(self, metadata: ForewordConnectorMetadata) -> None:
-        self._worker.save(metadata)
+    def _save(self) -> None:
+        self._worker.save(self._metadata())
 
     def _metadata(self) -> ForewordConnectorMetadata:
         assert isinstance(self._connector_metadata, ForewordConnectorMetadata)

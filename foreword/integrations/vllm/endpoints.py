@@ -151,7 +151,11 @@ class KVLeases(FrameServer):
             slots = self._copy_slots.wait_for(len(some), time.monotonic() + _COPY_SECONDS)
             if slots is None:
                 return
-            self._staging.gather([block for *_, block in some], slots, save.group)
+            try:
+                self._staging.gather([block for *_, block in some], slots, save.group)
+            except BaseException:
+                self._copy_slots.give(slots)
+                raise
             with self._changed:
                 self._pending.update(name for name, *_ in some)
             self._copier.submit(self._store, some, slots)
@@ -274,9 +278,13 @@ class KVLeases(FrameServer):
                     one = leases[0].blocks[name]
                     leases[0].copying += 1
                     held.append(_LeasedBlock(number, one.block, one.header, leases[0]))
-        for event in {id(one.lease.computed): one.lease.computed for one in held}.values():
-            if event is not None:
-                event.synchronize()
+        try:
+            for event in {id(one.lease.computed): one.lease.computed for one in held}.values():
+                if event is not None:
+                    event.synchronize()
+        except BaseException:
+            self._release_held(held)
+            raise
         return held
 
     def _release_held(self, held: Sequence[HeldBlock]) -> None:

@@ -28,7 +28,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
+try:
+    import numpy as np
+except ModuleNotFoundError:  # the cache alone does not bring it: files are written one by one
+    np = None  # type: ignore[assignment]
 
 from foreword import compiled_code
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
@@ -124,8 +127,8 @@ class BlockFiles:
 
     def write_many(self, files: Iterable[tuple[Name, memoryview]], token: str, seconds: float) -> int:
         """Write files in one call, in order, as `write` does. Returns how many: the next one is left to `write`, which tells
-        what is wrong with it, or `seconds` have passed; 0 without compiled code."""
-        function = compiled_write()
+        what is wrong with it, or `seconds` have passed; 0 without compiled code or NumPy."""
+        function = None if np is None else compiled_write()
         if function is None:
             return 0
         names, frames = zip(*files, strict=True)
