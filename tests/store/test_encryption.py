@@ -17,6 +17,7 @@ import pytest
 from servers import RedisServer, S3Server
 
 from foreword.blocks.fair_share import tenant_of
+from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.salt import Salt, ungenerated, with_generation
 from foreword.config import EncryptionConfig, TransferConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
@@ -26,6 +27,7 @@ from foreword.store import data_keys, master_keys
 from foreword.store.base import FOREIGN, Store
 from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.disk.disk_store import DiskStore
+from foreword.store.engine_store import EngineStore
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
@@ -511,6 +513,26 @@ def test_a_receipt_names_the_keys(tmp_path: Path, stack: ExitStack) -> None:
     assert read(store, frames) == [None] * 3
     assert forget_tenant(store, salt, keys=keys).complete
     broken.close()
+
+
+def test_kv_from_before_an_erasure_is_not_saved(tmp_path: Path, stack: ExitStack) -> None:
+    """An engine that has named the blocks of a prompt, and saves them after the tenant's key was destroyed, saves nothing; what
+    it names from then on is saved."""
+    keys, salt = keys_in(stack, tmp_path), b"the salt of a tenant"
+    layout = Layout(b"model", 16, (LayerLayout(1, 16, 16),), "float32")
+    with closing(sealed(MemoryStore(1 << 20), keys)) as store:
+        engine = EngineStore(layout, store, salt, keys=KeyRing(data=keys))
+
+        def save(named: list[bytes]) -> bool:
+            rows = [memoryview(bytearray(layout.block_bytes + HEADER_BYTES)) for _ in named]
+            return engine.save(named, 0, rows, soon())
+
+        prompt = list(range(48))
+        assert save(engine.keys(prompt)) and engine.find(engine.keys(prompt), soon()) == 3
+        before = engine.keys(prompt)
+        keys.destroy(Salt(salt).digest[:12])
+        assert not save(before) and engine.find(engine.keys(prompt), soon()) == 0
+        assert save(engine.keys(prompt)) and engine.find(engine.keys(prompt), soon()) == 3
 
 
 # Master keys
