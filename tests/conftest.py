@@ -22,6 +22,8 @@ from hypothesis import settings
 
 # The CUDA kernels run in Triton's interpreter. Triton reads this when it is imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tests fork processes that use no gRPC: its handlers of a fork would stop threads of the parent, and crash in the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 # HTTP clients of tests trust one authority only: each that is made would read all of them, which takes longer than its
 # requests. None at all is an error for some. pip still needs them.
 if authorities := os.environ.pop("SSL_CERT_FILE", None):
