@@ -85,3 +85,21 @@ def test_files_named_in_the_architecture(page: str) -> None:
     package = [path.relative_to(ROOT).as_posix() + "/" * path.is_dir() for path in (ROOT / "foreword").rglob("*")]
     assert named
     assert not {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in package)}
+
+
+CHANGES = ["Before you upgrade", "Your stored KV", "Added", "Changed", "Fixed"]
+
+
+def test_form_of_the_changelog() -> None:
+    """The newest version's section has the five headings in their order, entries only, and says nothing twice."""
+    section = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
+    parts = [part.split("\n", 1) for part in section.split("\n### ")[1:]]
+    assert [title for title, _ in parts] == CHANGES
+    entries = []
+    for title, text in parts:
+        assert re.match(r"\n*- ", text), f"{title}: entries begin with a dash"
+        for line in text.splitlines():
+            assert not line or line.startswith(("- ", "  ")), f"{title}: no text between entries: {line}"
+        entries += [" ".join(entry.split()) for entry in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
+    sentences = [sentence.strip(" .*") for entry in entries for sentence in re.split(r"(?<=[.:;]) ", entry)]
+    assert not {said for said in sentences if len(said) > 25 and sentences.count(said) > 1}
