@@ -1,6 +1,7 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
-from the configuration's dataclasses, docs/benchmarks.md and dev/benchmarks.md from the files of docs/figures and dev/figures, in
-dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, and in README.md that of the engines, from docs/engines.json.
+from the configuration's dataclasses, docs/benchmarks.md and dev/benchmarks.md from the files of docs/figures and dev/figures,
+in dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, and in README.md that of
+the engines, from docs/engines.json.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date

@@ -24,7 +24,11 @@ PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [
         *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md")),
-        *(page for folder in ("docs", "dev", "packages", "examples", "deploy") for page in (ROOT / folder).rglob("*.md")),
+        *(
+            page
+            for folder in ("docs", "dev", "packages", "examples", "deploy")
+            for page in (ROOT / folder).rglob("*.md")
+        ),
     ]
 )
 _VOID = {"br", "hr", "img", "input", "meta", "link"}
