@@ -77,7 +77,7 @@ def test_empty() -> None:
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of a tenant, and the bytes of a tenant's and of all prefixes, have limits; a known name may be replaced, and what
+    """The names of a tenant, and the bytes of its prefixes and of all, have limits; a known name may be replaced, and what
     is removed makes room. Other tenants have their own."""
     monkeypatch.setattr("foreword.prefixes.book.TENANT_PREFIXES", 3)
     monkeypatch.setattr("foreword.prefixes.book.TENANT_BYTES", 20_000)
