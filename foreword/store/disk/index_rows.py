@@ -482,18 +482,6 @@ class IndexTransaction:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
 
 
-def read_pins(file: str, seconds: float) -> list[int]:
-    """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
-    with (
-        contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(file, timeout=seconds, isolation_level=None)) as connection,
-    ):
-        if connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
-            found = connection.execute("SELECT name FROM blocks WHERE pinned = 1").fetchall()
-            return [block_id(name) for (name,) in found if isinstance(name, bytes) and len(name) == NAME_BYTES]
-    return []
-
-
 def read_totals(connection: sqlite3.Connection) -> tuple[int, int, int, int]:
     """Blocks, their bytes, the bytes of pinned blocks, and the clock. Raises BrokenIndex."""
     row = connection.execute("SELECT blocks, bytes, pinned_bytes, clock FROM totals").fetchone()

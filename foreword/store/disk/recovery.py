@@ -15,6 +15,7 @@ from foreword.store.disk.index_rows import IndexTransaction
 from foreword.store.disk.locks import is_alive, remove_dead_lock
 from foreword.store.machine import boot_id
 
+PINS: Final = ".pins"  # end of the name of a file beside an index (kept_pins.py)
 _OLDEST_OF: Final = 4096
 
 
