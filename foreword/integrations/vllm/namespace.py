@@ -53,13 +53,13 @@ from foreword.store.tiered import TieredStore
 # vLLM shows INFO lines only of loggers below its own.
 log = logging.getLogger("vllm.foreword")
 
-LAID_OUT: Final = "blocks are laid out otherwise"
+_LAID_OUT: Final = "blocks are laid out otherwise"
 # Attributes of layouts in words, those that explain others first.
 _LAYOUT_WORDS: Final = {
-    "group": "KV cache groups, with the number of their layers",
-    "block_size": "tokens of a block",
-    "shard": "ranks",
-    "dtype": "dtype",
+    "group": "KV cache groups (layers; --disable-hybrid-kv-cache-manager has to be set everywhere or nowhere)",
+    "block_size": "tokens of a block (--block-size)",
+    "shard": "ranks (--tensor-parallel-size)",
+    "dtype": "dtype (--kv-cache-dtype)",
     "loss": "lossy codecs",
     "order": "packing",
     "layers": "layers, each with its KV heads and dimensions",
@@ -195,8 +195,8 @@ class Observations:
             for name, words in _LAYOUT_WORDS.items():
                 mine, theirs = self.layouts.get(name), other.layouts.get(name)
                 if mine != theirs and None not in (mine, theirs):
-                    return f"{LAID_OUT}: {words} are {mine}, {theirs} in the store"
-            return f"{LAID_OUT}: {first} is on one side only"
+                    return f"{_LAID_OUT}: {words} are {mine}, {theirs} in the store"
+            return f"{_LAID_OUT}: {first} is on one side only"
         differences = ((name, mine.difference(other.measured[name])) for name, mine in self.measured.items())
         return next((f"{name}: {why}" for name, why in differences if why), "")
 
@@ -495,11 +495,12 @@ def choose(store: TieredStore, base: bytes, mine: Observations) -> bytes:
         fresh = sha256(fresh + mine.values).digest()
     if reasons:
         # The nearest: another block size says nothing about why KV of this one is not found.
-        record, why = min(reasons, key=lambda one: one[1].startswith(LAID_OUT))
-        from foreword.integrations.vllm.setting_words import set_by
-
-        why += set_by(why)
-        log.warning("Foreword: KV in the stores that %s saved with these weights is not used: %s", record.vllm, why)
+        record, why = min(reasons, key=lambda one: one[1].startswith(_LAID_OUT))
+        log.warning(
+            "Foreword: KV in the stores that %s saved with these weights is not used: %s",
+            record.vllm,
+            why,
+        )
     if not complete:
         log.warning("Foreword: not every store answered at start; KV that it has is not used before the next start")
     _write(store, base, mine, fresh)

@@ -1,7 +1,6 @@
 """The files of a disk store.
 
     <folder>/index.sqlite                                  the index (index.py)
-    <folder>/index.sqlite.pins                             while it replaces another one: its pins (kept_pins.py)
     <folder>/<layout, 32 hex>/<root, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
     <folder>/<...>/<key>.<writer>                          the same while it is being written
     <folder>/records/a=/b~                                 the record a/b

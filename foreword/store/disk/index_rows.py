@@ -29,6 +29,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
+from urllib.parse import quote
 
 import xxhash
 
@@ -480,6 +481,18 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
+
+
+def read_pins(file: str, seconds: float) -> list[int]:
+    """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"file:{quote(file)}?mode=rw", seconds, 0, None, uri=True)) as connection,
+    ):
+        if connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
+            found = connection.execute("SELECT name FROM blocks WHERE pinned = 1").fetchall()
+            return [block_id(name) for (name,) in found if isinstance(name, bytes) and len(name) == NAME_BYTES]
+    return []
 
 
 def read_totals(connection: sqlite3.Connection) -> tuple[int, int, int, int]:
