@@ -80,8 +80,7 @@ class SessionBook:
 
     Args:
         most: sessions of one tenant.
-        most_noted: requests outside of sessions that are remembered of one tenant.
-        most_of_all: sessions and requests of all tenants. Each takes about 1 KiB.
+        most_noted: requests outside of sessions that are remembered of one tenant. most_of_all: both of all tenants, 1 KiB each.
         most_blocks: blocks of all sessions and requests. Those unused for longest are forgotten first.
     """
 

@@ -137,8 +137,7 @@ class PrefixBook:
         mine, size = [size for size, own in known if own], size_of(content, tokens)
         many = len(mine) >= TENANT_PREFIXES and not exists
         if many or size + sum(mine) > TENANT_BYTES or size + sum(size for size, _ in known) > MOST_BYTES:
-            text = f"no more named prefixes are kept: a tenant has {TENANT_PREFIXES:,} of {TENANT_BYTES >> 20} MiB; remove some"
-            raise PrefixBudgetExceeded(text, param="name")
+            raise PrefixBudgetExceeded("no more named prefixes are kept for this tenant; remove some", param="name")
 
     def commit(self, prefix: NamedPrefix, kept: KeptKV, *, salt: bytes) -> NamedPrefix:
         """Enter a computed prefix, whose KV is kept, instead of the version before it. Counts of use carry over if the version

@@ -57,8 +57,7 @@ class Registration:
         adopted: bool = False,
     ) -> None:
         self.prefix, self.tokens = prefix, prefix.tokens
-        self.salt = salt
-        self.kept = kept
+        self.salt, self.kept = salt, kept
         self.replace, self.adopted, self._service = replace, adopted, service
         self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
@@ -282,9 +281,7 @@ class AsyncPrefixes:
     """
 
     def __init__(self, service: PrefixService, compute: Compute, budget_bytes: int | None) -> None:
-        self.service = service
-        self.budget_bytes = budget_bytes
-        self._compute = compute
+        self.service, self.budget_bytes, self._compute = service, budget_bytes, compute
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
