@@ -57,8 +57,7 @@ class Registration:
         adopted: bool = False,
     ) -> None:
         self.prefix, self.tokens = prefix, prefix.tokens
-        self.salt, self.kept = salt, kept
-        self.replace, self.adopted, self._service = replace, adopted, service
+        self.salt, self.kept, self.replace, self.adopted, self._service = salt, kept, replace, adopted, service
         self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
 
