@@ -1,7 +1,7 @@
 """The search of the documentation's site finds the page that answers a user's question.
 
-The site is built, and its own search worker (mkdocs-material's, lunr) runs in a JavaScript engine over the index of the site, as
-in a browser. `make docs` runs this test over the site that it has built (FOREWORD_SITE).
+The site is built, and its own search worker (mkdocs-material's, lunr) runs in a JavaScript engine over the index of the site,
+as in a browser. `make docs` runs this test over the site that it has built (FOREWORD_SITE).
 """
 
 from __future__ import annotations
