@@ -198,12 +198,11 @@ class SessionBook:
                 self._enter(tenant, session)
                 return alone
             session.used = self._clock()
-            self._ended[tenant, name] = session
-            self._ended.move_to_end((tenant, name))
-            while (
-                len(self._ended) > self._most_noted or sum(one.blocks for one in self._ended.values()) > _ENDED_BLOCKS
-            ):
-                self._ended.popitem(last=False)
+            ended = self._ended
+            ended[tenant, name] = session
+            ended.move_to_end((tenant, name))
+            while len(ended) > self._most_noted or sum(one.blocks for one in ended.values()) > _ENDED_BLOCKS:
+                ended.popitem(last=False)
             return alone
 
     def follows(self, tenant: bytes) -> bool:
