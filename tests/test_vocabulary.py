@@ -106,3 +106,9 @@ def test_form_of_the_changelog() -> None:
         entries += [" ".join(entry.split()) for entry in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
     sentences = [sentence.strip(" .*") for entry in entries for sentence in re.split(r"(?<=[.:;]) ", entry)]
     assert not {said for said in sentences if len(said) > 25 and sentences.count(said) > 1}
+
+
+def test_words_of_users_pages() -> None:
+    """The pages for users can be read: what explains the code, and what was tried, is in dev/."""
+    words = sum(len(path.read_text(encoding="utf-8").split()) for path in (ROOT / "docs").rglob("*.md"))
+    assert words <= 90_000
