@@ -437,5 +437,20 @@ def environment_note(python: str) -> str:
     return done.stdout.strip() or "no versions found"
 
 
+def check_modules(python: str, modules: Sequence[str]) -> None:
+    """Raises ConfigError if an interpreter lacks one of these modules: no claim would start, one after the other."""
+    program = (
+        "import sys\nfrom importlib.util import find_spec\nfor name in sys.argv[1:]:\n"
+        "    try: found = find_spec(name)\n    except ImportError: found = None\n    if found is None: print(name)"
+    )
+    try:
+        command = [python, "-P", "-c", program, *modules]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except OSError as error:
+        raise ConfigError(f"cannot run {python}: {error.strerror}") from None
+    if missing := done.stdout.split():
+        raise ConfigError(f"{python} has no module {missing[0]}: install it there, or give its folder in PYTHONPATH")
+
+
 # A claim: notes in the evidence what processes of the session say to prompts that are drawn.
 Check = Callable[[Session, RandomPrompts, Evidence], None]

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from foreword.config import ALL_RIGHTS
 from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
 from foreword.transfer.protocol import Role, TransferEvent
+from foreword.transfer.transfer_config import ALL_RIGHTS
 from foreword.transfer.transfers import KVDestination, KVSource, TransferRegistry, TransferSide
 from foreword.transfer.wire_format import (
     ID_BYTES,

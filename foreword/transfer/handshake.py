@@ -29,11 +29,11 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.config import ALL_RIGHTS, SharedSecret
 from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
 from foreword.transfer.sockets import SocketStream
+from foreword.transfer.transfer_config import ALL_RIGHTS, SharedSecret
 from foreword.transfer.wire_format import (
     HEAD_BYTES,
     VERSION,

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
 from foreword.errors import (
     ConfigError,
     PeerRejected,
@@ -31,6 +30,7 @@ from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_opt
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address
+from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 

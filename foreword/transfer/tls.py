@@ -15,9 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import SocketStream
+from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.wire_format import Buffer
 
 _PIECE: Final = 256 << 10

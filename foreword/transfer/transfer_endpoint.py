@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.config import ALL_RIGHTS, SharedSecret, TransferConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
@@ -31,6 +31,7 @@ from foreword.transfer.protocol import State, Timings, TransferEvent
 from foreword.transfer.shm import remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, peer_is_local, tune
 from foreword.transfer.tls import TlsSettings
+from foreword.transfer.transfer_config import ALL_RIGHTS, SharedSecret, TransferConfig
 from foreword.transfer.transfers import TransferRegistry, TransferService, TransferSide
 from foreword.transfer.wire_format import OwnershipQuery, Reason
 

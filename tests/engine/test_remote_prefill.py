@@ -16,12 +16,12 @@ from patience import patient
 from tiny import prompt
 
 from foreword.blocks.salt import Salt
-from foreword.config import TransferConfig
 from foreword.disaggregation import request_messages as wire
 from foreword.engine.request import SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.tokens.structured_output import StructuredOutput
+from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import Reason

@@ -24,7 +24,7 @@ import torch
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
-from foreword.config import TransferConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.errors import StoreError
 from foreword.integrations.vllm.producers import KVProducers, LeaseReader
 from foreword.integrations.vllm.rank_stores import NAMES_PREFIX, rank_address
@@ -38,7 +38,9 @@ from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.wrappers import StoreWrapper
 from foreword.transfer.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
+from foreword.transfer.name_table import NameTable
 from foreword.transfer.sockets import Address, parse_address
+from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, Reason
@@ -316,7 +318,12 @@ def share_names(store: Store) -> str:
     """Where other processes read the names of a memory tier's blocks; "" if they cannot."""
     while isinstance(store, StoreWrapper):
         store = store.inner
-    return store.share_names() if isinstance(store, MemoryStore) else ""
+    with contextlib.suppress(OSError, AttributeError):  # a system without such memory
+        table = NameTable()
+        if isinstance(store, MemoryStore):
+            store.share_names(table)
+            return table.path
+    return ""
 
 
 class LookupEndpoint:

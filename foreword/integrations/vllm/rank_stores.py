@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Name, Store
-from foreword.store.memory.name_table import NamesElsewhere
 from foreword.store.tier_counters import Rate
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
 from foreword.store.wrappers import ReadOnlyStore, StoreKeys
+from foreword.transfer.name_table import NamesElsewhere
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
+from foreword.transfer.transfer_config import TransferConfig
 
 # For connections that carry lookups only: no payload, so the smallest ring.
 # Of the tables of names in a worker's folder.

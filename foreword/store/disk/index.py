@@ -235,7 +235,7 @@ class DiskIndex:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
                 if removing:
-                    self.known.removed_nothing()
+                    self.known.removing(False)
                 raise
 
     def _note_version(self, connection: sqlite3.Connection) -> None:

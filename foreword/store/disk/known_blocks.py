@@ -2,21 +2,17 @@
 index.
 
 Several processes change the index. Each says so on a board, a small file in the folder, after the transaction and before its
-caller learns of it. So a process knows whether its memory of the index is complete: no other one has added blocks since it last
-read the index. The board has a log of each process's last changes, with which the others follow it: the scheduler of an engine
-knows what its worker, in another process, has written, and reads no index for that. What it cannot follow so it reads in the
-index. Until then a block that it does not know is *not known*, and the index is asked; in the same way a block that it knows is
-not known to be there once another process has removed any that it has not followed.
+caller learns of it, and keeps a log there of its last changes, by which the others follow it without reading the index. A block
+that is not known to a process counts as *not known*, and not as absent, while others have added some that it has not followed,
+and one that is known counts as there only while it has followed all removals.
 
-The board works among the processes of a host. So does the index in the mode that this is for: SQLite's write-ahead log.
-
-Two processes may change the index between two looks of a third, which sees their logs, and not in which order they committed.
-Each says on the board that it is about to remove blocks before it commits that, so
+Logs do not tell the order in which two processes have committed. Each announces that it is about to remove blocks:
 
     removal announced < removal committed < removal in the log,     addition committed < addition in the log
 
-and a reader that saw no announcement when it last looked knows that what it had added by then is older than the removal. All
-else counts as present if it was added since, or as not known. So a block that is present never counts as absent.
+so what was known when nothing was announced is older than the removal. Else a block that was removed is *unsure*: not known.
+
+The board works among the processes of a host. So does the index in the mode that this is for: SQLite's write-ahead log.
 """
 
 from __future__ import annotations
@@ -27,8 +23,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from foreword.errors import StoreError
@@ -113,18 +108,13 @@ class ChangeBoard:
         if removed:
             self._set(1, self._value)
 
-    def removing(self) -> None:
-        """Say that this process is about to commit a transaction that removes blocks."""
+    def removing(self, about: bool) -> None:
+        """Say that this process is about to commit a transaction that removes blocks, or that it has failed."""
         if self._entry == _ENTRIES - 1:
             self._write(_PAGE + self._entry * _ENTRY, os.urandom(_ENTRY))
             return
         self._begin()
-        self._set(1, self._value | _ABOUT_TO_REMOVE)
-
-    def removed_nothing(self) -> None:
-        """Take back what `removing` has said."""
-        if self._entry < _ENTRIES - 1 and self._value:
-            self._set(1, self._value)
+        self._set(1, self._value | _ABOUT_TO_REMOVE * about)
 
     def _begin(self) -> None:
         """Take a number for the entry, before the first change."""
@@ -190,57 +180,8 @@ class ChangeBoard:
 _Pages = tuple[bytes, bytes]  # of a board: who has added blocks, and who has removed some
 
 
-@dataclass(slots=True)
-class _Followed:
-    """What the logs of other processes say of the time between two looks at the board.
-
-    Attributes:
-        pages: the board as far as the logs say all that has changed on it. `complete`: that is all of it.
-        added, removed: ids, each by the last change in the log of a process.
-        unsure: ids that were removed, perhaps before others have added them again.
-    """
-
-    pages: _Pages
-    complete: bool = True
-    added: set[int] = field(default_factory=set)
-    removed: set[int] = field(default_factory=set)
-    unsure: set[int] = field(default_factory=set)
-
-
-def _is_settled(pages: _Pages) -> bool:
-    """Whether no process is about to remove blocks, of those that say so."""
-    return not any(_is_about_to_remove(*entry) for entry in zip(*map(_PAGES.unpack, pages), strict=True))
-
-
 def _is_about_to_remove(added: int, removed: int) -> bool:
     return added >> _OWNER_SHIFT == removed >> _OWNER_SHIFT and bool(removed & _ABOUT_TO_REMOVE)
-
-
-def _follow(board: ChangeBoard, before: _Pages, now: _Pages) -> _Followed:
-    """Read the logs of the processes whose entries have changed."""
-    old, new = [[list(_PAGES.unpack(page)) for page in pages] for pages in (before, now)]
-    found = _Followed(before)
-    for entry in range(_ENTRIES):
-        added, removed = new[0][entry], new[1][entry]
-        same_owner = removed >> _OWNER_SHIFT == added >> _OWNER_SHIFT
-        removes = _is_about_to_remove(added, removed)
-        if (old[0][entry], old[1][entry]) == (added, removed):
-            continue
-        logged = None if entry == _ENTRIES - 1 else board.changes_of(entry, old[0][entry], added)
-        if logged is None:
-            found.complete = False
-            continue
-        announced = _is_about_to_remove(added, old[1][entry])
-        last = {change & ~_REMOVED: change >= _REMOVED for change in logged}
-        gone = {one for one, is_gone in last.items() if is_gone}
-        (found.unsure if announced else found.removed).update(gone)
-        found.added.update(last.keys() - gone)
-        old[0][entry] = added
-        if removes or (same_owner and removed & _COUNT <= added & _COUNT):
-            old[1][entry] = removed
-        found.complete &= old[1][entry] == removed
-    found.pages = _PAGES.pack(*old[0]), _PAGES.pack(*old[1])
-    return found
 
 
 class KnownBlocks:
@@ -254,9 +195,9 @@ class KnownBlocks:
         self._board = board
         self._most = most
         self._lock = threading.Lock()
-        # What others have added while this process commits a removal, which may be older; None: it does not.
-        self._meanwhile: set[int] | None = None
-        self._removals = 0  # that this process has begun
+        self._removing = False  # a transaction of this process that removes blocks is about to be committed
+        self._removals = 0
+        self._wrote = False  # this process has added blocks since it last followed the others
         self._start_over(usable=False)
 
     def _start_over(self, *, usable: bool) -> None:
@@ -269,8 +210,6 @@ class KnownBlocks:
         )
         self._loaded_at = 0.0
         self._unsure: set[int] = set()  # removed by another process, perhaps before it was added again
-        # What this process has added since it last followed the others; None: more than are noted.
-        self._own: set[int] | None = set()
 
     def forget(self, *, opened: bool = False) -> None:
         """Know nothing. `opened`: the index has just been opened, and may be read."""
@@ -294,76 +233,73 @@ class KnownBlocks:
         return [None if one in unsure else known for one, known in zip(ids, told, strict=True)] if unsure else told
 
     def _catch_up(self) -> tuple[_Pages | None, _Pages | None]:
-        """Follow the other processes by their logs. Returns the board now, and to which one they were followed."""
+        """Follow the other processes by their logs. Returns the board now, and the one to which they were followed."""
         with self._lock:
-            seen, own = self._seen, self._own
-            self._own = set()  # what is added from here on may be newer than what the next call follows, too
+            seen, wrote, removals = self._seen, self._wrote, self._removals
+            self._wrote = False
         now = self._board.others()
-        found = _follow(self._board, seen, now) if seen is not None and now is not None else None
+        if seen is None or now is None or self._removing:
+            self._wrote |= wrote
+            return now, self._seen
+        (before, after), complete = ([list(map(_PAGES.unpack, pages)) for pages in (seen, now)]), True
+        pages = [list(page) for page in before]
+        came, gone, unsure = set[int](), set[int](), set[int]()
+        for entry, (added, removed) in enumerate(zip(*after, strict=True)):
+            old = before[0][entry], before[1][entry]
+            logged = self._board.changes_of(entry, old[0], added) if old != (added, removed) else []
+            if logged is None:
+                complete = False
+                continue
+            last = {change & ~_REMOVED: change >= _REMOVED for change in logged}
+            came.update(one for one, is_gone in last.items() if not is_gone)
+            (unsure if _is_about_to_remove(added, old[1]) else gone).update(
+                one for one, is_gone in last.items() if is_gone
+            )
+            pages[0][entry] = added
+            logs_all = added >> _OWNER_SHIFT == removed >> _OWNER_SHIFT and removed & _COUNT <= added & _COUNT
+            pages[1][entry] = removed if logs_all else old[1]
+            complete &= pages[1][entry] == removed
         with self._lock:
-            if found is None or not found.complete or self._seen is not seen or not self._ids:
-                self._note_own(own)
-            if found is None or self._seen is not seen or not self._ids:
-                return now, self._seen
-            own_since = set[int]() if own is None or self._own is None else own | self._own
-            kept = found.added | own_since
-            removed, unsure = found.removed - kept, found.unsure - kept
-            if own is None or self._own is None:
-                removed, unsure = set(), unsure | removed
-            for one in removed | unsure:
-                shard = self._ids[one % _SHARDS]
-                if one in unsure and one in shard:
-                    self._unsure.add(one)
-                shard.discard(one)
-            self._unsure -= removed
-            self._note_added(found.added)
-            if self._ids:
-                self._seen = found.pages
+            wrote |= self._wrote
+            applies = self._seen is seen and self._removals == removals and bool(self._ids)
+            self._wrote |= wrote and not (complete and applies)
+            if applies:
+                removed = {one for one in gone - came if one in self._ids[one % _SHARDS]}
+                self._remove(() if wrote else removed)
+                self._note_added(came)
+                self._unsure |= ((unsure | removed) if wrote else unsure) - came
+                self._seen = (_PAGES.pack(*pages[0]), _PAGES.pack(*pages[1])) if self._ids else None
             return now, self._seen
 
-    def removing(self) -> None:
-        """This process is about to commit a transaction that removes blocks. Others must not find a row id that is used again
-        before they know of that."""
+    def removing(self, about: bool = True) -> None:
+        """This process is about to commit a transaction that removes blocks, or that has failed. Others must not find a row id
+        that is used again before they know of that."""
         with self._lock:
-            self._meanwhile = set()
+            self._removing = about
             self._removals += 1
-        self._board.removing()
-
-    def removed_nothing(self) -> None:
-        """The transaction has failed."""
-        with self._lock:
-            self._meanwhile = None
-        self._board.removed_nothing()
+        self._board.removing(about)
 
     def committed(self, added: Iterable[int], removed: Iterable[int], last: int) -> None:
         """This process has committed a transaction; `last`: the largest row id. Called in the order of the transactions."""
         new, gone = list(added), list(removed)
         with self._lock:
-            newer, self._meanwhile = self._meanwhile or set(), None
+            self._removing = False
+            self._wrote |= bool(new)
             if self._ids:
-                for one in gone:
-                    if one not in newer:
-                        self._ids[one % _SHARDS].discard(one)
-                        self._unsure.discard(one)
+                self._remove(gone)
                 self._note_added(new)
-                self._note_own(new)
             if gone and last < self._last:  # another process may use these row ids again
                 self._last, self._seen = last, None
         self._board.announce(new, gone)
 
-    def _note_own(self, added: Iterable[int] | None) -> None:
-        if self._own is not None and added is not None:
-            self._own.update(added)
-        if added is None or (self._own is not None and len(self._own) > _LOGGED):
-            self._own = None
+    def _remove(self, ids: Collection[int]) -> None:
+        for one in ids:
+            self._ids[one % _SHARDS].discard(one)
+        self._unsure.difference_update(ids)
 
-    def _note_added(self, ids: Iterable[int]) -> None:
-        """Blocks that another process or this one has added."""
-        new = set(ids)
-        self._unsure -= new
-        if self._meanwhile is not None:
-            self._meanwhile |= new
-        self._add(new)
+    def _note_added(self, ids: Collection[int]) -> None:
+        self._unsure.difference_update(ids)
+        self._add(ids)
 
     def _add(self, ids: Iterable[int]) -> None:
         for one in ids:
@@ -387,11 +323,12 @@ class KnownBlocks:
         """Read what others have added, for as long as that may take: the whole index the first time and, twice a minute at
         most, after others have removed blocks, or were about to when the reading began: then rows that were read may have been
         used again. Nothing where the logs say it all. Never raises."""
-        now, before = self._catch_up()
         removals = self._removals
-        if now is None or now == before or not self._ids or self._meanwhile is not None:
+        now, before = self._catch_up()
+        if now is None or now == before or not self._ids or self._removing:
             return
-        if self._began is not None and (now[1] != self._began[1] or not _is_settled(self._began)):
+        about = self._began is not None and any(map(_is_about_to_remove, *map(_PAGES.unpack, self._began)))
+        if self._began is not None and (now[1] != self._began[1] or about):
             if time.monotonic() - self._loaded_at < _RELOAD_SECONDS:
                 return
             self.forget(opened=True)
@@ -400,22 +337,24 @@ class KnownBlocks:
             self._began = self._began or now
             self._loaded_at = self._loaded_at or time.monotonic()
         with contextlib.suppress(StoreError):
-            while self._read_some(rows_after):
+            while self._read_some(rows_after, removals):
                 if time.monotonic() >= until:
                     return
             with self._lock:
-                # Else they were followed meanwhile, or row ids that were read may have been used again.
-                if self._seen is before and self._removals == removals:
+                if (
+                    self._seen is before and self._removals == removals
+                ):  # else they were followed meanwhile, or see `_read_some`
                     self._seen = now if self._ids else None
 
-    def _read_some(self, rows_after: RowsAfter) -> bool:
-        """Read some rows. False after the last ones."""
+    def _read_some(self, rows_after: RowsAfter, removals: int) -> bool:
+        """Read some rows. False after the last ones, or if this process has removed some meanwhile: others may have used their
+        row ids again."""
         last = self._last
         rows = rows_after(last, _ROWS)
         with self._lock:
-            if not self._ids:
+            if not self._ids or self._removals != removals:
                 return False
-            self._note_added(one for _, one in rows)
+            self._note_added([one for _, one in rows])
             if rows and self._last == last:
                 self._last = rows[-1][0]
         return len(rows) == _ROWS and bool(self._ids)

@@ -17,6 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
@@ -25,11 +26,20 @@ from foreword.store.background import CORES, PagePopulator
 from foreword.store.base import BAD, FAILED, MISSING, Loan, Name, StoredBlock, StoreStatus, time_left
 from foreword.store.chain_lru import ChainLru
 from foreword.store.frame import Frame
-from foreword.store.memory.name_table import NameTable
 from foreword.store.wrappers import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
+
+
+class SharedNames(Protocol):
+    """Names that other processes read (`transfer/name_table.py`). Calls come under the store's lock: `start` once there are
+    slots, `add` before a block is found."""
+
+    def start(self, slots: int, names: Sequence[Name]) -> None: ...
+    def add(self, name: Name) -> None: ...
+    def discard(self, name: Name) -> None: ...
+    def close(self) -> None: ...
 
 
 class SlotTable:
@@ -53,7 +63,7 @@ class SlotTable:
             count, tenant_of, None if quota is None or not slot_bytes else max(quota // slot_bytes, 1)
         )
         self.writing: set[int] = set()
-        self.names: NameTable | None = None
+        self.names: SharedNames | None = None
         self.bytes = 0
         self.pinned_bytes = 0
         self._pins = 0
@@ -283,7 +293,7 @@ class MemoryStore(LocalRecords):
         self._arena: MemoryArena | None = MemoryArena(size)
         # No slots before the first put, unless `slot_bytes` is given.
         self._slots = SlotTable(size, slot_bytes or 0, self._quota)
-        self._names: NameTable | None = None
+        self._names: SharedNames | None = None
         self._evictions = 0
         self._refused = 0
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
@@ -404,22 +414,16 @@ class MemoryStore(LocalRecords):
             yield from blocks
             start += _SCAN_SLOTS
 
-    def share_names(self) -> str:
-        """Keep the names of the blocks where other processes of this host read them (`NamesElsewhere`). Returns the path; "" if
-        the system cannot do that."""
+    def share_names(self, names: SharedNames) -> None:
+        """Keep the names of the blocks in a table, too, which other processes read."""
         with self._lock:
-            if self._names is None:
-                try:
-                    self._names = NameTable()
-                except (OSError, AttributeError):
-                    return ""
-                self._start_names()
-            return self._names.path
+            self._names = names
+            self._start_names()
 
     def _start_names(self) -> None:
         slots = self._slots
         if self._names is not None and slots.chains.slots:
-            published = (name for slot, name in slots.chains.blocks(0, slots.chains.slots) if slot not in slots.writing)
+            published = [name for slot, name in slots.chains.blocks(0, slots.chains.slots) if slot not in slots.writing]
             self._names.start(slots.chains.slots, published)
             slots.names = self._names
 

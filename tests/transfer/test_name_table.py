@@ -14,7 +14,7 @@ from foreword.conformance import soon
 from foreword.conformance.frames import make_frames, names_of, present
 from foreword.store.frame import Frame
 from foreword.store.memory.memory_store import MemoryStore
-from foreword.store.memory.name_table import NamesElsewhere, NameTable
+from foreword.transfer.name_table import NamesElsewhere, NameTable
 
 CHAINS = 12
 
@@ -30,14 +30,19 @@ def store() -> Iterator[MemoryStore]:
     made.close()
 
 
+def shared(store: MemoryStore) -> NamesElsewhere:
+    table = NameTable()
+    store.share_names(table)
+    return NamesElsewhere(table.path)
+
+
 @pytest.mark.parametrize("shared_first", [True, False])
 def test_the_table_has_the_blocks_of_the_store(store: MemoryStore, shared_first: bool) -> None:
     """Whether the names are shared before the first block or later: of what a store takes, evicts and deletes, another process
     knows each block that is there, and none besides. After the end it knows nothing."""
     if not shared_first:
         store.put(chain(0), deadline=soon())
-    names = NamesElsewhere(store.share_names())
-    assert store.share_names() == store.share_names()
+    names = shared(store)
     assert names.known(names_of(chain(0))) == [not shared_first] * 6
     draw = random.Random(5)
     for step in range(200):
@@ -54,11 +59,12 @@ def test_the_table_has_the_blocks_of_the_store(store: MemoryStore, shared_first:
 
 def test_a_child_reads_it(store: MemoryStore) -> None:
     """Another process reads the table of this one while it changes."""
-    path = store.share_names()
+    table = NameTable()
+    store.share_names(table)
     store.put(chain(1), deadline=soon())
 
     def look() -> None:
-        names = NamesElsewhere(path)
+        names = NamesElsewhere(table.path)
         assert names.known(names_of(chain(1))) == [True] * 6 and names.known(names_of(chain(2))) == [False] * 6
 
     assert in_child(look) == 0
@@ -88,7 +94,7 @@ def test_no_table(tmp_path: Path) -> None:
 def test_names_while_threads_write() -> None:
     """While threads put blocks, each is known from when its put returns."""
     store = MemoryStore(1 << 24)
-    names, done = NamesElsewhere(store.share_names()), list[int]()
+    names, done = shared(store), list[int]()
     writers = [
         threading.Thread(
             target=lambda part=part: [  # type: ignore[misc]

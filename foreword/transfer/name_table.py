@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import xxhash
@@ -37,7 +37,7 @@ def _id_of(name: Name) -> int:
 
 
 class NameTable:
-    """The table of a store that this process has. Calls are made under the store's lock.
+    """The table of a store that this process has (`memory_store.SharedNames`).
 
     Raises OSError where the system has no memory that processes share by a file descriptor.
 
@@ -54,7 +54,7 @@ class NameTable:
         self._cells[0] = _MAGIC
         self._buckets = 0
 
-    def start(self, slots: int, names: Iterable[Name] = ()) -> None:
+    def start(self, slots: int, names: Sequence[Name] = ()) -> None:
         """Make room for so many blocks, once: until now the store could have none."""
         buckets = -(-slots // _BLOCKS_PER_BUCKET)
         size = _HEADER + buckets * _CELLS * _CELL
