@@ -146,9 +146,10 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet tests/test_structure.py tests/test_vocabulary.py tests/test_reference_pages.py
 
-# The documentation as a site in dist/site. A broken link is an error.
+# The documentation as a site in dist/site. A broken link is an error, and so is a question of users that its search does not find.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	FOREWORD_SITE=dist/site $(BIN)/python -m pytest --quiet tests/test_site.py tests/test_rendered_pages.py
 
 check: lint test
 

@@ -93,7 +93,9 @@ CHANGES = ["Before you upgrade", "Your stored KV", "Added", "Changed", "Fixed"]
 def test_form_of_the_changelog() -> None:
     """The newest version's section has the five headings in their order, entries only, and says nothing twice."""
     section = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## ")[1]
-    parts = [part.split("\n", 1) for part in section.split("\n### ")[1:]]
+    before, *texts = section.split("\n### ")
+    assert not before.partition("\n")[2].strip(), "what stands above the headings belongs under one of them"
+    parts = [text.split("\n", 1) for text in texts]
     assert [title for title, _ in parts] == CHANGES
     entries = []
     for title, text in parts:
