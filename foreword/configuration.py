@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from foreword.config import EncryptionConfig, StoreConfig
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.process_config import RouterConfig, ServerConfig
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 
 @dataclass(frozen=True, slots=True)

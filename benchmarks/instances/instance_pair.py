@@ -13,7 +13,7 @@ from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, TransferError
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 
 @dataclass

@@ -40,7 +40,7 @@ from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 from foreword.transfer.peer import opener
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 TOTAL, BATCH = 64 << 20, 8 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)

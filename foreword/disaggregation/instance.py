@@ -25,10 +25,10 @@ from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest, ForewordError
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer.link import Payload
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, KVPart, Reason
+from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from foreword.disaggregation.block_server import BlockServer

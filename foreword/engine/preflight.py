@@ -25,7 +25,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 _PACKAGES = ("torch", "transformers")
 _DRIVER = "libcuda.so.1"

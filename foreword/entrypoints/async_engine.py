@@ -42,7 +42,7 @@ from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.tokens.tokenizer import Tokenizer
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

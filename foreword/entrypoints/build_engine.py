@@ -56,7 +56,7 @@ from foreword.store.urls import loss_of, open_store, parse
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.tokens.token_logprob import TokenLogprob
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 Prompt = str | Sequence[int]
 

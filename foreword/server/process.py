@@ -33,7 +33,7 @@ from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineRecorder, EngineTraces
 from foreword.tasks import background
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

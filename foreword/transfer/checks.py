@@ -13,7 +13,7 @@ from foreword.store.urls import check_stores
 from foreword.transfer.peer import settings_of
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.tls import TlsSettings, check_encrypted
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 
 def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> None:

@@ -17,7 +17,6 @@ from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
 from foreword.transfer.link import Received
 from foreword.transfer.protocol import Role, TransferEvent
-from foreword.transfer.transfer_config import ALL_RIGHTS
 from foreword.transfer.transfers import KVDestination, KVSource, TransferRegistry, TransferSide
 from foreword.transfer.wire_format import (
     ID_BYTES,
@@ -40,6 +39,7 @@ from foreword.transfer.wire_format import (
     TransferMessage,
     join_keys,
 )
+from foreword.transfer_config import ALL_RIGHTS
 
 MISSED_HEARTBEATS: Final = 5
 _MOST_UNSENT: Final = 8192

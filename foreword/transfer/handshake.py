@@ -33,7 +33,6 @@ from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, Transfe
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
 from foreword.transfer.sockets import SocketStream
-from foreword.transfer.transfer_config import ALL_RIGHTS, SharedSecret
 from foreword.transfer.wire_format import (
     HEAD_BYTES,
     VERSION,
@@ -46,6 +45,7 @@ from foreword.transfer.wire_format import (
     encode,
     read_head,
 )
+from foreword.transfer_config import ALL_RIGHTS, SharedSecret
 
 _MAGIC: Final = b"FWTH"
 _OPENING: Final = struct.Struct("<4sHBB4x32s")

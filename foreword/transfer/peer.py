@@ -30,9 +30,9 @@ from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_opt
 from foreword.store.wrappers import ReadOnlyStore
 from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
+from foreword.transfer_config import TransferConfig
 
 log = logging.getLogger("foreword.transfer")
 Result = TypeVar("Result")

@@ -18,8 +18,8 @@ from typing import Final, cast
 from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import SocketStream
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.wire_format import Buffer
+from foreword.transfer_config import TransferConfig
 
 _PIECE: Final = 256 << 10
 # A stranger has no more than this: it grows for a peer that fills it.

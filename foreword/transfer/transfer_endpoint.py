@@ -31,9 +31,9 @@ from foreword.transfer.protocol import State, Timings, TransferEvent
 from foreword.transfer.shm import remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, peer_is_local, tune
 from foreword.transfer.tls import TlsSettings
-from foreword.transfer.transfer_config import ALL_RIGHTS, SharedSecret, TransferConfig
 from foreword.transfer.transfers import TransferRegistry, TransferService, TransferSide
 from foreword.transfer.wire_format import OwnershipQuery, Reason
+from foreword.transfer_config import ALL_RIGHTS, SharedSecret, TransferConfig
 
 _LIMIT: Final = 256
 _LIMIT_PER_ADDRESS: Final = 64

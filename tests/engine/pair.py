@@ -17,7 +17,7 @@ from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.events import Event, StepFinished, TransferEnded
 from foreword.tokens.token_logprob import TokenLogprob
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 PATIENCE = 60.0
 PATIENT = {

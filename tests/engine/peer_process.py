@@ -79,7 +79,7 @@ def main() -> None:
     from foreword.config import StoreConfig
     from foreword.engine_config import EngineConfig
     from foreword.entrypoints.async_engine import AsyncEngine
-    from foreword.transfer.transfer_config import TransferConfig
+    from foreword.transfer_config import TransferConfig
 
     torch.set_num_threads(1)
     told = json.loads(sys.argv[1])

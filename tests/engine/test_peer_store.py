@@ -34,8 +34,8 @@ from foreword.entrypoints.llm import LLM
 from foreword.events import BlocksRemoved, BlocksStored
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.store.frame import HEADER_BYTES, check, read_header
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
+from foreword.transfer_config import TransferConfig
 
 Make = Callable[..., LLM]
 Find = Callable[[str], Reference]

@@ -21,10 +21,10 @@ from foreword.engine.request import SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.tokens.structured_output import StructuredOutput
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import Reason
+from foreword.transfer_config import TransferConfig
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)

@@ -12,7 +12,7 @@ from foreword.configuration import Config
 from foreword.errors import BadRequest, ConfigError, Forbidden
 from foreword.process_config import ServerConfig
 from foreword.server.peers import Peers
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 OPEN = ("127.0.0.1:9100", "127.8.9.1:1", "localhost:9100", "[::1]:9100", "[::ffff:127.0.0.1]:9100")
 

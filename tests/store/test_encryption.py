@@ -35,7 +35,7 @@ from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 from foreword.transfer.checks import check_stores_and_peers
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 OLD, NEW = f"old:{'11' * 32}", f"new:{'22' * 32}"
 FRAMES = make_frames(1, 12, 3000)

@@ -20,7 +20,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
-from foreword.transfer.transfer_config import SharedSecret, TransferConfig
+from foreword.transfer_config import SharedSecret, TransferConfig
 
 SECRET = "QuietPlease"
 # Its halves too: a password that is not percent-encoded is split at the delimiters of a URL.

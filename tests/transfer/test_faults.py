@@ -20,10 +20,10 @@ from foreword.errors import ConfigError, PeerRejected, TransferError
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
 from foreword.transfer.protocol import State, TransferOutcome
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService
 from foreword.transfer.wire_format import Reason
+from foreword.transfer_config import TransferConfig
 
 SECRET = "a shared secret of the tests"
 

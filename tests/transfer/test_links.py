@@ -17,8 +17,8 @@ from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, ReceiveBuffers, TcpLink
 from foreword.transfer.shm import FOLDER, OwnSegment, ReleaseOrder, RingAllocator, open_peers, remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, tune
-from foreword.transfer.transfer_config import SharedSecret
 from foreword.transfer.wire_format import Heartbeat, KVPart, encode
+from foreword.transfer_config import SharedSecret
 
 RING = 1 << 20
 

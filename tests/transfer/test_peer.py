@@ -24,9 +24,9 @@ from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach
 from foreword.store.urls import open_store, parse
 from foreword.transfer.peer import PeerStore, opener
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.wire_format import Buffer
+from foreword.transfer_config import TransferConfig
 
 SECRET = "a shared secret of the tests"
 

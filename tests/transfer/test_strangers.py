@@ -19,10 +19,10 @@ from foreword.errors import BadMessage, TransferError, TransferTimeout
 from foreword.transfer import fetch, handshake
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.sockets import SocketStream, tune
-from foreword.transfer.transfer_config import SharedSecret
 from foreword.transfer.transfer_endpoint import PendingConnections, TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import NO_TRANSFER, Get, Heartbeat, KVPart, Locate, encode, join_keys
+from foreword.transfer_config import SharedSecret
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from foreword.store.sealing import KeyRing
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import check_encrypted
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 

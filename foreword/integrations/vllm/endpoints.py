@@ -40,10 +40,10 @@ from foreword.store.wrappers import StoreWrapper
 from foreword.transfer.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
 from foreword.transfer.name_table import NameTable
 from foreword.transfer.sockets import Address, parse_address
-from foreword.transfer.transfer_config import TransferConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, Reason
+from foreword.transfer_config import TransferConfig
 
 _FOLDER_PREFIX = "foreword-vllm-"
 _LONGEST_FOLDER = 80

@@ -36,7 +36,7 @@ from foreword.integrations.vllm.step_messages import (
     KVProducer,
     LeaseRevocation,
 )
-from foreword.transfer.transfer_config import ALL_RIGHTS
+from foreword.transfer_config import ALL_RIGHTS
 
 logger = logging.getLogger(__name__)
 

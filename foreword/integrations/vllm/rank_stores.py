@@ -24,7 +24,7 @@ from foreword.store.wrappers import ReadOnlyStore, StoreKeys
 from foreword.transfer.name_table import NamesElsewhere
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 # For connections that carry lookups only: no payload, so the smallest ring.
 # Of the tables of names in a worker's folder.

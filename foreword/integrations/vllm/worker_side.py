@@ -63,7 +63,7 @@ from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
 from foreword.store.urls import parse
-from foreword.transfer.transfer_config import TransferConfig
+from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
