@@ -19,7 +19,7 @@ from servers import RedisServer, S3Server
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.salt import Salt, ungenerated, with_generation
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
@@ -35,6 +35,7 @@ from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
 from foreword.transfer.checks import check_stores_and_peers
+from foreword.transfer_config import TransferConfig
 
 OLD, NEW = f"old:{'11' * 32}", f"new:{'22' * 32}"
 FRAMES = make_frames(1, 12, 3000)
@@ -83,12 +84,12 @@ class TestContract(StoreContract):
 
 
 def test_vectors(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors of docs/reference/formats.md: a data key's record, a frame and a record."""
+    """The vectors of dev/formats.md: a data key's record, a frame and a record."""
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     monkeypatch.setattr(data_keys.secrets, "randbelow", lambda count: 7)  # type: ignore[attr-defined]
     monkeypatch.setattr(data_keys.time, "time", lambda: 1.5)  # type: ignore[attr-defined]
     keys = keys_in(stack, tmp_path, "m:" + "00" * 32)
-    page = (Path(__file__).parents[2] / "docs/reference/formats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "dev/formats.md").read_text(encoding="utf-8")
     tenant = b"tenant" + bytes(6)
     one = frame(Header(b"l" * 16, tenant + b"salt", b"k" * 32, b"p" * 32, 3, RAW, 16, 16), b"sixteen bytes...")
     inner = MemoryStore(1 << 20)
