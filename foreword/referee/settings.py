@@ -173,7 +173,7 @@ def pair_claim(pair: Pair) -> Check:
         name = f"{pair.kind} {pair.a} {pair.config}"
         lengths = draw.lengths
         if "quantization" in {*pair.a, *pair.b}:
-            # vLLM's CPU build multiplies 8-bit weights by a reference of oneDNN, 20 times slower: blocks enough for a hit.
+            # vLLM multiplies 8-bit weights slowly on most CPUs: prompts of one block at least, for a hit.
             lengths = tuple(min(length, _SHORTEST + length // 8) for length in lengths)
         asked = RandomPrompts(draw.seed.replace(pair.name, name), lengths).prompts()
         model, first = _settings(session, pair, pair.a)
