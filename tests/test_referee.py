@@ -290,6 +290,21 @@ def test_files_of_others_are_not_damaged(tmp_path: Path) -> None:
         conform(Plan(Target({"kv_connector": "X"}, sys.executable, tmp_path), 1, ("reuse.cold",)), lambda text: None)
 
 
+@pytest.mark.parametrize("module", ["vllm", "foreword"])
+def test_missing_packages_are_told_before_any_claim(tmp_path: Path, module: str) -> None:
+    """An interpreter without vLLM, or without the package of the connector, ends the run at its first claim with that sentence."""
+    bare = tmp_path / "python"
+    bare.write_text(f"#!/bin/sh\ncd {tmp_path}\nexec {sys.executable} -S -E \"$@\"\n", encoding="utf-8")
+    bare.chmod(0o755)
+    if module == "foreword":
+        (tmp_path / "vllm.py").touch()
+    transfer = {"kv_connector": "X", "kv_connector_module_path": "foreword.integrations.vllm"}
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=f"has no {module}.*--python"):
+        conform(Plan(Target(transfer, str(bare), None), 1, ("reuse",)), said.append)
+    assert len(said) == 1
+
+
 def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, "-m", "foreword", "conform", *arguments]
