@@ -292,9 +292,9 @@ def test_files_of_others_are_not_damaged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["vllm", "foreword"])
 def test_missing_packages_are_told_before_any_claim(tmp_path: Path, module: str) -> None:
-    """An interpreter without vLLM, or without the package of the connector, ends the run at its first claim with that sentence."""
+    """An interpreter without vLLM, or without the connector's package, ends the run at its first claim and is named."""
     bare = tmp_path / "python"
-    bare.write_text(f"#!/bin/sh\ncd {tmp_path}\nexec {sys.executable} -S -E \"$@\"\n", encoding="utf-8")
+    bare.write_text(f'#!/bin/sh\ncd {tmp_path}\nexec {sys.executable} -S -E "$@"\n', encoding="utf-8")
     bare.chmod(0o755)
     if module == "foreword":
         (tmp_path / "vllm.py").touch()

@@ -436,7 +436,9 @@ def check_modules(target: Target) -> None:
     """Raise ConfigError if the interpreter of a target cannot find the packages that every claim needs."""
     connector = str(target.transfer.get("kv_connector_module_path", "vllm"))
     needed = ["foreword", "torch"] if target.engine else list(dict.fromkeys(["vllm", connector.partition(".")[0]]))
-    program = "import sys\nfrom importlib.util import find_spec\nprint(*[n for n in sys.argv[1:] if find_spec(n) is None])"
+    program = (
+        "import sys\nfrom importlib.util import find_spec\nprint(*[n for n in sys.argv[1:] if find_spec(n) is None])"
+    )
     with tempfile.TemporaryDirectory(prefix="foreword-conform-") as empty:  # the folder of a checkout has packages
         done = subprocess.run(
             [target.python, "-c", program, *needed], cwd=empty, capture_output=True, text=True, check=False, timeout=60

@@ -5,14 +5,11 @@ in them from vLLM's scheduler, if it is in another process than its workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from urllib.parse import urlsplit
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
-from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Name, Store
@@ -21,11 +18,6 @@ from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
 from foreword.store.wrappers import ReadOnlyStore, StoreKeys
-from foreword.transfer.peer import PeerStore, opener
-from foreword.transfer.sockets import Address, parse_address
-
-# For connections that carry lookups only: no payload, so the smallest ring.
-_LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
 class StoreLookup:
@@ -40,7 +32,7 @@ class StoreLookup:
         layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
             Reach.PROCESS: self._open_memory,
-            Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
+            Reach.INSTANCE: opened_by(lambda extra: extra.lookup_peers(settings, layouts)),
         }
         self.store = open_tiers(settings.store.urls, settings.keys(), (), openers)
         self.prefill_rate = Rate()
@@ -67,7 +59,7 @@ class StoreLookup:
         """Where the workers listen, by rank; "" for one that does not."""
         if self._memory is not None:
             label = self._memory.label
-            workers = {rank: worker_memory(where, label) for rank, where in addresses.items() if where}
+            workers = {rank: transfer_extra().worker_memory(where, label) for rank, where in addresses.items() if where}
             layouts = (
                 (store, layout)
                 for rank, store in workers.items()
@@ -122,11 +114,6 @@ class RankStores(ReadOnlyStore):
             store.close()
 
 
-def worker_memory(address: str, label: str) -> Store:
-    """A worker's memory tiers, for the scheduler on the same host."""
-    return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
-
-
 def open_tiers(
     urls: Sequence[str], keys: StoreKeys | None, layouts: Sequence[Layout], openers: Mapping[Reach, Opener]
 ) -> TieredStore:
@@ -136,52 +123,3 @@ def open_tiers(
     if not urls:
         return TieredStore([])
     return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded, keys=keys)
-
-
-def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:
-    """Opens `peer://` for one rank: the same rank of the other instance."""
-    open_peer = opener(config)
-
-    def open_rank(place: StoreUrl, layout: Layout | None) -> Store:
-        return open_peer(_rank_url(place, rank, ranks), layout)
-
-    return open_rank
-
-
-def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Sequence[Layout]]) -> Opener:
-    """Opens `peer://` for a scheduler that is in another process than its workers. It looks up the blocks of every rank."""
-    lookups = replace(config, ring=_LOOKUPS_ONLY.ring, queue=_LOOKUPS_ONLY.queue, links=_LOOKUPS_ONLY.links)
-
-    def open_all(place: StoreUrl, _: Layout | None) -> Store:
-        stores = RankStores(place.label)
-        openers = [(one, rank_peer_opener(lookups, rank, len(layouts))) for rank, one in enumerate(layouts)]
-        opened = [(one, open_rank(place, one[0])) for one, open_rank in openers]
-        stores.set_ranks({layout.fingerprint: store for one, store in opened for layout in one})
-        return stores
-
-    return open_all
-
-
-def rank_address(address: str, rank: int, ranks: int) -> str:
-    """Where a rank of the instance at `address` listens: each rank at the next port, or at a path with its number.
-
-    Raises ConfigError for an invalid address.
-    """
-    place = parse_address(address)
-    if ranks == 1:
-        return str(place)
-    if place.path:
-        return str(Address(path=f"{place.path}.{rank}"))
-    return str(Address(place.host, place.port + rank if place.port else 0))
-
-
-def _rank_url(place: StoreUrl, rank: int, ranks: int) -> StoreUrl:
-    if ranks == 1:
-        return place
-    parts = urlsplit(place.url)
-    if not parts.netloc:
-        return replace(place, url=f"{place.url}.{rank}", path=f"{place.path}.{rank}")
-    try:
-        return replace(place, url=f"peer://{rank_address(parts.netloc, rank, ranks)}")
-    except ConfigError:
-        return place  # opening it reports what is wrong with it
