@@ -125,7 +125,7 @@ matrix: setup
 	.ci/vllm .venv-vllm-0.31 0.31.0 --share .venv-vllm
 	.ci/vllm .venv-vllm-0.33 0.33.0 --over 0.32.0 --share .venv-vllm
 	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
-	  $(MATRIX:%=--matrix %/bin/python) --page docs/operations/conformance.md
+	  $(MATRIX:%=--matrix %/bin/python) --page dev/conformance.md
 
 # What a tier is worth on a GPU, in below eight minutes (seven more if it has vLLM), with the Python of the machine:
 # make gpu PYTHON=python3 GPU="--disk /nvme"
@@ -146,9 +146,10 @@ lint: setup
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --quiet tests/test_structure.py tests/test_vocabulary.py tests/test_reference_pages.py
 
-# The documentation as a site in dist/site. A broken link is an error.
+# The documentation as a site in dist/site. A broken link is an error, and so is a question of users that its search does not find.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	FOREWORD_SITE=dist/site $(BIN)/python -m pytest --quiet tests/test_site.py tests/test_rendered_pages.py
 
 check: lint test
 

@@ -1,11 +1,12 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
-from the configuration's dataclasses, docs/benchmarks.md from the files of docs/figures, in docs/paths.md what each file of its
-list does, in docs/reference/http.md the table of all routes, and in README.md that of the engines, from docs/engines.json.
+from the configuration's dataclasses, docs/benchmarks.md and dev/benchmarks.md from the files of docs/figures and dev/figures,
+in dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, and in README.md that of
+the engines, from docs/engines.json.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
 
-A file of docs/figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/harness.py): a table whose rows
+A file of figures is what a benchmark writes with `--json` (`write_figures` in benchmarks/harness.py): a table whose rows
 have a processor, a date and a command, and what a run said beside it (`run`). The page shows the files in the order of their
 names.
 """
@@ -37,11 +38,12 @@ from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 
 REFERENCE = Path(__file__).parent / "reference"
-PATHS = Path(__file__).parent / "paths.md"
+PATHS = Path(__file__).parents[1] / "dev" / "paths.md"
 PACKAGE = Path(__file__).parents[1] / "foreword"
 HTTP = REFERENCE / "http.md"
 ROUTES = "<!-- Written by docs/generate.py from the route tables"
 FIGURES = Path(__file__).parent / "figures"
+BUILDERS_FIGURES = Path(__file__).parents[1] / "dev" / "figures"
 README = Path(__file__).parents[1] / "README.md"
 ENGINES = Path(__file__).parent / "engines.json"
 ENGINES_MARK = "<!-- Written by docs/generate.py from docs/engines.json"
@@ -91,22 +93,29 @@ Sizes are written `4GiB`, `500MB` or as a number of bytes.
 BENCHMARKS_INTRODUCTION = """
 Every row names its processor, its date and the file in `benchmarks/` that measures it. All were
 measured on two cores with 24 GB and no GPU; TTFT is p50 unless the row says otherwise. Compare the
-rows of a table, not absolute times of different machines. What was tried and failed is in the [lab
-notes](lab-notes.md).
+rows of a table, not absolute times of different machines. [More
+tables](../dev/benchmarks.md) are for people who change the code: the engine by processor and on a
+GPU, version by version.
+"""
 
-A benchmark writes its figures with `--json FILE`; a file in `docs/figures/` becomes a table here.
-Rows that were published before the benchmarks wrote such files have the date of their publication.
+BUILDERS_BENCHMARKS_INTRODUCTION = """
+Figures that decide what is built. [The others](../docs/benchmarks.md) are for users. What was tried
+and failed is in the [lab notes](lab-notes.md).
+
+A benchmark writes its figures with `--json FILE`; a file in `docs/figures/` becomes a table of the
+users' page, one in `dev/figures/` a table here. Rows that were published before the benchmarks
+wrote such files have the date of their publication.
 """
 
 
-def benchmarks_page() -> str:
-    """All measured figures, with processor and date."""
+def benchmarks_page(folder: Path, title: str, introduction: str) -> str:
+    """A page of the measured figures in a folder, with processor and date."""
     parts = [
-        NOTE.replace("texts in foreword/", "files in docs/figures/"),
-        "# Benchmarks",
-        _wrapped(BENCHMARKS_INTRODUCTION),
+        NOTE.replace("texts in foreword/", f"files in {folder.parent.name}/figures/"),
+        f"# {title}",
+        _wrapped(introduction),
     ]
-    for path in sorted(FIGURES.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         figures = json.loads(path.read_text(encoding="utf-8"))
         rows = []
         for row in figures["rows"]:
@@ -123,7 +132,7 @@ def paths_page() -> str:
     head, mark, files = text.partition("## Every file of a request")
     above, first, _ = files.partition("| file |")
     names = re.findall(r"^\| `([^`]+)` \|", files, re.MULTILINE)
-    assert mark and first and names, "docs/paths.md has lost its list of files"
+    assert mark and first and names, "dev/paths.md has lost its list of files"
     rows = [(f"`{name}`", _first_sentence(PACKAGE / name)) for name in sorted(set(names)) if (PACKAGE / name).exists()]
     return head + mark + above + _table(("file", ""), rows) + "\n"
 
@@ -276,7 +285,10 @@ def pages() -> dict[Path, str]:
     return {
         REFERENCE / "cli.md": cli_page(),
         REFERENCE / "configuration.md": configuration_page(),
-        FIGURES.parent / "benchmarks.md": benchmarks_page(),
+        FIGURES.parent / "benchmarks.md": benchmarks_page(FIGURES, "Benchmarks", BENCHMARKS_INTRODUCTION),
+        BUILDERS_FIGURES.parent / "benchmarks.md": benchmarks_page(
+            BUILDERS_FIGURES, "Benchmarks for people who change the code", BUILDERS_BENCHMARKS_INTRODUCTION
+        ),
         PATHS: paths_page(),
         HTTP: http_page(),
         README: readme(),

@@ -16,7 +16,7 @@ from foreword.usage import MissExplained
 class BlocksStored:
     """Blocks were published, in chain order, possibly one step before they are computed.
 
-    A key is reported again when a second copy of its block is filled (docs/decisions/0003). `BlocksRemoved` reports only the
+    A key is reported again when a second copy of its block is filled (dev/decisions/0003). `BlocksRemoved` reports only the
     loss of the last copy. So an observer keeps a set of keys and does not count.
 
     Attributes:

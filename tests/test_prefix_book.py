@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foreword.errors import BadRequest, UnknownPrefix
+from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
 from foreword.prefixes.book import NamedPrefix, PrefixBook
 
 
@@ -41,7 +41,7 @@ class Shelf:
     ) -> NamedPrefix:
         """Check, compute, commit."""
         tokens = (7,) * length
-        self.book.check(name, tokens, salt=salt, replace=replace)
+        self.book.check(name, content, tokens, salt=salt, replace=replace)
         prefix = NamedPrefix(name, self.book.version(name, salt=salt) + 1, content, tokens, 1.0)
         return self.book.commit(prefix, Kept(10 * length, self.kept), salt=salt)
 
@@ -74,6 +74,33 @@ def test_empty() -> None:
     """A prefix without tokens is refused."""
     with pytest.raises(BadRequest, match="empty"):
         Shelf().add("rules", 0)
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of a tenant, and the bytes of its prefixes and of all, have limits; a known name may be replaced, and what
+    is removed makes room. Other tenants have their own."""
+    monkeypatch.setattr("foreword.prefixes.book.TENANT_PREFIXES", 3)
+    monkeypatch.setattr("foreword.prefixes.book.TENANT_BYTES", 20_000)
+    monkeypatch.setattr("foreword.prefixes.book.MOST_BYTES", 30_000)
+    shelf = Shelf()
+    for name in ("a", "b", "c"):
+        shelf.add(name, 1)
+    with pytest.raises(PrefixBudgetExceeded, match="remove some"):
+        shelf.add("d", 1)
+    assert shelf.add("c", 1, replace=True).version == 2
+    shelf.add("d", 1, salt=b"other")
+    shelf.book.remove("a")
+    for more in (
+        {"length": 600},
+        {"length": 1, "content": "x" * 20_000},
+        {"length": 1, "content": ({"content": "x" * 20_000},)},
+    ):
+        with pytest.raises(PrefixBudgetExceeded):
+            shelf.add("e", **more)
+    shelf.add("e", 300)
+    with pytest.raises(PrefixBudgetExceeded):
+        shelf.add("f", 420, salt=b"third")
+    assert len(shelf.book.all()) == 4
 
 
 def test_unknown_names() -> None:

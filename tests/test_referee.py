@@ -30,7 +30,7 @@ from foreword.referee.damage import (
 )
 from foreword.referee.matrix import BEGIN, END, Environment, conform_matrix, environments, write_page
 from foreword.referee.models import KINDS
-from foreword.referee.process import Failed
+from foreword.referee.process import Failed, Forks
 from foreword.referee.reuse import common
 from foreword.referee.session import Evidence, RandomPrompts, Session, Target
 from foreword.referee.settings import PAIRS, pair_claim
@@ -290,23 +290,8 @@ def test_files_of_others_are_not_damaged(tmp_path: Path) -> None:
         conform(Plan(Target({"kv_connector": "X"}, sys.executable, tmp_path), 1, ("reuse.cold",)), lambda text: None)
 
 
-@pytest.mark.parametrize("module", ["vllm", "foreword"])
-def test_missing_packages_are_told_before_any_claim(tmp_path: Path, module: str) -> None:
-    """An interpreter without vLLM, or without the connector's package, ends the run at its first claim and is named."""
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\ncd {tmp_path}\nexec {sys.executable} -S -E "$@"\n', encoding="utf-8")
-    bare.chmod(0o755)
-    if module == "foreword":
-        (tmp_path / "vllm.py").touch()
-    transfer = {"kv_connector": "X", "kv_connector_module_path": "foreword.integrations.vllm"}
-    said: list[str] = []
-    with pytest.raises(ConfigError, match=f"has no {module}.*--python"):
-        conform(Plan(Target(transfer, str(bare), None), 1, ("reuse",)), said.append)
-    assert len(said) == 1
-
-
-def foreword(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+def foreword(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), **variables}
     command = [sys.executable, "-m", "foreword", "conform", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=580, check=False)
 
@@ -346,10 +331,33 @@ def test_nothing_outlives_a_killed_driver(tmp_path: Path, signal_: signal.Signal
         os.close(process)
 
 
-def test_an_interpreter_that_does_not_exist() -> None:
-    """A wrong `--python` is a usage error, not a failed claim."""
-    done = foreword("--python", "/no/such", "--only", "reuse.cold")
-    assert done.returncode == 2 and "cannot run /no/such" in done.stderr, done.stderr
+def test_imports_that_end_the_process(tmp_path: Path) -> None:
+    """Where the process that forks ends while it imports, the error says how, and the next script gets another process."""
+    module = tmp_path / "imported.py"
+    module.write_text("import os\nos._exit(3)\n")
+    (tmp_path / "script.py").write_text("print('started')\n")
+    forks = Forks(sys.executable, {**os.environ, "PYTHONPATH": str(tmp_path)}, ("imported",))
+    script = [str(tmp_path / "script.py")]
+    with pytest.raises(Failed, match="did not start: the process that forks ended with status 3"):
+        forks.start(script, stderr=sys.__stderr__)
+    module.write_text("")
+    started = forks.start(script, stderr=sys.__stderr__)
+    assert started.stdout is not None and started.stdout.readline() == "started\n" and started.wait(60) == 0
+    started.stdout.close()
+    forks.close()
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"),
+    [("/no/such", "cannot run /no/such"), (sys.executable, "has no module a_connector.of_another: install it there")],
+)
+def test_an_interpreter_that_cannot_run_the_connector(python: str, problem: str, tmp_path: Path) -> None:
+    """A wrong `--python` is a usage error, not a failed claim, nor claims that are not shown one after the other."""
+    (tmp_path / "vllm.py").touch()
+    transfer = {"kv_connector": "X", "kv_connector_module_path": "a_connector.of_another", "kv_role": "kv_both"}
+    given = ("--python", python, "--only", "reuse.cold", "--kv-transfer-config", json.dumps(transfer))
+    done = foreword(*given, PYTHONPATH=f"{CHECKOUT}:{tmp_path}")
+    assert done.returncode == 2 and problem in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -20,7 +20,17 @@ mkdocs_config = pytest.importorskip("mkdocs.config", reason="mkdocs is not insta
 
 pytestmark = pytest.mark.extended
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md")),
+        *(
+            page
+            for folder in ("docs", "dev", "packages", "examples", "deploy")
+            for page in (ROOT / folder).rglob("*.md")
+        ),
+    ]
+)
 _VOID = {"br", "hr", "img", "input", "meta", "link"}
 
 
@@ -163,3 +173,41 @@ def test_steps_with_code_are_one_list() -> None:
     page = rendered(text)
     assert not faults(text)
     assert [len(one.own("li")) for one in page.all("ol")] == [2] and len(page.all("pre")) == 1
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """The ids of a rendered page."""
+    found, left = set(), [rendered(page.read_text(encoding="utf-8"))]
+    while left:
+        element = left.pop()
+        found.add(element.attributes.get("id") or "")
+        left += [child for child in element.children if isinstance(child, Element)]
+    return found
+
+
+def dead_links(page: str, text: str) -> list[str]:
+    """Links of a page to files, and to anchors of pages, that do not exist."""
+    dead = []
+    for link in rendered(text).all("a"):
+        target, _, anchor = (link.attributes.get("href") or "").partition("#")
+        if ":" in target or "headerlink" in (link.attributes.get("class") or ""):
+            continue
+        path = (ROOT / page).parent / target if target else ROOT / page
+        if not path.exists():
+            dead.append(target)
+        elif anchor and path.suffix == ".md" and anchor not in anchors(path):
+            dead.append(f"{target}#{anchor}")
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Each link to a file of the repository finds it, and each anchor its heading, also between docs/ and dev/."""
+    assert not dead_links(page, (ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("link", ["docs/none.md", "docs/glossary.md#none", "#none", "dev/decisions/9999.md"])
+def test_dead_links_are_found(link: str) -> None:
+    """A missing file, a missing heading of another page and one of the same page are named."""
+    assert dead_links("README.md", f"[text]({link})") == [link]

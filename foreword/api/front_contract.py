@@ -95,7 +95,8 @@ class RunningFront:
         for route in self.routes:
             if route.method == "GET" and (route.tag in _LISTED or route.path == "/v1/router/replicas"):
                 asked = self.ask(route, self.key_for(route))
-                listed = json.loads(asked.body).get("data", [])
+                answer = json.loads(asked.body)
+                listed = answer.get("data", [answer])
                 found[route.name] = asked.status, sorted(str([one.get(name) for name in _SHOWN]) for one in listed)
             elif route.path == "/v1/completions" and route.path in self.bodies:
                 asked = self.ask(route, self.tenant, _PROMPT)

@@ -81,6 +81,7 @@ class SessionBook:
     Args:
         most: sessions of one tenant.
         most_noted: requests outside of sessions that are remembered of one tenant.
+        most_of_all: sessions and such requests of all tenants, 1 KiB each.
         most_blocks: blocks of all sessions and requests. Those unused for longest are forgotten first.
     """
 
@@ -89,10 +90,11 @@ class SessionBook:
         most: int = 1024,
         *,
         most_noted: int = 256,
+        most_of_all: int = 1 << 15,
         most_blocks: int = 1 << 20,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._most, self._most_noted, self._most_blocks = most, most_noted, most_blocks
+        self._most, self._most_noted, self._most_of_all, self._most_blocks = most, most_noted, most_of_all, most_blocks
         self._clock = clock
         self._lock = threading.Lock()
         self._tenants: dict[bytes, OrderedDict[str, AgentSession]] = {}
@@ -245,7 +247,7 @@ class SessionBook:
             noted = [one for one in own.values() if not one.family]
             for one in noted[: max(len(noted) - self._most_noted, 0)]:
                 self._remove(tenant, one)
-        while self._blocks > self._most_blocks:
+        while self._blocks > self._most_blocks or len(self._all) > self._most_of_all:
             oldest = next(iter(self._all))
             self._remove(self._all[oldest], oldest)
 

@@ -80,7 +80,7 @@ def conform(
     """Check that cached KV gives the answers of a computation.
 
     Runs a KV connector in a real vLLM with small random models, and compares tokens and log-probabilities with those of vLLM
-    alone. Status 1 if a claim fails.
+    alone. Status 1 if a claim fails, or none is shown.
     """
     if matrix and (store is not None or engine or python or folder is not None):
         raise ConfigError("--matrix names interpreters with vLLM; leave out --python, --folder, --engine and --store")
@@ -98,7 +98,7 @@ def conform(
             check_folder(str(needed))
     from foreword.referee.check_claims import STANDARD_MODELS, Plan, conform, table
     from foreword.referee.models import KINDS
-    from foreword.referee.session import Target
+    from foreword.referee.session import Target, check_modules
 
     with tempfile.TemporaryDirectory(prefix="foreword-conform-kv-") as made:
         if engine or transfer is None:
@@ -106,6 +106,8 @@ def conform(
         chosen = _transfer(transfer, folder, engine)
         kinds = STANDARD_MODELS if models is None else tuple(KINDS) if models == "all" else _names(models)
         target = Target(chosen, python or sys.executable, folder, engine)
+        if not engine and not matrix:
+            check_modules(target.python, _modules(chosen))
         only_some = tuple(only or ())
         plan = Plan(target, seed, only_some, kinds, failures, resume or as_json, resume is not None, long)
         if matrix:
@@ -117,7 +119,13 @@ def conform(
     for one in failed:
         print(f"{one.claim}: run {one.reproducer}")
     print(f"\n{len(results)} claims: {sum(one.result == 'pass' for one in results)} pass, {len(failed)} FAIL")
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(1 if failed or not any(one.result == "pass" for one in results) else 0)
+
+
+def _modules(transfer: dict[str, Any]) -> list[str]:
+    """Modules that the interpreter of a connector needs."""
+    own = transfer.get("kv_connector_module_path")
+    return ["vllm", *([own] if isinstance(own, str) else [])]
 
 
 def _say(text: str) -> None:
@@ -127,6 +135,7 @@ def _say(text: str) -> None:
 def _conform_matrix(plan: Plan, matrix: list[str], page: Path | None, transfer: str | None) -> list[Result]:
     """All results, the table printed. Foreword's connector gets a folder of its own in each environment."""
     from foreword.referee.matrix import Environment, conform_matrix, environments, matrix_table, write_page
+    from foreword.referee.session import check_modules
 
     def own(one: Environment) -> dict[str, Any]:
         if plan.target.files is None:
@@ -135,6 +144,8 @@ def _conform_matrix(plan: Plan, matrix: list[str], page: Path | None, transfer: 
         return {"files": folder, "transfer": _transfer(transfer, folder, False)}
 
     given = environments(matrix)
+    for one in given:
+        check_modules(one.python, _modules(_transfer(transfer, plan.target.files, False)))
     found = conform_matrix(plan, given, own, _say)
     print(matrix_table(found))
     if page is not None:

@@ -1,4 +1,4 @@
-"""Faster linear layers on CPUs: each keeps a packed copy of its weight, or two (docs/decisions/0006-cpu-linear-layers.md).
+"""Faster linear layers on CPUs: each keeps a packed copy of its weight, or two (dev/decisions/0006-cpu-linear-layers.md).
 
 Products of one input with the weights are of these kinds:
 

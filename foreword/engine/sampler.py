@@ -1,7 +1,7 @@
 """Sampling: the next token of each sequence, from the logits of a step.
 
 Random bits are a function of (seed, sequence index, position), not of a generator's state: a request draws the same numbers in
-any batch, after a preemption, and on another machine (docs/decisions/0007-randomness.md).
+any batch, after a preemption, and on another machine (dev/decisions/0007-randomness.md).
 
 On CPUs the compiled kernels choose (kernels/sampling.h). Elsewhere PyTorch's operators do, for all rows of a batch at once and
 on the device of the logits: the vocabulary is cut into blocks of tokens, and the maximum of each block is computed once, so the

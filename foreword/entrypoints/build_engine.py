@@ -449,7 +449,7 @@ def _open_stores(
 
 def _keep_freed_memory() -> None:
     """Let glibc keep freed memory for the next allocation: activations of a step are as large as those of the next, and
-    touching fresh pages costs a CPU a fifth of its speed (docs/lab-notes.md). Other C libraries are not changed."""
+    touching fresh pages costs a CPU a fifth of its speed (dev/lab-notes.md). Other C libraries are not changed."""
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)

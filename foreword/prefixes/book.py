@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from foreword.blocks.salt import PUBLIC
-from foreword.errors import BadRequest, UnknownPrefix
+from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
 
+# Of one tenant: names, and about the bytes of their contents and tokens; and the bytes of all tenants.
+TENANT_PREFIXES, TENANT_BYTES, MOST_BYTES = 1000, 64 << 20, 256 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Message = Mapping[str, Any]
 Kind = Literal["text", "messages"]
@@ -104,36 +106,38 @@ class KeptBytes:
 class _Entry:
     prefix: NamedPrefix
     kept: KeptKV | None
+    size: int
+
+
+def size_of(content: Content, tokens: Sequence[int] | None = ()) -> int:
+    """About the bytes that a prefix takes in a book: also 1 KiB, and for a token an object of Python."""
+    return len(content if isinstance(content, str) else repr(content)) + 36 * len(tokens or ()) + 1024
 
 
 class PrefixBook:
     """The named prefixes of one engine or router, per tenant (`salt`). Each tenant has its own names, and uses those of the
-    salt PUBLIC where it has none of that name."""
+    salt PUBLIC where it has none of that name. Its limits hold beside the budget of KV, of which short ones take nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._entries: dict[tuple[bytes, str], _Entry] = {}
 
-    def check(self, name: str, tokens: Sequence[object], *, salt: bytes, replace: bool) -> None:
-        """Raises BadRequest for a name or prefix that cannot be registered."""
+    def check(self, name: str, content: Content, tokens: Sequence[int] | None, *, salt: bytes, replace: bool) -> None:
+        """Raises BadRequest for a name or prefix that cannot be registered, PrefixBudgetExceeded for one that is too much."""
         if not _NAME.fullmatch(name):
-            raise BadRequest(
-                f"{name[:200]!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128",
-                param="name",
-            )
-        if not tokens:
+            text = f"{name[:200]!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128"
+            raise BadRequest(text, param="name")
+        if not content or (tokens is not None and not tokens):
             raise BadRequest("the prefix is empty", param="content")
-        if not replace:
-            self.check_free(name, salt=salt)
-
-    def check_free(self, name: str, *, salt: bytes) -> None:
-        """Raises BadRequest if the name is taken."""
-        if self.version(name, salt=salt):
-            raise BadRequest(
-                f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}, or on the command line with "
-                "--replace",
-                param="name",
-            )
+        exists = self.version(name, salt=salt)
+        if exists and not replace:
+            text = f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}, or with --replace"
+            raise BadRequest(text, param="name")
+        known = [(one.size, owner == salt) for (owner, _), one in list(self._entries.items())]
+        mine, size = [size for size, own in known if own], size_of(content, tokens)
+        many = len(mine) >= TENANT_PREFIXES and not exists
+        if many or size + sum(mine) > TENANT_BYTES or size + sum(size for size, _ in known) > MOST_BYTES:
+            raise PrefixBudgetExceeded("no more named prefixes are kept for this tenant; remove some", param="name")
 
     def commit(self, prefix: NamedPrefix, kept: KeptKV, *, salt: bytes) -> NamedPrefix:
         """Enter a computed prefix, whose KV is kept, instead of the version before it. Counts of use carry over if the version
@@ -154,7 +158,7 @@ class PrefixBook:
 
     def _enter(self, prefix: NamedPrefix, kept: KeptKV | None, salt: bytes) -> None:
         known = self._entries.get((salt, prefix.name))
-        self._entries[salt, prefix.name] = _Entry(prefix, kept)
+        self._entries[salt, prefix.name] = _Entry(prefix, kept, size_of(prefix.content, prefix.tokens))
         if known is not None and known.kept is not None:
             known.kept.end()
 

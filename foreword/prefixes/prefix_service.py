@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 
 from foreword.blocks.salt import PUBLIC
 from foreword.errors import ForewordError, NotFound, StoreError, UnknownPrefix
+from foreword.newest import Newest
 from foreword.prefixes.book import Content, KeptKV, Message, NamedPrefix, PrefixBook, content_of
 from foreword.prefixes.stored import PrefixRecord, PrefixStorage
 from foreword.tasks import shared
@@ -56,15 +57,14 @@ class Registration:
         adopted: bool = False,
     ) -> None:
         self.prefix, self.tokens = prefix, prefix.tokens
-        self.salt = salt
-        self.kept = kept
+        self.salt, self.kept = salt, kept
         self.replace, self.adopted, self._service = replace, adopted, service
         self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
 
     def finish(self) -> NamedPrefix | None:
         """Register the prefix. None if its tenant was forgotten meanwhile, or an adopted version removed or replaced. Raises
-        StoreError if no store takes the record, BadRequest if the name was taken meanwhile."""
+        StoreError if no store takes the record, BadRequest or PrefixBudgetExceeded if name or room were taken meanwhile."""
         if not self._end():
             return None
         try:
@@ -113,8 +113,8 @@ class PrefixService:
         if storage is not None:
             storage.pins.needed.append(lambda tenant: self._chains(storage, tenant))
         self._changing = threading.Lock()
-        self._looked: dict[bytes, float] = {}
-        self._unsuited: dict[tuple[bytes, str], int] = {}
+        self._looked: Newest[bytes, float] = Newest(_MAX_TENANTS)
+        self._unsuited: Newest[tuple[bytes, str], int] = Newest(_MAX_TENANTS)
 
     # Registering
 
@@ -129,9 +129,10 @@ class PrefixService:
     ) -> Registration:
         """Reserve a name and budget; the caller computes the KV. Blocks. Raises BadRequest, PrefixBudgetExceeded."""
         held = content_of(content, messages)
-        tokens = tuple(self._tokenize(held)) if held else ()
+        self.book.check(name, held, None, salt=salt, replace=replace)
+        tokens = tuple(self._tokenize(held))
         version = self.book.version(name, salt=salt)
-        self.book.check(name, tokens, salt=salt, replace=replace)
+        self.book.check(name, held, tokens, salt=salt, replace=replace)
         if self._storage is not None:
             self._storage.check_room(name, tokens, salt)
         prefix = NamedPrefix(name, version, held, tokens, time.time())
@@ -153,8 +154,7 @@ class PrefixService:
                 if version != made.version:
                     return None
             else:
-                if not one.replace:
-                    self.book.check_free(name, salt=salt)
+                self.book.check(name, made.content, made.tokens, salt=salt, replace=one.replace)
                 version = max(version, made.version) + 1
             prefix = replace(made, version=version)
             if self._storage is not None and one.adopted:
@@ -227,8 +227,6 @@ class PrefixService:
         if self._storage is None:
             return []
         with self._changing:
-            if len(self._looked) >= _MAX_TENANTS:
-                self._looked.clear()
             self._looked[salt] = time.monotonic()
             records = list[PrefixRecord]()
             try:
@@ -283,9 +281,7 @@ class AsyncPrefixes:
     """
 
     def __init__(self, service: PrefixService, compute: Compute, budget_bytes: int | None) -> None:
-        self.service = service
-        self.budget_bytes = budget_bytes
-        self._compute = compute
+        self.service, self.budget_bytes, self._compute = service, budget_bytes, compute
         self._refreshing: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None

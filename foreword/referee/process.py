@@ -144,9 +144,23 @@ class Forks:
         files = None if stdout is None else stdout.fileno(), stderr.fileno()
         found = Forked(lambda streams: self._send(json.dumps(request).encode(), streams), *files)
         if not found.pid:
-            self._log.seek(0)
-            raise Failed(f"{command[0]} did not start: {last_line(self._log.read() or 'no message')}")
+            raise Failed(f"{command[0]} did not start: {self._last_words()}")
         return found
+
+    def _last_words(self) -> str:
+        """Why the process that forks did not fork."""
+        assert self._server is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(1.0)  # its end closes the report a moment before it can be waited for
+        status = self._server.returncode
+        self._log.seek(0)
+        said = self._log.read()
+        if status is None:
+            ended = f"its imports took longer than {START:.0f} s"
+        else:
+            ended = f"the process that forks ended with status {status}"
+            self.close()  # the next script gets another one
+        return f"{ended}: {last_line(said)}" if said else ended
 
     def _serve(self) -> None:
         self._socket, theirs = socket.socketpair()

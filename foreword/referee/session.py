@@ -9,7 +9,6 @@ import os
 import random
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -211,7 +210,6 @@ class Session:
         self._started: set[str] = set()
         self._written: dict[str, tuple[list[Answer], list[Answer]]] = {}
         self._ended_cpu = 0.0
-        self._checked = False
         environment = {**os.environ, **preload(target.python), **VLLM_VARIABLES}
         modules = _ENGINE_MODULES if target.engine else VLLM_MODULES
         # Processes after a restart are forked from another one, which shares nothing with the first, Python's hash seed
@@ -256,18 +254,11 @@ class Session:
         return made
 
     def _script(self, *arguments: str) -> None:
-        self._check_modules()
         log = self.folder / "models.log"
         with log.open("w") as file:
             script = self._forks.start([str(HERE / "models.py"), *arguments], stdout=file, stderr=file)
         if script.wait(START):
             raise Failed(f"cannot make a model: {last_line(log)}")
-
-    def _check_modules(self) -> None:
-        """Check once, before the first process, that the interpreter has the packages; else each claim would fail by itself."""
-        if not self._checked:
-            check_modules(self.target)
-            self._checked = True
 
     def connected(self, model: Path | None = None, **llm: Any) -> Worker:
         """The process with the connector; one with other settings is ended first. Raises Failed.
@@ -308,7 +299,6 @@ class Session:
         if connected:
             self.transcript.append(f"start {json.dumps(job)}" + (f" with {json.dumps(variables)}" if variables else ""))
         script = _ENGINE_WORKER if self.target.engine else WORKER
-        self._check_modules()
         try:
             worker = Worker.start(self.target.python, job, log, script=script, variables=variables, forks=forks)
         except Failed as error:
@@ -432,25 +422,6 @@ def arguments(kind: Kind, **more: Any) -> dict[str, Any]:
     return {**given, "dtype": kind.dtype, "max_model_len": 2_048, **kind.llm, **more}
 
 
-def check_modules(target: Target) -> None:
-    """Raise ConfigError if the interpreter of a target cannot find the packages that every claim needs."""
-    connector = str(target.transfer.get("kv_connector_module_path", "vllm"))
-    needed = ["foreword", "torch"] if target.engine else list(dict.fromkeys(["vllm", connector.partition(".")[0]]))
-    program = (
-        "import sys\nfrom importlib.util import find_spec\nprint(*[n for n in sys.argv[1:] if find_spec(n) is None])"
-    )
-    with tempfile.TemporaryDirectory(prefix="foreword-conform-") as empty:  # the folder of a checkout has packages
-        done = subprocess.run(
-            [target.python, "-c", program, *needed], cwd=empty, capture_output=True, text=True, check=False, timeout=60
-        )
-    missing = done.stdout.split()
-    if done.returncode or missing:
-        what = f"has no {' and no '.join(missing)}" if missing else f"does not work: {done.stderr.strip()[-200:]}"
-        raise ConfigError(
-            f"the interpreter {target.python} {what}; install it there, or name another interpreter with --python"
-        )
-
-
 def environment_note(python: str) -> str:
     """Versions of what an interpreter has, for reports. Raises ConfigError if it cannot be run."""
     names = ["vllm", "torch", "foreword", "lmcache", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"]
@@ -464,6 +435,21 @@ def environment_note(python: str) -> str:
     except OSError as error:
         raise ConfigError(f"cannot run {python}: {error.strerror}") from None
     return done.stdout.strip() or "no versions found"
+
+
+def check_modules(python: str, modules: Sequence[str]) -> None:
+    """Raises ConfigError if an interpreter lacks one of these modules: no claim would start, one after the other."""
+    program = (
+        "import sys\nfrom importlib.util import find_spec\nfor name in sys.argv[1:]:\n"
+        "    try: found = find_spec(name)\n    except ImportError: found = None\n    if found is None: print(name)"
+    )
+    try:
+        command = [python, "-P", "-c", program, *modules]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    except OSError as error:
+        raise ConfigError(f"cannot run {python}: {error.strerror}") from None
+    if missing := done.stdout.split():
+        raise ConfigError(f"{python} has no module {missing[0]}: install it there, or give its folder in PYTHONPATH")
 
 
 # A claim: notes in the evidence what processes of the session say to prompts that are drawn.

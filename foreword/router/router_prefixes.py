@@ -24,9 +24,9 @@ from foreword.api.request import GenerateRequest
 from foreword.api.tenants import Tenant
 from foreword.blocks.salt import PUBLIC, Salt
 from foreword.decoders import decode_json, decode_object
-from foreword.errors import BadRequest, ConfigError, PrefixBudgetExceeded, ReplicaFailed, StoreUnavailable, reason_of
+from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavailable, reason_of
 from foreword.newest import Newest
-from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of
+from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
@@ -43,10 +43,7 @@ _REPAIR_SECONDS: Final = 30.0
 _AT_A_TIME: Final = 8
 # Whose prefixes are public. No tenant with a key has such a name.
 PUBLIC_TENANT: Final = Tenant(PUBLIC.tenant.decode(), PUBLIC.tenant, "router")
-# Of the contents of all registrations; and of those, what one tenant may use.
-_MAX_BYTES: Final = 256 << 20
-_TENANT_SHARE: Final = 0.25
-_TENANT_PREFIXES: Final = 1000
+_MOST_FORGOTTEN: Final = 1000
 
 
 class NewPrefix(msgspec.Struct):
@@ -81,7 +78,7 @@ class PrefixRegistry:
         self._path = path
         self._book = PrefixBook()
         self._forgets = 0
-        self._forgotten: Newest[str, int] = Newest(_TENANT_PREFIXES)  # which of them was the last one of each tenant
+        self._forgotten: Newest[str, int] = Newest(_MOST_FORGOTTEN)  # which of them was the last one of each tenant
         for one in _read_saved(path) if path is not None and path.exists() else ():
             self.put(one.tenant, NamedPrefix(one.name, one.version, one.content, (), one.created))
 
@@ -104,20 +101,14 @@ class PrefixRegistry:
     def make(self, tenant: str, new: NewPrefix) -> NamedPrefix:
         """What `put` takes. Raises BadRequest and PrefixBudgetExceeded."""
         content, salt = content_of(new.content, new.messages), tenant.encode()
-        self._book.check(new.name, content, salt=salt, replace=new.replace)
+        self._book.check(new.name, content, None, salt=salt, replace=new.replace)
         version = self._book.version(new.name, salt=salt) + 1
-        prefix = NamedPrefix(new.name, version, content, (), time.time(), _size(content), made=self._forgets)
-        others = [(owner, one.bytes) for owner, one in self.all() if (owner, one.name) != (tenant, new.name)]
-        mine = [size for owner, size in others if owner == tenant]
-        room = min(_MAX_BYTES - sum(size for _, size in others), _MAX_BYTES * _TENANT_SHARE - sum(mine))
-        if prefix.bytes > room or len(mine) >= _TENANT_PREFIXES:
-            raise PrefixBudgetExceeded("The router keeps no more named prefixes for this tenant; remove some")
-        return prefix
+        return NamedPrefix(new.name, version, content, (), time.time(), size_of(content), made=self._forgets)
 
     def put(self, tenant: str, prefix: NamedPrefix) -> None:
         """Register a prefix or a new version of it, unless its tenant was forgotten since it was made."""
         if prefix.made >= self._forgotten.get(tenant, 0):
-            self._book.commit(prefix, KeptBytes(prefix.bytes or _size(prefix.content)), salt=tenant.encode())
+            self._book.commit(prefix, KeptBytes(prefix.bytes or size_of(prefix.content)), salt=tenant.encode())
 
     def remove(self, tenant: str, name: str) -> NamedPrefix:
         """Raises UnknownPrefix."""
@@ -312,11 +303,6 @@ def _with_text(prefix: NamedPrefix, request: GenerateRequest) -> dict[str, Any]:
     if not prompts:
         raise BadRequest("prompt: must be text after a named prefix on these replicas", param="prompt")
     return {"prompt": prompts if len(prompts) > 1 else prompts[0]}
-
-
-def _size(content: object) -> int:
-    """About the bytes that a prefix takes."""
-    return len(msgspec.json.encode(content)) + 200
 
 
 def _read_saved(path: Path) -> list[_Saved]:

@@ -8,7 +8,7 @@ A record is a JSON object with a checksum over its other fields (docs/reference/
 A damaged record is counted by its tier and logged once. It costs only itself: another tier's copy is used if that is sound.
 Only what was read is deleted because its time is over; what cannot be read stays.
 
-No wall clock ends a record (docs/decisions/0039-clocks.md). A record that counts for a time says for how long, and until when
+No wall clock ends a record (dev/decisions/0039-clocks.md). A record that counts for a time says for how long, and until when
 on the monotonic clock of the machine that wrote it. Processes that read the same clock know when its time is over. All others
 count from when they first saw it: they may keep it longer, up to twice as long, and never end it early for others.
 """

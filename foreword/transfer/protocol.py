@@ -1,7 +1,7 @@
 """The states of a transfer, without I/O: a table from (role, state, event) to a transition.
 
 The caller passes the time: every method gets `now`, in seconds of any clock that never goes back. Each state except the last
-has a deadline; `tick` must be called when it passes. docs/concepts/transfer.md shows the table as diagrams.
+has a deadline; `tick` must be called when it passes. dev/concepts/transfer.md shows the table as diagrams.
 
 Ownership of a migrated request (push). The source owns the request until its transfer ends with TAKEN. From FINISHED on it does
 not decode, so the two sides never decode at the same time. The destination owns the request from the moment its `TAKE` is

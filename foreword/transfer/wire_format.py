@@ -1,4 +1,4 @@
-"""The wire format: a head of 64 bytes, metadata in MessagePack, then the payload (docs/concepts/transfer.md).
+"""The wire format: a head of 64 bytes, metadata in MessagePack, then the payload (dev/concepts/transfer.md).
 
 Offset  Bytes  Field, integers little-endian
 0       4      magic "FWTX"

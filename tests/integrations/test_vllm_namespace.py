@@ -112,10 +112,16 @@ _HYBRID = [
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        (_HYBRID, "the only group (6), 0/3 full (2) and 1/3 window (2) and 2/3 window (2) in the store"),
-        ([dataclasses.replace(_WHOLE, block_size=16)], "tokens of a block are 32, 16 in the store"),
-        ([dataclasses.replace(_WHOLE, shard=(rank, 2)) for rank in (0, 1)], "ranks are (0, 1), (0, 2) and (1, 2)"),
-        ([dataclasses.replace(_WHOLE, dtype="bfloat16")], "dtype are float32, bfloat16"),
+        (
+            _HYBRID,
+            "the only group (6), 0/3 full (2) and 1/3 window (2) and 2/3 window (2) in the store",
+        ),
+        ([dataclasses.replace(_WHOLE, block_size=16)], "tokens of a block (--block-size) are 32, 16 in the store"),
+        (
+            [dataclasses.replace(_WHOLE, shard=(rank, 2)) for rank in (0, 1)],
+            "ranks (--tensor-parallel-size) are (0, 1), (0, 2) and (1, 2)",
+        ),
+        ([dataclasses.replace(_WHOLE, dtype="bfloat16")], "dtype (--kv-cache-dtype) are float32, bfloat16"),
         ([dataclasses.replace(_WHOLE, loss="int8")], "lossy codecs are"),
         (
             [dataclasses.replace(_WHOLE, order="vllm/float32/BLHNC/cpu-amx")],

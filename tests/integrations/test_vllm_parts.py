@@ -8,9 +8,7 @@ import importlib
 import json
 import logging
 import sys
-import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,22 +16,15 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
+from fake_vllm import FakeVllm, MemoryStorage, served
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 from vllm_stub import stubbed_vllm
 
-from foreword.api.front_contract import Asked, FrontContract, RunningFront
-from foreword.api.http import bind
 from foreword.blocks.salt import Salt
 from foreword.conformance import FlakyStore, soon
-from foreword.errors import ConfigError, StoreError, TransferRefused
+from foreword.errors import ConfigError, TransferRefused
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
-from foreword.process_config import ServerConfig
 from foreword.router.replica_metrics import parse_metrics
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tier_counters import LookupOutcome
@@ -158,157 +149,10 @@ def test_settings_of_encryption(vllm: Callable[[str], Any], tmp_path: Path, monk
             read({**given, **clear})
 
 
-class MemoryStorage:
-    """Stores that pin every block at once and keep no records."""
-
-    budget_bytes = 1000
-
-    def __init__(self, module: Any) -> None:
-        self._pinned_blocks = module.PinnedBlocks
-        self.pinned: list[Sequence[int]] = []
-        self.pins = SimpleNamespace(needed=[])
-
-    def check_room(self, *_: Any) -> None:
-        pass
-
-    def all(self, salt: bytes) -> None:
-        raise StoreError("no records are kept")
-
-    def get(self, name: str, salt: bytes) -> None:
-        return None
-
-    def put(self, prefix: Any, salt: bytes) -> None:
-        pass
-
-    def remove(self, name: str, salt: bytes) -> None:
-        pass
-
-    def pin(self, tokens: Sequence[int], salt: Salt) -> Any:
-        self.pinned.append(tokens)
-        return self._pinned_blocks(len(tokens), True)
-
-    def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
-        self.pinned.remove(tuple(tokens))
-
-    def mark(self, texts: Sequence[Sequence[int]]) -> None:
-        pass
-
-    def position(self, num_tokens: int) -> int:
-        return num_tokens // 2 * 2
-
-    def stored(self, tokens: Sequence[int], salt: Salt) -> int:
-        return 0 if salt else min(self.position(len(tokens)), 4)
-
-    def close(self) -> None:
-        pass
-
-
-class FakeVllm:
-    """The routes of a vLLM server that the middleware calls, one token per character, and its engine's client."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.version, self.paused, self.fails = "default", False, ""
-        self.reached, self.gate = asyncio.Event(), asyncio.Event()
-        self.gate.set()
-        self.bodies: list[dict[str, Any]] = []
-        routes = {"/tokenize": self.tokenize, "/v1/completions": self.complete, "/v1/chat/completions": self.complete}
-        self.app = Starlette(routes=[Route(path, call, methods=["POST"]) for path, call in routes.items()])
-
-    async def is_paused(self) -> bool:
-        return self.paused
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        self.calls.append(("pause", mode, clear_cache))
-        self.paused = True
-        self.reached.set()
-        await self.gate.wait()
-        if self.fails == "pause":
-            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
-
-    async def update_weight_version(self, version: str) -> None:
-        self.calls.append(("version", version))
-        if self.fails == "version":
-            raise RuntimeError("the engine is dead")
-        self.version = version
-
-    async def get_weight_version(self) -> str:
-        return self.version
-
-    async def resume_generation(self) -> None:
-        self.calls.append(("resume",))
-        self.paused = False
-
-    async def tokenize(self, request: Request) -> JSONResponse:
-        body = await request.json()
-        text = body.get("prompt") or "".join(f"<{one['role']}>{one['content']}" for one in body["messages"])
-        return JSONResponse({"tokens": [ord(char) for char in text]})
-
-    async def complete(self, request: Request) -> JSONResponse:
-        self.bodies.append(await request.json())
-        return JSONResponse({"usage": {"prompt_tokens_details": {"cached_tokens": 4}}})
-
-
-def routes_before(vllm: Callable[[str], Any], fake: FakeVllm) -> tuple[Any, Any]:
-    """The middleware's routes before those of a fake vLLM, and its prefixes."""
-    storage = MemoryStorage(vllm("vllm_middleware.prefix_storage"))
-    inner = vllm("vllm_middleware.vllm_prefixes").InnerServer(fake.app, fake.app, None)
-    prefixes, middleware = (
-        vllm("vllm_middleware.vllm_prefixes").VllmPrefixes(storage, inner),
-        vllm("vllm_middleware.middleware"),
-    )
-    prefetch, sessions = middleware.PrefetchEndpoint(storage, inner), middleware.SessionEndpoint(inner, 1)
-    front = middleware.make_front(prefixes, middleware.WeightsEndpoints(fake), prefetch, sessions)
-    return middleware.PrefixRoutes(fake.app, prefixes, front), prefixes
-
-
 @pytest.mark.parametrize("tokens", [0, 7])
 def test_steps_of_a_degraded_connector(vllm: Callable[[str], Any], tokens: int) -> None:
     """Workers wait for loads in steps without tokens. A degraded connector has no loads, and delays no step."""
     assert vllm("degraded").Expectations().give_up(tokens).tokens == max(tokens, 1)
-
-
-class TestMiddleware(FrontContract):
-    """The middleware in a server on a port, before a fake vLLM, which checks keys and counts requests itself."""
-
-    @pytest.fixture
-    def front(self, vllm: Callable[[str], Any]) -> Iterator[RunningFront]:
-        made: Future[Any] = Future()
-        listener = bind(ServerConfig(port=0))
-
-        async def serve() -> None:
-            routes, prefixes = routes_before(vllm, FakeVllm())
-            server = uvicorn.Server(uvicorn.Config(routes, log_config=None, lifespan="off"))
-            made.set_result((server, routes._routes))
-            await server.serve([listener])
-            await prefixes.close()
-
-        thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-        thread.start()
-        server, table = made.result(60)
-        with httpx.Client(base_url="http://{}:{}".format(*listener.getsockname()[:2]), timeout=60) as client:
-
-            def send(method: str, path: str, headers: Mapping[str, str], body: bytes) -> Asked:
-                answer = client.request(method, path, headers=dict(headers), content=body)
-                return Asked(answer.status_code, answer.headers, answer.content)
-
-            yield RunningFront(table, send)
-        server.should_exit = True
-        thread.join(60)
-
-
-def served(vllm: Callable[[str], Any], check: Callable[[httpx.AsyncClient, FakeVllm, Any], Awaitable[None]]) -> None:
-    """Run a check against a fake vLLM behind the routes for prefixes."""
-
-    async def main() -> None:
-        fake = FakeVllm()
-        routes, prefixes = routes_before(vllm, fake)
-        storage = prefixes._storage
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(routes), base_url="http://vllm") as client:
-            await check(client, fake, storage)
-        await prefixes.close()
-
-    asyncio.run(main())
 
 
 def test_prefetch(vllm: Callable[[str], Any]) -> None:

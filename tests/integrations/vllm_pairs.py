@@ -193,7 +193,7 @@ PAIRS = [
     _other("hybrid manager off behind on", _NO_HYBRID, kind="Gemma 3", why="KV cache groups"),
     _other("hybrid manager on behind off", Server(), _NO_HYBRID, "Gemma 3", why="KV cache groups"),
     _equal("no hybrid manager", _NO_HYBRID, _NO_HYBRID, "Gemma 3"),
-    _other("another block size", Server({"block_size": 64}), why="tokens of a block are 64, 32"),
+    _other("another block size", Server({"block_size": 64}), why="tokens of a block (--block-size) are 64, 32"),
     _equal("encoder outputs in stores behind none", _ENCODER, kind=IMAGES.name),
     _equal("none behind encoder outputs in stores", Server(), _ENCODER, IMAGES.name),
     _equal("behind a MultiConnector", Server(many=True)),

@@ -1,4 +1,4 @@
-"""docs/paths.md names every file that a request passes."""
+"""dev/paths.md names every file that a request passes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ BUDGETS = {"computed": 95, "loaded": 91, "routed": 105}
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_paths_name_every_file() -> None:
-    """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of docs/paths.md, and
+    """A streamed chat, computed, loaded and behind a router, passes no file that is missing in the list of dev/paths.md, and
     no more files than its budget."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.server.request_path", "--files"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    page = (ROOT / "docs" / "paths.md").read_text(encoding="utf-8")
+    page = (ROOT / "dev" / "paths.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE))
     for situation, files in json.loads(done.stdout.splitlines()[-1]).items():
         assert 50 < len(files) <= BUDGETS[situation]
-        assert not set(files) - named, f"{situation}: add them to docs/paths.md, then run docs/generate.py"
+        assert not set(files) - named, f"{situation}: add them to dev/paths.md, then run docs/generate.py"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 import tarfile
 from contextlib import closing
 from pathlib import Path
@@ -48,6 +50,47 @@ def test_pins_of_an_earlier_version(form: int, tmp_path: Path) -> None:
         assert store.status().pinned_bytes == 0
         with closing(sqlite3.connect(folder / "index.sqlite")) as index:
             assert index.execute("SELECT count(*) FROM sqlite_master WHERE name = 'pinned_before'").fetchone() == (0,)
+
+
+_CRASH = """
+import os, sys
+from foreword.store.disk import opener
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.disk.index_rows import IndexTransaction
+
+def crash_before(owner, name, calls):
+    function = getattr(owner, name)
+    left = [calls]
+
+    def call(*args, **more):
+        left[0] -= 1
+        if not left[0]:
+            os._exit(9)
+        return function(*args, **more)
+
+    setattr(owner, name, call)
+
+name, calls = sys.argv[2], int(sys.argv[3])
+crash_before(IndexTransaction if hasattr(IndexTransaction, name) else opener, name, calls)
+store = DiskStore(sys.argv[1], 60 * 292)
+store.status()
+store.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("step", "calls"),
+    [("quarantine_index", 1), ("open_index", 2), ("read_pins", 1), ("keep_pins", 1), ("add_found", 1), ("note_boot", 1)],
+)  # fmt: skip
+def test_a_crash_while_an_index_is_replaced(step: str, calls: int, tmp_path: Path) -> None:
+    """Wherever a process dies that replaces an index of an earlier format, the next one has its pins."""
+    folder = unpack(3, tmp_path)
+    done = subprocess.run([sys.executable, "-c", _CRASH, str(folder), step, str(calls)], check=False)
+    assert done.returncode == 9
+    with closing(DiskStore(str(folder), _SIZE)) as store:
+        assert store.status().pinned_bytes == 10 * 292
+        assert store.lookup(names_of(make_frames(1, 10, 100)), deadline=soon()) == 10
+    assert not [path.name for path in folder.glob("*.old*")]
 
 
 def test_a_damaged_index_of_an_earlier_version(tmp_path: Path) -> None:

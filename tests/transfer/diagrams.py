@@ -1,4 +1,4 @@
-"""State diagrams of the transfer protocol, drawn from its table. As a script it prints them for docs/concepts/transfer.md."""
+"""State diagrams of the transfer protocol, drawn from its table. As a script it prints them for dev/concepts/transfer.md."""
 
 from collections.abc import Iterator
 

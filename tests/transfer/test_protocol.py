@@ -25,7 +25,7 @@ from foreword.transfer.protocol import (
 )
 from foreword.transfer.wire_format import Reason
 
-DOCS = Path(__file__).parents[2] / "docs" / "concepts" / "transfer.md"
+DOCS = Path(__file__).parents[2] / "dev" / "concepts" / "transfer.md"
 TIMES = Timings(answer=10, progress=30, lease=60)
 # More than any path of deadlines takes, in steps of two seconds.
 LONGEST = 10 + 30 + 4 * 60
@@ -97,7 +97,7 @@ def test_messages_that_are_not_allowed(role: Role) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_the_docs_show_the_table(role: Role) -> None:
-    """docs/concepts/transfer.md shows this role's diagram as it is drawn from the table."""
+    """dev/concepts/transfer.md shows this role's diagram as it is drawn from the table."""
     assert f"```mermaid\n{diagram(role)}\n```" in DOCS.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Attention backend of PyTorch operators, for every device and every kind of layer (docs/decisions/0005-attention.md).
+"""Attention backend of PyTorch operators, for every device and every kind of layer (dev/decisions/0005-attention.md).
 
 Attention over a set of keys can be cut into parts and merged exactly, given each part's output and log-sum-exp (the
 partial softmax of FlashAttention, Dao et al. 2022, and of Hydragen, Juravsky et al. 2024). Therefore

@@ -1,1 +1,1 @@
-"""Native kernels for CPUs: C++ source, compiled once on the machine that runs it (docs/decisions/0012)."""
+"""Native kernels for CPUs: C++ source, compiled once on the machine that runs it (dev/decisions/0012)."""

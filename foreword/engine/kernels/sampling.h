@@ -1,4 +1,4 @@
-// The choice of one token from each row of logits, without sorting a vocabulary (docs/decisions/0007-randomness.md).
+// The choice of one token from each row of logits, without sorting a vocabulary (dev/decisions/0007-randomness.md).
 //
 // A row is read in groups of tokens. One pass gives the maximum of each group, if the choice is greedy or by top-k or min-p,
 // or the sum of its chords, which are above the weights and cheaper than exponentials. A token is drawn from all tokens by the

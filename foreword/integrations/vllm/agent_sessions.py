@@ -24,6 +24,7 @@ from foreword.integrations.vllm.step_messages import RetiredBlocks
 
 SESSION_KEY: Final = "foreword_session"
 _MOST_BLOCKS: Final = 1 << 18  # of all sessions; some 100 bytes each
+_MOST_SESSIONS: Final = 1 << 13  # of all salts, of which clients have as many as they like
 _Name = Annotated[str, Meta(max_length=256)]
 
 
@@ -55,7 +56,7 @@ class ConnectorSessions:
     def __init__(self, info: KVCacheInfo, kept: RetentionBook) -> None:
         self.pool: Any = None
         self._info, self._kept = info, kept
-        self._book = SessionBook(most_blocks=_MOST_BLOCKS)
+        self._book = SessionBook(most_of_all=_MOST_SESSIONS, most_blocks=_MOST_BLOCKS)
         self._retired: list[RetiredBlocks] = []
         self._late: list[tuple[str, Alone]] = []
 

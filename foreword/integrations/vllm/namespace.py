@@ -56,10 +56,10 @@ log = logging.getLogger("vllm.foreword")
 _LAID_OUT: Final = "blocks are laid out otherwise"
 # Attributes of layouts in words, those that explain others first.
 _LAYOUT_WORDS: Final = {
-    "group": "KV cache groups (layers; vLLM's hybrid KV cache manager makes them, and has to be on or off everywhere)",
-    "block_size": "tokens of a block",
-    "shard": "ranks",
-    "dtype": "dtype",
+    "group": "KV cache groups (layers; --disable-hybrid-kv-cache-manager has to be set everywhere or nowhere)",
+    "block_size": "tokens of a block (--block-size)",
+    "shard": "ranks (--tensor-parallel-size)",
+    "dtype": "dtype (--kv-cache-dtype)",
     "loss": "lossy codecs",
     "order": "packing",
     "layers": "layers, each with its KV heads and dimensions",

@@ -119,7 +119,9 @@ def open_tiers(
 ) -> TieredStore:
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
-    coded = [layout for layout in layouts[1:] if layout.layers]
     if not urls:
         return TieredStore([])
-    return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded, keys=keys)
+    # Stores take the first layout for that of the longest blocks.
+    first = max(layouts, key=lambda layout: layout.block_bytes, default=None)
+    coded = [layout for layout in layouts if layout.layers and layout is not first]
+    return open_store(urls, first, openers, more_layouts=coded, keys=keys)

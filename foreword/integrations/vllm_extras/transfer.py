@@ -57,7 +57,9 @@ class VllmTransfer(TransferExtra):
 
     def peers_of_rank(self, settings: ConnectorSettings, layouts: Sequence[Layout], longest: int) -> Opener:
         rank, ranks = layouts[0].shard
-        return rank_peer_opener(_of_rank(settings, layouts, longest), rank, ranks)
+        open_rank = rank_peer_opener(_of_rank(settings, layouts, longest), rank, ranks)
+        # Both sides name the layout of the first group when they connect, whichever has the longest blocks.
+        return lambda place, _: open_rank(place, layouts[0])
 
     def lookup_peers(self, settings: ConnectorSettings, layouts: Sequence[Sequence[Layout]]) -> Opener:
         return lookup_peer_opener(settings.transfer or TransferConfig(), layouts)

@@ -20,37 +20,40 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, TypeVar
 
-from msgspec import Meta, MsgspecError, Struct
+from msgspec import Meta, MsgspecError, Raw, Struct
 from msgspec.json import encode
 
 from foreword.api import prefixes as prefix_routes
 from foreword.api import session_control
 from foreword.api.asgi import App, AsgiExchange, AsgiFront, Message, Receive, Scope, Send
-from foreword.api.dialects.decode import Body, Limits, check_depth
-from foreword.api.errors import error_response
+from foreword.api.dialects.decode import NO_JSON, UNSET_RAW, Body, Limits, as_utf8, check_depth, is_set
+from foreword.api.errors import error_response, internal_error_response
 from foreword.api.front import Answer, Call, Front, Handler
-from foreword.api.outcomes import ClientGone, Outcome
+from foreword.api.outcomes import ClientGone, Outcome, request_id_from
 from foreword.api.quotas import Quotas
-from foreword.api.request_bodies import RequestBodies
+from foreword.api.request_bodies import RequestBodies, declared_length
 from foreword.api.rights import Rights
 from foreword.api.routes import NO_BODY, JsonBody, Meter, Right, Routes, SaltQuery
 from foreword.api.tenants import Tenants
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.salt import Salt
-from foreword.decoders import decode_json
-from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady
+from foreword.decoders import convert, decode_json
+from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound, NotReady, QueueFull
 from foreword.integrations.vllm.agent_sessions import SESSION_KEY
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
 from foreword.integrations.vllm_middleware.vllm_prefixes import InnerServer, VllmPrefixes
 from foreword.prefixes.book import NamedPrefix
 from foreword.tasks import to_its_end
+
+logger = logging.getLogger(__name__)
 
 
 class OpenPrefixBody(Body, kw_only=True):
@@ -185,24 +188,56 @@ class _NamesSession(Struct):
     prompt_cache_key: str | None = None
     user: str | None = None
     metadata: _Metadata | None = None
-    kv_transfer_params: dict[str, Any] | None = None
+    kv_transfer_params: Raw = UNSET_RAW
+
+
+class _Told(Struct):
+    foreword_session: Raw = UNSET_RAW
 
 
 def in_session(data: bytes, header: str) -> bytes:
-    """A body with its session in `kv_transfer_params`, where the connector finds it; as it is if it names none."""
+    """A body with its session in `kv_transfer_params`, where the connector finds it; as it is if it names none. No other value
+    is read or written anew."""
     try:
         body = decode_json(data, _NamesSession)
-    except (MsgspecError, UnicodeDecodeError, RecursionError):
+        user = body.metadata.user_id if body.metadata is not None else None
+        name = body.prompt_cache_key or body.user or user or header
+        given = body.kv_transfer_params if is_set(body.kv_transfer_params) else Raw(b"{}")
+        if (
+            not name
+            or len(name) > session_control.LONGEST_NAME
+            or decode_json(given, _Told).foreword_session is not NO_JSON
+        ):
+            return data
+    except (MsgspecError, UnicodeError, RecursionError):
         return data  # for vLLM to refuse
-    user = body.metadata.user_id if body.metadata is not None else None
-    name = body.prompt_cache_key or body.user or user or header
-    if not name or len(name) > session_control.LONGEST_NAME or SESSION_KEY in (body.kv_transfer_params or {}):
-        return data
-    told = {SESSION_KEY: {"session_id": name}}
-    if body.kv_transfer_params:
-        return encode({**json.loads(data), "kv_transfer_params": {**body.kv_transfer_params, **told}})
-    # Behind all else: a value that is null is replaced.
-    return data.rstrip()[:-1] + b',"kv_transfer_params":' + encode(told) + b"}"
+    return _with_field(data, "kv_transfer_params", _with_field(bytes(given), SESSION_KEY, encode({"session_id": name})))
+
+
+def _with_field(data: bytes, name: str, value: bytes) -> bytes:
+    """A JSON object with a field behind all others: of equal names, the last one counts."""
+    fields = data.rstrip()[:-1].rstrip()
+    return b"".join((fields, b"" if fields.endswith(b"{") else b",", encode(name), b":", value, b"}"))
+
+
+class _NamesPrefix(Struct):
+    prefix: Raw = UNSET_RAW
+
+
+def named_prefix(data: bytes, limits: Limits) -> str | None:
+    """The name of the prefix in a body; None if it names none, or is for vLLM to refuse. Raises BadRequest."""
+    try:
+        given = decode_json(data, _NamesPrefix).prefix
+    except (MsgspecError, UnicodeError, RecursionError) as error:
+        if _names_prefix(data, limits):
+            raise BadRequest(f"The body is not valid JSON: {error}") from None
+        return None
+    if not is_set(given):
+        return None
+    try:
+        return decode_json(given, str)
+    except (MsgspecError, UnicodeError, RecursionError):
+        raise BadRequest("prefix must be the name of a prefix", param="prefix") from None
 
 
 def _answered(tokens: Sequence[int], status: str, loaded: int, reason: str) -> dict[str, Any]:
@@ -210,8 +245,15 @@ def _answered(tokens: Sequence[int], status: str, loaded: int, reason: str) -> d
     return {"object": "cache.prefetch", **counts, "where": "device" if loaded else None}
 
 
-_BODY_SECONDS = 30.0
-_INLINE_BYTES = 128 << 10
+_BODY_SECONDS: Final = 30.0
+# Of all bodies that are being read; vLLM reads them without a limit.
+_ALL_BODIES: Final = 1 << 30
+_INLINE_BYTES: Final = 128 << 10
+# Calls of one kind that run at a time. Each asks vLLM, and some go on when their clients have left.
+_REGISTRATIONS: Final = 64
+_PREFETCHES: Final = 256
+_SESSION_CALLS: Final = 1024
+_WEIGHT_CHANGES: Final = 16
 _COMPLETIONS = "/v1/completions"
 _CHAT = "/v1/chat/completions"
 _GENERATES = (_COMPLETIONS, _CHAT, "/v1/responses", "/v1/messages")
@@ -219,7 +261,44 @@ _GENERATES = (_COMPLETIONS, _CHAT, "/v1/responses", "/v1/messages")
 _WEIGHTS = "/v1/foreword/weights_version"
 _LAST_BYTES = 8192
 # In the text of an answer the quotes would be escaped, so the expression does not match there.
-_CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d+)')
+_CACHED = re.compile(rb'(?<!\\)"cached_tokens":\s*(\d{1,12})')
+_ONE_PROMPT: Final[Any] = str | list[int]
+_PROMPTS: Final[Any] = str | list[int | str | list[int]]
+_T = TypeVar("_T")
+
+
+def _names_prefix(data: bytes, limits: Limits) -> bool:
+    """Whether a body that is no JSON names a prefix as vLLM reads it, which takes `NaN` and halves of characters: vLLM would
+    answer without the prefix. Raises BadRequest."""
+    limits.check(data)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("prefix") is not None
+
+
+class AtATime:
+    """Calls of one kind that run.
+
+    Args:
+        most: more than these are refused.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
+        self._running = 0
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Raises QueueFull."""
+        if self._running >= self._most:
+            raise QueueFull(f"{self._most:,} {self._what} are running; retry later")
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
 
 
 class NamedPrefixes:
@@ -259,7 +338,8 @@ class NamedPrefixes:
         prefixes = VllmPrefixes(storage, inner)
         weights = WeightsEndpoints(getattr(host.state, "engine_client", None))
         sessions = SessionEndpoint(inner, config.parallel_config.data_parallel_size)
-        front = make_front(prefixes, weights, PrefetchEndpoint(storage, inner), sessions)
+        limits = Limits.for_model(int(config.model_config.max_model_len))
+        front = make_front(prefixes, weights, PrefetchEndpoint(storage, inner), sessions, limits)
         host.router.middleware_stack = PrefixRoutes(routes, prefixes, front)
         return prefixes
 
@@ -285,6 +365,7 @@ class WeightsEndpoints:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._changing = asyncio.Lock()
+        self._calls = AtATime(_WEIGHT_CHANGES, "changes of the weights' version")
 
     async def show(self) -> dict[str, Any]:
         """JSON. Raises NotFound."""
@@ -293,7 +374,7 @@ class WeightsEndpoints:
         return {"version": await self._client.get_weight_version()}
 
     async def change(self, version: str) -> dict[str, Any]:
-        """JSON. Raises NotFound."""
+        """JSON. Raises NotFound, QueueFull."""
         await self.show()
         # A client that goes away cancels this call, which must not leave vLLM between a pause and its end.
         await to_its_end(self._set(version), "setting the version of the weights")
@@ -302,15 +383,19 @@ class WeightsEndpoints:
     async def _set(self, version: str) -> None:
         """Paused, vLLM drops all KV of other weights; no step comes before the new version. One at a time, so that none takes
         the pause of another for an operator's."""
-        async with self._changing:
-            paused = await self._client.is_paused()
-            try:
-                await self._client.pause_generation(mode="keep", clear_cache=True)
-                await self._client.update_weight_version(version)
-            finally:
-                # A pause that fails has begun nevertheless.
-                if not paused:
-                    await self._client.resume_generation()
+        with self._calls.call():
+            async with self._changing:
+                await self._set_paused(version)
+
+    async def _set_paused(self, version: str) -> None:
+        paused = await self._client.is_paused()
+        try:
+            await self._client.pause_generation(mode="keep", clear_cache=True)
+            await self._client.update_weight_version(version)
+        finally:
+            # A pause that fails has begun nevertheless.
+            if not paused:
+                await self._client.resume_generation()
 
 
 class _Counts:
@@ -328,11 +413,19 @@ class _Counts:
 
 
 def make_front(
-    prefixes: VllmPrefixes, weights: WeightsEndpoints, prefetch: PrefetchEndpoint, sessions: SessionEndpoint
+    prefixes: VllmPrefixes,
+    weights: WeightsEndpoints,
+    prefetch: PrefetchEndpoint,
+    sessions: SessionEndpoint,
+    limits: Limits,
 ) -> Front:
     """The middleware's routes. vLLM has checked its API key; all who have it are one tenant."""
     routes, right = Routes[Handler](), Right.TENANT
-    prefix_routes.add_routes(routes, lambda: prefixes, lambda _: nullcontext(), NewOpenPrefixBody, OpenPrefixBody)
+    registrations = AtATime(_REGISTRATIONS, "registrations of prefixes")
+    prefetches, session_calls = AtATime(_PREFETCHES, "prefetches"), AtATime(_SESSION_CALLS, "calls of sessions")
+    prefix_routes.add_routes(
+        routes, lambda: prefixes, lambda _: registrations.call(), NewOpenPrefixBody, OpenPrefixBody
+    )
 
     @routes.add(
         "POST",
@@ -344,7 +437,8 @@ def make_front(
     )
     async def prefetch_prompt(call: Call) -> dict[str, Any]:
         """Load what the stores have of a coming prompt to the device."""
-        return await prefetch.answer(call.body)
+        with prefetches.call():
+            return await prefetch.answer(call.body)
 
     @routes.add("GET", _WEIGHTS, right=right, meter=Meter.FREE, body=NO_BODY, tag="weights")
     async def show_version(call: Call) -> dict[str, Any]:
@@ -358,16 +452,20 @@ def make_front(
 
     async def session(call: Call) -> dict[str, Any]:
         """Open a session, fork it, compact it, or end it, which frees what only it has used."""
-        return await sessions.act(call.body)
+        with session_calls.call():
+            return await sessions.act(call.body)
 
     async def open_sessions(call: Call) -> dict[str, Any]:
         """The open sessions of the caller, or of the tenant that `cache_salt` in the query names."""
         query: SaltQuery = call.query
-        return await sessions.listed(next(iter(query.cache_salt), None))
+        with session_calls.call():
+            return await sessions.listed(next(iter(query.cache_salt), None))
 
     session_control.add_routes(routes, session, open_sessions, VllmSessionBody, SaltQuery)
     work = WorkQueue("foreword", inline=_INLINE_BYTES)
-    return Front(routes, Rights(Tenants(), None), Quotas(), RequestBodies(_BODY_SECONDS), work, _Counts(), Limits)
+    bodies = RequestBodies(_BODY_SECONDS, _ALL_BODIES)
+    rights = Rights(Tenants(), None)
+    return Front(routes, rights, Quotas(), bodies, work, _Counts(), lambda: limits, before=prefixes.follow_public)
 
 
 class PrefixRoutes:
@@ -376,6 +474,7 @@ class PrefixRoutes:
     def __init__(self, app: App, prefixes: VllmPrefixes, front: Front) -> None:
         self._app = app
         self._prefixes = prefixes
+        self._front = front
         self._own = AsgiFront(front)
         self._routes = front.routes
 
@@ -383,78 +482,150 @@ class PrefixRoutes:
         path = scope["path"].removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
         if self._routes.methods(path)[0]:
             await self._own(scope, receive, send)
-            return
-        if path not in _GENERATES or scope["method"] != "POST":
+        elif path in _GENERATES and scope["method"] == "POST":
+            await self._generate(path, scope, receive, send)
+        else:
             await self._app(scope, receive, send)
-            return
+
+    async def _generate(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = AsgiExchange(scope, receive, send)
         try:
-            body = b"".join([piece async for piece in exchange.pieces()])
+            prefix, changed, left = await self._read(path, exchange)
         except ClientGone:
             return
-        try:
-            prefix, changed = await self._with_prefix(path, body)
         except ForewordError as error:
             await exchange.send(Answer.of(error_response(error)))
             return
-        data = in_session(
-            body if prefix is None else json.dumps(changed).encode(), exchange.headers.get("x-session-id", "")
-        )
+        except Exception:  # the edge of the middleware: one request that fails for an unknown reason ends no others
+            name = request_id_from(exchange.headers.get("x-request-id"))
+            logger.exception("request %s: POST %s failed before vLLM had it", name, path)
+            await exchange.send(Answer.of(internal_error_response(name)))
+            return
+        if changed:
+            scope = _with_length(scope, len(left[0]))
+        # The body is vLLM's now: it is not kept here while vLLM answers.
         if prefix is None:
-            await self._app(scope if data is body else _with_length(scope, len(data)), _replay(data, receive), send)
+            await self._app(scope, _replay(left, receive), send)
             return
         watched = CachedTokens(send)
-        await self._app(_with_length(scope, len(data)), _replay(data, receive), watched)
+        await self._app(scope, _replay(left, receive), watched)
         if watched.succeeded:
             self._prefixes.used(prefix, watched.count)
 
-    async def _with_prefix(self, path: str, data: bytes) -> tuple[NamedPrefix | None, Mapping[str, Any]]:
-        """The prefix that a body names, and the body with it in place. None if it names none, or is for vLLM to refuse."""
-        if b'"prefix"' not in data or path not in (_COMPLETIONS, _CHAT):
-            return None, {}
+    async def _read(self, path: str, exchange: AsgiExchange) -> tuple[NamedPrefix | None, bool, list[bytes]]:
+        """The prefix that a body names, whether the body was changed, and the body for vLLM. Raises ClientGone, and
+        ForewordError for a body that is not for vLLM."""
+        front = self._front
+        held = front.bodies.hold()
         try:
-            body = json.loads(data)
-        except ValueError:
-            return None, {}
-        if not isinstance(body, dict) or body.get("prefix") is None:
-            return None, {}
-        name = body.pop("prefix")
-        if not isinstance(name, str):
-            raise BadRequest("prefix must be the name of a prefix", param="prefix")
+            await front.bodies.fill(
+                held, exchange.pieces(), declared_length(exchange.headers), front.limits().body_bytes
+            )
+            raw = bytes(held.data)
+        finally:
+            held.release()
+        session, names = exchange.headers.get("x-session-id", ""), path in (_COMPLETIONS, _CHAT)
+
+        def looked_at() -> tuple[str | None, bytes]:
+            data = as_utf8(raw)
+            name = named_prefix(data, front.limits()) if names else None
+            if name is not None:
+                return name, data
+            told = in_session(data, session)
+            return None, raw if told is data else told
+
+        name, data = await self._run(len(raw), looked_at)
+        if name is None:
+            return None, data is not raw, [data]
+        self._prefixes.follow_public()
         await self._prefixes.refresh(name=name)
+        prefix = self._prefixes.service.book.use(name, "messages" if path == _CHAT else "text")
+        fields = await self._run(len(data), lambda: _fields(data, front.limits()))
         if path == _CHAT:
-            prefix = self._prefixes.service.book.use(name, "messages")
-            if isinstance(body.get("messages"), list):
-                body["messages"] = [*prefix.content, *body["messages"]]
-            return prefix, body
-        prefix = self._prefixes.service.book.use(name, "text")
-        given = body.get("prompt")
-        several = isinstance(given, list) and not all(type(item) is int for item in given)
-        prompts: list[Any] = given if several and given else [given]
-        found = [[*prefix.tokens, *await self._prompt_tokens(prompt)] for prompt in prompts]
-        body["prompt"] = found if several else found[0]
-        return prefix, body
+            put = await self._run(len(data), lambda: _before_messages(prefix, fields))
+        else:
+            put = await self._before_prompts(prefix, fields)
+        size = len(data) + sum(map(len, put.values()))
+        changed = {**fields, **{name: Raw(value) for name, value in put.items()}}
+        return prefix, True, [await self._run(size, lambda: in_session(encode(changed), session))]
 
-    async def _prompt_tokens(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            return await self._prefixes.encode(prompt)
-        if isinstance(prompt, list) and all(type(item) is int for item in prompt):
-            return prompt
-        raise BadRequest("with a prefix, prompt must be text, token ids, or a list of such", param="prompt")
+    async def _run(self, size: int, work: Callable[[], _T]) -> _T:
+        """Work on about this number of bytes: at once, or on a thread."""
+        queue = self._front.work
+        return work() if size <= queue.inline else await queue.run(size, work)
+
+    async def _before_prompts(self, prefix: NamedPrefix, fields: Mapping[str, Raw]) -> dict[str, bytes]:
+        """The prompts with a prefix. Its tokens come once for each: how many that is, is known before anything is tokenized.
+        Raises BadRequest."""
+        raw, limits = fields.get("prompt", Raw(b"null")), self._front.limits()
+        given, several = await self._run(len(memoryview(raw)), lambda: _prompts(raw))
+        count = len(given) * len(prefix.tokens) + sum(len(one) for one in given if not isinstance(one, str))
+
+        def check() -> None:
+            if len(given) > limits.prompts or count > limits.token_ids:
+                raise BadRequest(
+                    f"prompt: with the prefix {prefix.name!r} these are more than {limits.prompts:,} prompts, or more than "
+                    f"{limits.token_ids:,} tokens",
+                    param="prompt",
+                )
+
+        check()
+        found = list[Sequence[int]]()
+        for one in given:
+            found.append(await self._prefixes.encode(one) if isinstance(one, str) else one)
+            count += len(found[-1]) if isinstance(one, str) else 0
+            check()
+        return {"prompt": await self._run(8 * count, lambda: _behind(prefix.tokens, found, several=several))}
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Receives the body, then what comes after it: that the client has gone."""
-    left = [{"type": "http.request", "body": body, "more_body": False}]
+def _fields(data: bytes, limits: Limits) -> dict[str, Raw]:
+    """The fields of a body but for the name of its prefix. Raises BadRequest."""
+    limits.check(data)
+    try:
+        found = decode_json(data, dict[str, Raw])
+    except (MsgspecError, UnicodeError, RecursionError) as error:
+        raise BadRequest(f"The body is not valid JSON: {error}") from None
+    return {name: value for name, value in found.items() if name != "prefix"}
+
+
+def _before_messages(prefix: NamedPrefix, fields: Mapping[str, Raw]) -> dict[str, bytes]:
+    try:
+        messages = decode_json(fields["messages"], list[Raw])
+    except (KeyError, MsgspecError):
+        return {}  # for vLLM to refuse
+    return {"messages": encode([*prefix.content, *messages])}
+
+
+def _prompts(raw: Raw) -> tuple[list[str | list[int]], bool]:
+    """The prompts in a body, and whether they are a list. Raises BadRequest."""
+    try:
+        given: str | list[Any] = decode_json(raw, _PROMPTS)
+        if isinstance(given, str) or all(isinstance(one, int) for one in given):
+            return [convert(given, _ONE_PROMPT)], False
+        return convert(given, list[_ONE_PROMPT]), True
+    except (MsgspecError, UnicodeError, RecursionError):
+        raise BadRequest("with a prefix, prompt must be text, token ids, or a list of such", param="prompt") from None
+
+
+def _behind(prefix: Sequence[int], prompts: Sequence[Sequence[int]], *, several: bool) -> bytes:
+    """JSON of prompts behind a prefix, which is written once."""
+    head = encode(prefix)[:-1]
+    found = [head + b"," + encode(one)[1:] if one else head + b"]" for one in prompts]
+    return b"[" + b",".join(found) + b"]" if several else found[0]
+
+
+def _replay(left: list[bytes], receive: Receive) -> Receive:
+    """Receives the body, which is not kept then, and what comes after it: that the client has gone."""
 
     async def again() -> Message:
-        return left.pop() if left else await receive()
+        return {"type": "http.request", "body": left.pop(), "more_body": False} if left else await receive()
 
     return again
 
 
 def _with_length(scope: Scope, length: int) -> Scope:
-    headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    framing = (b"content-length", b"transfer-encoding")
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in framing]
     return {**scope, "headers": [*headers, (b"content-length", b"%d" % length)]}
 
 
@@ -470,7 +641,7 @@ class CachedTokens:
         if message["type"] == "http.response.start":
             self.succeeded = message["status"] < 400
         elif message["type"] == "http.response.body":
-            self._last = (self._last + message.get("body", b""))[-_LAST_BYTES:]
+            self._last = (self._last + message.get("body", b"")[-_LAST_BYTES:])[-_LAST_BYTES:]
         await self._send(message)
 
     @property

@@ -6,14 +6,18 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, Final
 
 import httpx
+from msgspec import Struct, ValidationError
 
 from foreword.api.asgi import App, Receive, Scope, Send
 from foreword.blocks.salt import PUBLIC, Salt
+from foreword.decoders import convert
 from foreword.errors import BadRequest, EngineFailed, NotReady
 from foreword.integrations.vllm_middleware.prefix_storage import ConnectorStorage
+from foreword.newest import Newest
 from foreword.prefixes.book import Content, KeptBytes, Message, NamedPrefix
 from foreword.prefixes.prefix_service import AsyncPrefixes, PrefixService, Registration
 
@@ -23,6 +27,11 @@ _CHECK_SECONDS: Final = 30.0
 _WRITTEN_WITHIN: Final = 60.0
 _NEXT_WITHIN: Final = 5.0
 _POLL_SECONDS: Final = 0.05
+_MOST_CHECKED: Final = 2048
+
+
+class _Tokenized(Struct):
+    tokens: list[int]
 
 
 class InnerServer:
@@ -42,6 +51,8 @@ class InnerServer:
             transport=httpx.ASGITransport(call, raise_app_exceptions=False),
             base_url="http://foreword",
             timeout=None,
+            # Other middleware may set cookies, which belong to the request of one client.
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             headers={} if key is None else {"authorization": f"Bearer {key}"},
         )
 
@@ -53,6 +64,8 @@ class InnerServer:
         except ValueError:
             raise EngineFailed(f"vLLM's {path} answered HTTP {answer.status_code} and no JSON") from None
         if answer.status_code < 400:
+            if not isinstance(found, dict):
+                raise EngineFailed(f"vLLM's {path} answered HTTP {answer.status_code} and no object")
             return found
         error = found.get("error", found) if isinstance(found, dict) else found
         reason = error.get("message", error) if isinstance(error, dict) else error
@@ -65,8 +78,11 @@ class InnerServer:
 
     async def tokens(self, body: Mapping[str, object]) -> list[int]:
         """Tokens of a prompt or of messages, from vLLM's `/tokenize`. Raises as `post` does."""
-        found: list[int] = (await self.post("/tokenize", body))["tokens"]
-        return found
+        found = await self.post("/tokenize", body)
+        try:
+            return convert(found, _Tokenized).tokens
+        except ValidationError as error:
+            raise EngineFailed(f"vLLM's /tokenize does not answer with tokens: {error}") from None
 
 
 class VllmPrefixes(AsyncPrefixes):
@@ -87,7 +103,7 @@ class VllmPrefixes(AsyncPrefixes):
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._pinning = asyncio.Lock()
-        self._checked: dict[str, float] = {}
+        self._checked: Newest[str, float] = Newest(_MOST_CHECKED)
 
     def start(self) -> None:
         """Read what the stores know, and compute what they have lost."""

@@ -29,6 +29,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
+from urllib.parse import quote
 
 import xxhash
 
@@ -486,7 +487,7 @@ def read_pins(file: str, seconds: float) -> list[int]:
     """Ids of the pinned blocks of a sound index of an earlier format, none if it cannot be read."""
     with (
         contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(file, timeout=seconds, isolation_level=None)) as connection,
+        contextlib.closing(sqlite3.connect(f"file:{quote(file)}?mode=rw", seconds, 0, None, uri=True)) as connection,
     ):
         if connection.execute("PRAGMA quick_check(1)").fetchone() == ("ok",):
             found = connection.execute("SELECT name FROM blocks WHERE pinned = 1").fetchall()

@@ -32,7 +32,7 @@ from foreword.store.disk.files import (
 from foreword.store.disk.index import DiskIndex, translate
 from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
-from foreword.store.disk.recovery import boot_of_host, open_index, quarantine_index, remove_oldest_files
+from foreword.store.disk.recovery import OLD, boot_of_host, open_index, quarantine_index, remove_oldest_files
 
 log = logging.getLogger("foreword.store")
 
@@ -168,6 +168,7 @@ class FolderScan:
             transaction.set_unlisted(None)
             transaction.note_boot(boot)
             transaction.take_pins()
+        remove_file(self._index.file + OLD)
         return True
 
     def _check_rows(self) -> None:
@@ -390,12 +391,12 @@ class IndexOpener:
             except BrokenIndex as error:
                 self._notes["rebuilt"] += 1
                 # Of a broken index no pin is believed: the records of kept prefixes are (`prefixes/stored.py`).
-                pins = read_pins(self._index.file, time_left(deadline)) if isinstance(error, OldIndex) else []
-                quarantine_index(self._index.file)
+                quarantine_index(self._index.file, OLD if isinstance(error, OldIndex) else ".broken")
                 opened = open_index(self._index, self._files, deadline)
-                if pins:
-                    with self._index.write(deadline) as transaction:
-                        transaction.keep_pins(pins)
+            # The process that replaced the index may have died since.
+            if opened.fresh and (pins := read_pins(self._index.file + OLD, time_left(deadline))):
+                with self._index.write(deadline) as transaction:
+                    transaction.keep_pins(pins)
         self._notes["recovered"] += opened.recovered
         self._fresh = opened.fresh
         self._listed = not opened.fresh

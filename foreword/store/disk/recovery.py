@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
+import sqlite3
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +17,7 @@ from foreword.store.disk.index_rows import IndexTransaction
 from foreword.store.disk.locks import is_alive, remove_dead_lock
 from foreword.store.machine import boot_id
 
+OLD: Final = ".old"  # suffix of an index of an earlier format
 _OLDEST_OF: Final = 4096
 
 
@@ -50,15 +53,16 @@ def boot_of_host() -> tuple[str, str]:
     return socket.gethostname(), boot_id()
 
 
-def quarantine_index(file: str) -> None:
-    """Rename a broken index to `*.broken` for inspection; it is rebuilt from the blocks. Raises StoreUnavailable.
-
-    Its log is removed first: SQLite would apply an old log to the new index.
-    """
-    for suffix in ("-wal", "-shm", "-journal", ".broken"):
-        remove_file(file + suffix)
+def quarantine_index(file: str, suffix: str) -> None:
+    """Rename an index, which is rebuilt from the blocks: a broken one for inspection, an OLD one until a scan has its pins.
+    Its log is removed first: SQLite would apply an old log to the new index. Raises StoreUnavailable."""
+    if suffix == OLD:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(file)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for other in ("-wal", "-shm", "-journal", ".broken", OLD):
+        remove_file(file + other)
     try:
-        os.replace(file, file + ".broken")
+        os.replace(file, file + suffix)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -1,7 +1,7 @@
 """A client for the Redis protocol (RESP2) on one socket, with pipelining, deadlines and no copies of large values.
 
 A payload is sent from the caller's memory with `sendmsg` and received into the caller's memory with `recv_into`. This
-module does not know what the commands mean. docs/decisions/0008-store-clients.md compares it with redis-py.
+module does not know what the commands mean. dev/decisions/0008-store-clients.md compares it with redis-py.
 """
 
 from __future__ import annotations
