@@ -1,7 +1,7 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
 from the configuration's dataclasses, docs/benchmarks.md and dev/benchmarks.md from the files of docs/figures and dev/figures,
-in dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, and in README.md that of
-the engines, from docs/engines.json.
+in dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, in README.md that of the
+engines, from docs/engines.json, and the picture of the products, from packages/products.toml.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -19,7 +19,9 @@ import json
 import re
 import sys
 import textwrap
+import tomllib
 import typing
+import xml.sax.saxutils
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ BUILDERS_FIGURES = Path(__file__).parents[1] / "dev" / "figures"
 README = Path(__file__).parents[1] / "README.md"
 ENGINES = Path(__file__).parent / "engines.json"
 ENGINES_MARK = "<!-- Written by docs/generate.py from docs/engines.json"
+PRODUCTS = Path(__file__).parents[1] / "packages" / "products.toml"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
 
@@ -135,6 +138,49 @@ def paths_page() -> str:
     assert mark and first and names, "dev/paths.md has lost its list of files"
     rows = [(f"`{name}`", _first_sentence(PACKAGE / name)) for name in sorted(set(names)) if (PACKAGE / name).exists()]
     return head + mark + above + _table(("file", ""), rows) + "\n"
+
+
+def products_picture() -> str:
+    """The products as boxes on floors, each with what it imports, and a line to those that no other import brings already."""
+    products = tomllib.loads(PRODUCTS.read_text(encoding="utf-8"))
+    needs = {name: set(settings["needs"]) for name, settings in products.items()}
+    floors: dict[str, int] = {}
+    for name in products:  # those that a product needs stand above it in the file
+        floors[name] = 1 + max((floors[need] for need in needs[name]), default=-1)
+    width, height, box, top = 980, 118, 72, 14
+    rows = [[name for name in products if floors[name] == floor] for floor in range(max(floors.values()) + 1)]
+    places: dict[str, tuple[float, float, float]] = {}  # left, top, width
+    for floor, row in enumerate(rows):
+        wide = (width - 20) / len(row)
+        for at, name in enumerate(row):
+            shown = min(wide - 14, 420)
+            left = 10 + at * wide + (wide - shown) / 2
+            places[name] = (left, top + (len(rows) - 1 - floor) * height, shown)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {len(rows) * height}" font-family="sans-serif">',
+        "<!-- Written by docs/generate.py from packages/products.toml -->",
+        f'<rect width="{width}" height="{len(rows) * height}" rx="8" fill="#ffffff"/>',
+    ]
+    for name, below in needs.items():
+        for need in sorted(below - {far for near in below for far in needs[near]}):
+            (left, y, wide), (to, down, broad) = places[name], places[need]
+            ends = f'x1="{left + wide / 2:.0f}" y1="{y + box:.0f}" x2="{to + broad / 2:.0f}" y2="{down:.0f}"'
+            parts.append(f'<line {ends} stroke="#9fa8da"/>')
+    for name, (left, y, wide) in places.items():
+        imported = "imports " + ", ".join(products[name]["needs"]) if needs[name] else "imports no other product"
+        lines = [*textwrap.wrap(products[name]["subject"], int(wide / 6.2)), *textwrap.wrap(imported, int(wide / 6.2))]
+        subjects = len(lines) - len(textwrap.wrap(imported, int(wide / 6.2)))
+        tall = max(box, 24 + 13 * len(lines))
+        parts.append(
+            f'<rect x="{left:.0f}" y="{y:.0f}" width="{wide:.0f}" height="{tall}" rx="6" fill="#e8eaf6" stroke="#3f51b5"/>'
+        )
+        middle = f'x="{left + wide / 2:.0f}" text-anchor="middle"'
+        parts.append(f'<text {middle} y="{y + 17:.0f}" font-size="14" font-weight="bold" fill="#1a237e">{name}</text>')
+        for at, line in enumerate(lines):
+            color = "#263238" if at < subjects else "#5c6bc0"
+            text = xml.sax.saxutils.escape(line)
+            parts.append(f'<text {middle} y="{y + 33 + 13 * at:.0f}" font-size="11" fill="{color}">{text}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _first_sentence(path: Path) -> str:
@@ -290,6 +336,7 @@ def pages() -> dict[Path, str]:
             BUILDERS_FIGURES, "Benchmarks for people who change the code", BUILDERS_BENCHMARKS_INTRODUCTION
         ),
         PATHS: paths_page(),
+        REFERENCE.parent / "pictures" / "products.svg": products_picture(),
         HTTP: http_page(),
         README: readme(),
     }

@@ -54,7 +54,7 @@ def file_names() -> set[str]:
             lambda: lines(closure("foreword.integrations.transformers")),
             11_500,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 13_500),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 14_000),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -1,4 +1,4 @@
-"""Block keys: chained SHA-256 hashes of tokens. The format is specified in docs/reference/formats.md.
+"""Block keys: chained SHA-256 hashes of tokens. The format is specified in dev/formats.md.
 
     key_0     = salt's digest (16 bytes) || first 16 bytes of SHA-256(scope)
     key_{i+1} = SHA-256(key_i || tokens of block i as uint32 little-endian || extras of block i)

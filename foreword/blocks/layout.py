@@ -3,7 +3,7 @@
 The layout is not part of a block's key (a router knows the tokens, not the tensors), but of the name under which a store
 keeps it: `name = layout fingerprint (16 bytes) || root (first 16 bytes of the chain's root key) || key (32 bytes)`. The
 layout implies the model, and the root begins with a digest of the tenant (`salt.py`), so all blocks of a tenant in one layout
-have names with the same first 28 bytes. The written format is in docs/reference/formats.md.
+have names with the same first 28 bytes. The written format is in dev/formats.md.
 
 In the *portable layout* blocks are divided into units that instances of other sizes can read. A *unit* is the KV of some
 consecutive tokens and KV heads, in all layers of a group. A frame of the portable layout has one unit, in the order "tokens".

@@ -1,7 +1,7 @@
 """Public blocks: blocks of a text that an administrator has marked, which all tenants share.
 
 Their keys say so to every process that sees one, with the 8 bytes `_MARK` in the middle of a digest
-(docs/reference/formats.md):
+(dev/formats.md):
 
     key_0      the root of the salt PUBLIC
     digest     SHA-256(key_i || tokens of block i || extras of block i)

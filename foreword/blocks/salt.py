@@ -3,7 +3,7 @@
 The tenant is the caller, as authentication or a router says. Quotas, fair shares, listings and erasures count by tenant. A
 client's own `cache_salt` divides the cache of its tenant further. It makes no tenant, however many of them a client sends.
 
-The first 16 bytes of a chain's root key are in the names of all its blocks (docs/reference/formats.md):
+The first 16 bytes of a chain's root key are in the names of all its blocks (dev/formats.md):
 
     without a client's salt   SHA-256("foreword/tenant\\0" + tenant)[:16]
     with one                  the first 12 of these bytes || SHA-256("foreword/salt\\0" + client)[:4]

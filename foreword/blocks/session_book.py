@@ -80,8 +80,7 @@ class SessionBook:
 
     Args:
         most: sessions of one tenant.
-        most_noted: requests outside of sessions that are remembered of one tenant.
-        most_of_all: sessions and such requests of all tenants, 1 KiB each.
+        most_noted: requests outside of sessions that are remembered of one tenant. most_of_all: both, of all tenants.
         most_blocks: blocks of all sessions and requests. Those unused for longest are forgotten first.
     """
 
@@ -95,13 +94,11 @@ class SessionBook:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._most, self._most_noted, self._most_of_all, self._most_blocks = most, most_noted, most_of_all, most_blocks
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
         self._tenants: dict[bytes, OrderedDict[str, AgentSession]] = {}
         self._all: OrderedDict[AgentSession, bytes] = OrderedDict()  # least recently used first
-        self._blocks = 0
+        self._blocks, self._next_look = 0, 0.0
         self._ended: OrderedDict[tuple[bytes, str], AgentSession] = OrderedDict()  # requests of them may still run
-        self._next_look = 0.0
 
     def open(self, tenant: bytes, name: str, parent: str = "", idle: float | None = None) -> AgentSession:
         """Begin a session; with `parent`, a fork of that one. Raises BadRequest, NotFound for a parent that is not open."""
@@ -201,12 +198,11 @@ class SessionBook:
                 self._enter(tenant, session)
                 return alone
             session.used = self._clock()
-            self._ended[tenant, name] = session
-            self._ended.move_to_end((tenant, name))
-            while (
-                len(self._ended) > self._most_noted or sum(one.blocks for one in self._ended.values()) > _ENDED_BLOCKS
-            ):
-                self._ended.popitem(last=False)
+            ended = self._ended
+            ended[tenant, name] = session
+            ended.move_to_end((tenant, name))
+            while len(ended) > self._most_noted or sum(one.blocks for one in ended.values()) > _ENDED_BLOCKS:
+                ended.popitem(last=False)
             return alone
 
     def follows(self, tenant: bytes) -> bool:

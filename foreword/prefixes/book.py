@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 from foreword.blocks.salt import PUBLIC
 from foreword.errors import BadRequest, PrefixBudgetExceeded, UnknownPrefix
 
-# Of one tenant: names, and about the bytes of their contents and tokens; and the bytes of all tenants.
-TENANT_PREFIXES, TENANT_BYTES, MOST_BYTES = 1000, 64 << 20, 256 << 20
+TENANT_PREFIXES, TENANT_BYTES, MOST_BYTES = 1000, 64 << 20, 256 << 20  # names and bytes of a tenant, bytes of all
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Message = Mapping[str, Any]
 Kind = Literal["text", "messages"]
@@ -110,7 +109,7 @@ class _Entry:
 
 
 def size_of(content: Content, tokens: Sequence[int] | None = ()) -> int:
-    """About the bytes that a prefix takes in a book: also 1 KiB, and for a token an object of Python."""
+    """About the bytes that a prefix takes in a book; a token is an object of Python."""
     return len(content if isinstance(content, str) else repr(content)) + 36 * len(tokens or ()) + 1024
 
 
@@ -125,18 +124,18 @@ class PrefixBook:
     def check(self, name: str, content: Content, tokens: Sequence[int] | None, *, salt: bytes, replace: bool) -> None:
         """Raises BadRequest for a name or prefix that cannot be registered, PrefixBudgetExceeded for one that is too much."""
         if not _NAME.fullmatch(name):
-            text = f"{name[:200]!r} is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128"
-            raise BadRequest(text, param="name")
+            text = "is not a name for a prefix: letters, digits, '.', '_' and '-', at most 128"
+            raise BadRequest(f"{name[:200]!r} {text}", param="name")
         if not content or (tokens is not None and not tokens):
             raise BadRequest("the prefix is empty", param="content")
         exists = self.version(name, salt=salt)
         if exists and not replace:
             text = f"a prefix named {name!r} exists; replace it with PUT /v1/prefixes/{name}, or with --replace"
             raise BadRequest(text, param="name")
-        known = [(one.size, owner == salt) for (owner, _), one in list(self._entries.items())]
-        mine, size = [size for size, own in known if own], size_of(content, tokens)
-        many = len(mine) >= TENANT_PREFIXES and not exists
-        if many or size + sum(mine) > TENANT_BYTES or size + sum(size for size, _ in known) > MOST_BYTES:
+        sizes = [(one.size, owner == salt) for (owner, _), one in list(self._entries.items())]
+        mine, size = [one for one, own in sizes if own], size_of(content, tokens)
+        full = size + sum(mine) > TENANT_BYTES or size + sum(one for one, _ in sizes) > MOST_BYTES
+        if full or (len(mine) >= TENANT_PREFIXES and not exists):
             raise PrefixBudgetExceeded("no more named prefixes are kept for this tenant; remove some", param="name")
 
     def commit(self, prefix: NamedPrefix, kept: KeptKV, *, salt: bytes) -> NamedPrefix:
@@ -195,17 +194,17 @@ class PrefixBook:
                     f"register it with {given[kind]!r} to use it in {endpoint[kind]}",
                     param="prefix",
                 )
-            used = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
-            self._entry(name, (salt, PUBLIC.tenant)).prefix = used
-        return used
+            entry = self._entry(name, (salt, PUBLIC.tenant))
+            entry.prefix = replace(prefix, uses=prefix.uses + 1, last_used=time.time())
+            return entry.prefix
 
     def note_hit(self, name: str, tokens: int, *, salt: bytes = b"") -> None:
         """A request that named the prefix found `tokens` of its prompt cached."""
         with self._lock:
             if self.knows(name, salt=salt):
                 entry = self._entry(name, (salt, PUBLIC.tenant))
-                cached = min(tokens, len(entry.prefix.tokens))
-                entry.prefix = replace(entry.prefix, hit_tokens=entry.prefix.hit_tokens + cached)
+                was = entry.prefix
+                entry.prefix = replace(was, hit_tokens=was.hit_tokens + min(tokens, len(was.tokens)))
 
     def remove(self, name: str, *, salt: bytes = b"") -> NamedPrefix:
         """Remove a prefix; its blocks stay cached until they are evicted. Raises UnknownPrefix."""
@@ -218,10 +217,8 @@ class PrefixBook:
 
     def all(self) -> list[tuple[bytes, NamedPrefix]]:
         """The prefixes of all tenants."""
-        with self._lock:
-            return [(salt, entry.prefix) for (salt, _), entry in self._entries.items()]
+        return [(salt, entry.prefix) for (salt, _), entry in list(self._entries.items())]
 
     def list(self, *, salt: bytes = b"") -> list[NamedPrefix]:
         """The prefixes of a tenant, by name."""
-        with self._lock:
-            return sorted((e.prefix for (owner, _), e in self._entries.items() if owner == salt), key=lambda p: p.name)
+        return sorted((prefix for owner, prefix in self.all() if owner == salt), key=lambda prefix: prefix.name)

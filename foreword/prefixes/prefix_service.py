@@ -57,8 +57,7 @@ class Registration:
         adopted: bool = False,
     ) -> None:
         self.prefix, self.tokens = prefix, prefix.tokens
-        self.salt, self.kept = salt, kept
-        self.replace, self.adopted, self._service = replace, adopted, service
+        self.salt, self.kept, self.replace, self.adopted, self._service = salt, kept, replace, adopted, service
         self._lock, self._open = threading.Lock(), True
         service.registering.add(self)
 
@@ -107,12 +106,11 @@ class PrefixService:
         storage: PrefixStorage | None = None,
         mark: Callable[[list[Sequence[int]]], None] = lambda texts: None,
     ) -> None:
-        self.book = PrefixBook()
+        self.book, self._changing = PrefixBook(), threading.Lock()
         self.registering: set[Registration] = set()
         self._reserve, self._tokenize, self._storage, self._mark = reserve, tokenize, storage, mark
         if storage is not None:
             storage.pins.needed.append(lambda tenant: self._chains(storage, tenant))
-        self._changing = threading.Lock()
         self._looked: Newest[bytes, float] = Newest(_MAX_TENANTS)
         self._unsuited: Newest[tuple[bytes, str], int] = Newest(_MAX_TENANTS)
 

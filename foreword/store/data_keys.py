@@ -1,7 +1,7 @@
 """Data keys: what encrypts a tenant's blocks and records. They lie in a key store, each encrypted by a master key.
 
 A tenant is the part of a block's name that `fair_share.tenant_of` returns, 12 bytes. The key store has records below
-`<first 6 bytes>/<last 6 bytes>/`, both in hexadecimal (docs/reference/formats.md):
+`<first 6 bytes>/<last 6 bytes>/`, both in hexadecimal (dev/formats.md):
 
     <id>        a data key; several while one follows another, or if two servers made one at the same time
     destroyed   no key of this tenant is used any more, whatever else is there

@@ -1,4 +1,4 @@
-"""The frame format of stored and sent blocks: a payload, then a header of 192 bytes (docs/reference/formats.md).
+"""The frame format of stored and sent blocks: a payload, then a header of 192 bytes (dev/formats.md).
 
 The header stands behind the payload. So the payload begins at an aligned place of a file, a buffer or an object, and a
 small block does not pay for padding.

@@ -2,7 +2,7 @@
 
 Encrypted (AES-256-GCM), a copy of a store tells nothing but names and lengths, and nothing at all once the tenant's data key is
 destroyed. Signed (AES-256-GMAC), it can be read, but a party without the secret cannot plant KV in it. Both are in the same
-place of a frame (docs/reference/formats.md). Keys are derived for each root, so a tenant's frames have keys of their own.
+place of a frame (dev/formats.md). Keys are derived for each root, so a tenant's frames have keys of their own.
 
     signed record    = magic "FWRA", key id (4 bytes, little-endian), nonce (12), tag (16), data
     encrypted record = magic "FWRE", key id (4), nonce (12), encrypted data, tag (16)

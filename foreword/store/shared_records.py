@@ -1,6 +1,6 @@
 """Records that instances share through their stores: how each kind of them is written, read, listed, adopted and expired.
 
-A record is a JSON object with a checksum over its other fields (docs/reference/formats.md). Its key says what it is about:
+A record is a JSON object with a checksum over its other fields (dev/formats.md). Its key says what it is about:
 
     <kind>/<scope>/<tenant's digest>/<name>     of a tenant: encrypted with the tenant's data key, and erased with the tenant
     <kind>/<name>, <kind>/<scope>/<name>        of none

@@ -61,7 +61,7 @@ salts = st.builds(Salt.of, tenants, given_salts)
 
 
 def written_scope(scope: Scope) -> bytes:
-    """The scope as docs/reference/formats.md writes it, made without the code under test."""
+    """The scope as dev/formats.md writes it, made without the code under test."""
     text = b"foreword/key\x00" + (2).to_bytes(4, "little") + scope.block_size.to_bytes(4, "little")
     for part in (scope.model, scope.salt.tenant, *[scope.salt.client] * bool(scope.salt.client)):
         text += len(part).to_bytes(4, "little") + part
@@ -69,7 +69,7 @@ def written_scope(scope: Scope) -> bytes:
 
 
 def written_root(scope: Scope) -> bytes:
-    """The root as docs/reference/formats.md writes it."""
+    """The root as dev/formats.md writes it."""
     salt = sha256(b"foreword/tenant\x00" + scope.salt.tenant).digest()[:16]
     if scope.salt.client:
         salt = salt[:12] + sha256(b"foreword/salt\x00" + scope.salt.client).digest()[:4]
@@ -77,7 +77,7 @@ def written_root(scope: Scope) -> bytes:
 
 
 def written_keys(root: bytes, tokens: Sequence[int], block_size: int, extras: Sequence[bytes] = ()) -> list[bytes]:
-    """The chain as docs/reference/formats.md writes it, made without the code under test."""
+    """The chain as dev/formats.md writes it, made without the code under test."""
     keys, parent = [], root
     for number in range(len(tokens) // block_size):
         block = tokens[number * block_size : (number + 1) * block_size]
@@ -115,8 +115,8 @@ def test_golden_vectors_agree_with_the_written_format() -> None:
 
 
 def test_the_documented_vectors_are_the_tested_ones() -> None:
-    """docs/reference/formats.md quotes exactly the golden vectors."""
-    text = (ROOT / "docs" / "reference" / "formats.md").read_text(encoding="utf-8")
+    """dev/formats.md quotes exactly the golden vectors."""
+    text = (ROOT / "dev" / "formats.md").read_text(encoding="utf-8")
     for vector in (
         PLAIN_ROOT,
         *PLAIN_KEYS,

@@ -31,7 +31,7 @@ tenants = st.sampled_from([b"", b"ann", b"bob"])
 
 
 def test_golden_vectors() -> None:
-    """The keys of docs/reference/formats.md: two public blocks, and the tenant's behind them."""
+    """The keys of dev/formats.md: two public blocks, and the tenant's behind them."""
     public = PublicBlocks()
     public.set([public_keys(SCOPE, TOKENS[:9])])
     keys = public.keys_of(SCOPE, TOKENS)

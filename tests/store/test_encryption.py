@@ -83,12 +83,12 @@ class TestContract(StoreContract):
 
 
 def test_vectors(tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors of docs/reference/formats.md: a data key's record, a frame and a record."""
+    """The vectors of dev/formats.md: a data key's record, a frame and a record."""
     monkeypatch.setattr(os, "urandom", lambda count: bytes(range(count)))
     monkeypatch.setattr(data_keys.secrets, "randbelow", lambda count: 7)  # type: ignore[attr-defined]
     monkeypatch.setattr(data_keys.time, "time", lambda: 1.5)  # type: ignore[attr-defined]
     keys = keys_in(stack, tmp_path, "m:" + "00" * 32)
-    page = (Path(__file__).parents[2] / "docs/reference/formats.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "dev/formats.md").read_text(encoding="utf-8")
     tenant = b"tenant" + bytes(6)
     one = frame(Header(b"l" * 16, tenant + b"salt", b"k" * 32, b"p" * 32, 3, RAW, 16, 16), b"sixteen bytes...")
     inner = MemoryStore(1 << 20)

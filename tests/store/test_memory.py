@@ -105,8 +105,8 @@ def test_more_memory_than_the_system_has() -> None:
 
 
 def test_slots_grow_with_the_frames() -> None:
-    """Slots are as long as the longest frame so far. A shorter one takes a slot. A longer one empties the store, and each block is
-    told as evicted, unless a block is pinned or read: then it is refused, and counted."""
+    """Slots are as long as the longest frame so far. A longer frame empties the store, and each block of it is
+    told as evicted, unless a block is pinned or read: then the frame is refused, and counted."""
     store, gone = MemoryStore(SMALL_BYTES), list[bytes]()
     store.on_evicted = gone.append
     assert store.status().notes["slot_bytes"] == 0
