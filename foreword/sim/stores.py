@@ -84,6 +84,8 @@ class SimulatedLoad:
 class KnownCosts(FixedCosts):
     """What a load from each tier takes besides its bytes, as it is known beforehand."""
 
+    measures = False
+
     def __init__(self, seconds: Sequence[float]) -> None:
         super().__init__()
         self._seconds = seconds

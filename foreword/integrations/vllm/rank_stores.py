@@ -101,6 +101,10 @@ class RankStores(ReadOnlyStore):
         """The store of each rank, by the fingerprints of its layouts. Before this call every lookup misses."""
         self._ranks = dict(ranks)
 
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return [False] * len(names) if store is None else store.known(names)
+
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
         return 0 if store is None else store.lookup(names, deadline=deadline)

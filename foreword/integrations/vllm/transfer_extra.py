@@ -17,7 +17,7 @@ import torch
 
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.step_messages import (
     BlockLease,
@@ -27,6 +27,7 @@ from foreword.integrations.vllm.step_messages import (
 )
 from foreword.store.base import Name, Store
 from foreword.store.types import Opener, StoreUrl
+from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo

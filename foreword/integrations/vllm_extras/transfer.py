@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
@@ -17,6 +17,7 @@ from foreword.store.base import Store
 from foreword.store.types import Opener
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import check_encrypted
+from foreword.transfer_config import TransferConfig
 
 
 class VllmTransfer(TransferExtra):
