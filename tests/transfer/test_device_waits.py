@@ -229,7 +229,8 @@ def test_copies_for_others_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingSlots, "wait_for", noted)
     with stubbed_vllm():
         module, messages = (
-            importlib.import_module(f"foreword.integrations.vllm.{name}") for name in ("endpoints", "step_messages")
+            importlib.import_module(f"foreword.integrations.{name}")
+            for name in ("vllm_extras.endpoints", "vllm.step_messages")
         )
         cache = torch.zeros(8, LAYOUT.block_bytes, dtype=torch.uint8)
         staging = StagingArena([[cache]], 8, engine)
