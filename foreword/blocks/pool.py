@@ -54,7 +54,7 @@ class FreeList:
             yield from self.ring(number)
 
     def ring(self, number: int) -> Iterator[int]:
-        """One ring, from front to back."""
+        """A ring, from front to back."""
         end = self._end + number
         node = self._next[end]
         while node != end:
@@ -239,6 +239,8 @@ class BlockPool:
             _reverse_descending_runs(blocks)
         refs, keys, owners, index, copies = self._refs, self._keys, self._owners, self._index, self._copies
         removed: list[bytes] = []
+        # The eviction: from here on no lookup finds the block. Its KV is overwritten by the step or load that it was taken for,
+        # which the device runs behind all copies out of the block that were queued before.
         for block in blocks:
             refs[block] = 1
             owners[block] = owner
@@ -345,6 +347,7 @@ class BlockPool:
 
     def retract(self, blocks: Sequence[int]) -> None:
         """Remove the keys of blocks in use whose content is not what the key says."""
+        # References stay: they are released with their tables, and the blocks then go to the empty ones.
         removed = []
         for block in blocks:
             key = self._keys[block]

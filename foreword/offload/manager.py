@@ -209,6 +209,8 @@ class OffloadManager:
         return any(self.store.tiers[place].blocking for place in set(places))
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
+        # Whatever ends the load, its copies are awaited before `copying` is 0: until then the device may write into the blocks,
+        # and the slots hold what it reads.
         queued: deque[_GroupCopy] = deque()
         try:
             self._load_groups(store_load, compute, queued)
@@ -435,7 +437,7 @@ class OffloadManager:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """What `save` is given inside is copied and queued together, at the end: one copy for each KV group."""
+        """Copy and queue all calls of `save` inside together, at the end: one copy for each KV group."""
         self._gathering = []
         try:
             yield
@@ -468,6 +470,8 @@ class OffloadManager:
 
     def _gather(self, waiting: Sequence[tuple[int, Sequence[int], WriteBatch]]) -> None:
         """Copy units of groups into their slots, and queue them."""
+        # On a device the copies are queued behind the step that computed the blocks and ahead of all later steps. So the engine
+        # may evict the blocks at once, and a writer waits for the copy before it reads a slot (`StagingArena.buffer`).
         for group in {number for number, _, _ in waiting}:
             mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
             units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))

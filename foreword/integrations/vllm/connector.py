@@ -158,7 +158,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(lambda *_: None)
     def after_workers(self, compare: Callable[[], None]) -> None:
-        """It has called a method of its workers, which may have changed weights."""
+        """Notice that a method of the workers was called, which may have changed weights."""
         compare()
 
     @hook(lambda *_: (0, False))

@@ -385,7 +385,7 @@ class KVCacheInfo:
         return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
 
     def scope(self, salt: Salt) -> Scope:
-        """What determines the keys of a salt's chains."""
+        """The scope of the keys of a salt's chains."""
         return Scope(self.model, self.key_size, salt)
 
 

@@ -65,6 +65,7 @@ class LateSaves:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """vLLM takes back the blocks of these requests. On return nothing of them is read any more."""
+        # `_run` copies under the same lock. So either its copy is done, or it will not find the request.
         with self._changed:
             for request_id in request_ids:
                 self._dropped(sum(len(save.blocks) for save in self._waiting.pop(request_id, ())))
@@ -93,6 +94,7 @@ class LateSaves:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
+            # Room is awaited without the lock: vLLM takes blocks back meanwhile (`drop`), so what waits is looked at anew.
             self._await_room(_ROOM_SECONDS)
             with self._changed:
                 for request_id, waiting in list(self._waiting.items())[:1]:  # the oldest

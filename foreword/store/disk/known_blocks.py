@@ -82,7 +82,7 @@ class ChangeBoard:
                     os.pwrite(self._file, os.urandom(_ENTRY), page * _PAGE + self._entry * _ENTRY)
 
     def others(self) -> tuple[bytes, bytes] | None:
-        """What the other processes' entries are now: of those that have added blocks, and of those that have removed some."""
+        """The entries of the other processes now: of those that have added blocks, and of those that have removed some."""
         try:
             found = os.pread(self._file, 2 * _PAGE, 0)
         except OSError:
@@ -121,7 +121,7 @@ class KnownBlocks:
             self._start_over(usable=usable)
 
     def told(self, ids: Sequence[int]) -> list[bool | None]:
-        """Of each block whether it is in the index; None: not known. Reads two pages of the board and waits for nothing."""
+        """Whether each block is in the index; None: not known. Reads two pages of the board and waits for nothing."""
         shards, seen = self._ids, self._seen
         now = self._board.others() if seen is not None and shards else None
         if now is None or seen is None:
@@ -157,7 +157,7 @@ class KnownBlocks:
             self._start_over(usable=False)
 
     def suspect(self) -> None:
-        """Another process may have changed the index without a word on the board, as versions before it do."""
+        """Suspect that another process has changed the index without a word on the board, as versions before it do."""
         self._seen = None
 
     @property
