@@ -15,7 +15,6 @@ DEVICE_MEDIUM: Final = "GPU"
 HOST_MEDIUM: Final = "CPU"
 STORAGE_MEDIUM: Final = "STORAGE"
 REMOTE: Final = "REMOTE"
-LOCAL: Final = "LOCAL"
 REPLAY_END: Final = (-1).to_bytes(8, "big", signed=True)
 _NUMBER_BYTES: Final = 8
 

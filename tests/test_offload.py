@@ -26,6 +26,7 @@ from foreword.offload.device import Stream
 from foreword.offload.load import StoreLoad
 from foreword.offload.policy import FixedCosts, LoadCosts, search_seconds
 from foreword.offload.search import Found
+from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.store.base import Loan, Name, Store
 from foreword.store.frame import HEADER_BYTES, Frame
@@ -518,6 +519,26 @@ def test_rows_that_are_not_contiguous_are_refused() -> None:
     for wrong in (tensor.transpose(1, 2), tensor[:, :, ::2], tensor[:, :, :3]):
         with pytest.raises(ValueError, match="not contiguous"):
             StagingArena([[wrong]], 4)
+
+
+def test_no_load_behind_a_part_of_a_block() -> None:
+    """A model that holds a part of a block loads nothing: between that part and the next block there would be a gap."""
+    costs = LoadCosts([100], [16], lambda: [1e9], lambda: 1.0)
+    found = Found(64, 64, {(0, number): 0 for number in range(1, 4)}, step=16)
+    for held in range(16, 64):
+        for patient in (False, True):
+            plan = costs.best(found, held, patient=patient)
+            assert (plan is None) == bool(held % 16) and (plan is None or plan.held == held)
+
+
+def test_slots_without_a_deadline() -> None:
+    """Who may wait for ever gets the slots when there are enough."""
+    slots = StagingSlots([])
+    giver = threading.Thread(target=lambda: slots.give([3, 1, 2]))
+    giver.start()
+    slots.wait_for_room(1, float("inf"))
+    assert slots.wait_for(3, float("inf")) == [1, 2, 3]
+    giver.join()
 
 
 def test_a_load_below_its_fixed_cost() -> None:

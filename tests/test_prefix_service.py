@@ -16,7 +16,8 @@ from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, Unknow
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
 from foreword.prefixes.prefix_service import PrefixService, Registration
-from foreword.prefixes.stored import PREFIXES, Chain, PrefixPins, PrefixRecord, StoredPrefixes
+from foreword.prefixes.stored import PREFIXES, Chain, PrefixPins, PrefixRecord
+from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.shared_records import SharedRecords

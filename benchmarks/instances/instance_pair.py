@@ -9,11 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from foreword.config import TransferConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.errors import CannotMigrate, TransferError
+from foreword.transfer_config import TransferConfig
 
 
 @dataclass

@@ -27,13 +27,14 @@ from pathlib import Path
 
 from benchmarks.harness import machine, median, ratio, set_up, table, version_of, write_figures
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.config import SharedSecret, TransferConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, Payload
 from foreword.transfer.sockets import SocketStream, tune
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService, TransferSide
 from foreword.transfer.wire_format import Frames, KVPart, Reason
+from foreword.transfer_config import SharedSecret, TransferConfig
 
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20}
 RING = 32 << 20

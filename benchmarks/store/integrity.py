@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.poly1305 import Poly1305
 
 from benchmarks.harness import machine, median, set_up, table, version_of
-from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
+from foreword.config import EncryptionConfig, StoreConfig
 from foreword.prefixes.erasure import destroy_keys
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, frame
@@ -40,6 +40,7 @@ from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
 from foreword.transfer.peer import opener
+from foreword.transfer_config import TransferConfig
 
 TOTAL, BATCH = 64 << 20, 8 << 20
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)

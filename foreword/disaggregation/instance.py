@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from foreword.config import TransferConfig
 from foreword.disaggregation.context import EngineContext, EngineThread
 from foreword.disaggregation.kv_transfer import KVSend, KVSender
 from foreword.disaggregation.live_migration import Migrations, OutgoingMigration
@@ -29,6 +28,7 @@ from foreword.transfer.link import Payload
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, KVPart, Reason
+from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from foreword.disaggregation.block_server import BlockServer

@@ -192,6 +192,7 @@ class StoreKV:
         self._held = 0
         self._began = 0.0
         self._loading: Sequence[bytes] = ()
+        self._measured = False
         self.blocks: Sequence[int] = ()
 
     @property
@@ -234,7 +235,12 @@ class StoreKV:
         self._load = self._stores.load(self._plan, self._root, self._keys, blocks, patient=self._patient)
 
     def close(self) -> KVArrival:
-        tiers = self._arrived([] if self._load is None else self._load.close())
+        loaded = [] if self._load is None else self._load.close()
+        if self._plan is not None and self._load is not None and not self._patient and not self._measured:
+            self._measured = True
+            blocks = self._plan.wanted(self._stores.groups)
+            self._stores.costs.note_load(blocks, time.monotonic() - self._began, whole=len(loaded) >= len(self.blocks))
+        tiers = self._arrived(loaded)
         self._in_flight.difference_update(self._loading)
         start, tokens = self._held * self._block_size, (self._held + len(tiers)) * self._block_size
         return KVArrival(start, tokens, tokens, tiers, seconds=time.monotonic() - self._began if tiers else 0.0)

@@ -15,7 +15,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, check_folder, parse_bytes
+from foreword.config import EncryptionConfig, StoreConfig, check_folder, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelNotFound
@@ -25,6 +25,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings
+from foreword.transfer_config import TransferConfig
 
 _PACKAGES = ("torch", "transformers")
 _DRIVER = "libcuda.so.1"

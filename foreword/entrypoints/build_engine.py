@@ -21,7 +21,7 @@ from foreword.blocks.public import public_keys
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
-from foreword.config import EncryptionConfig, StoreConfig, TransferConfig
+from foreword.config import EncryptionConfig, StoreConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
@@ -46,7 +46,8 @@ from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
 from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
-from foreword.prefixes.stored import StoredPrefixes, StoredRetentions, StorePins, models_with_names
+from foreword.prefixes.stored import StoredRetentions
+from foreword.prefixes.stored_names import StoredPrefixes, StorePins, models_with_names
 from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.sealing import KeyRing
@@ -55,6 +56,7 @@ from foreword.store.urls import loss_of, open_store, parse
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener
+from foreword.transfer_config import TransferConfig
 
 log = logging.getLogger(__name__)
 

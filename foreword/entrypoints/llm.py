@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.salt import NO_SALT, PUBLIC
-from foreword.config import EncryptionConfig, StoreConfig, TransferConfig, build
+from foreword.config import EncryptionConfig, StoreConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
 from foreword.engine_config import EngineConfig, PrefixConfig
@@ -23,6 +23,7 @@ from foreword.errors import BadRequest, ForewordError
 from foreword.events import Observer
 from foreword.prefixes.book import Message, NamedPrefix
 from foreword.tokens.token_logprob import TokenLogprob
+from foreword.transfer_config import TransferConfig
 
 Prompt = str | Sequence[int]
 

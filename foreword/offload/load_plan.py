@@ -24,6 +24,12 @@ class LoadPlan:
     position: int
     places: Mapping[tuple[int, int], int]
 
+    def wanted(self, groups: Sequence[StoredGroup]) -> Iterator[tuple[int, int]]:
+        """Group and tier of each block that is loaded."""
+        for number, one in enumerate(groups):
+            for block in one.needed(self.position, self.held):
+                yield number, self.places[number, block]
+
     def blocks(
         self, groups: Sequence[StoredGroup], keys: Sequence[bytes], device_block: Callable[[int, int], int | None]
     ) -> Iterator[GroupBlocks]:

@@ -83,6 +83,7 @@ class OffloadStatus:
         cut: loads that brought fewer blocks than requested.
         stopped: those of them that were cut off because computing was faster.
         declined: loads that were not started because computing was faster.
+        too_small: those of them that would pay if a load had no fixed cost.
         refused: loads that were not started because the blocks may not be used any more.
         lookups: the lookups of requests, by outcome.
     """
@@ -96,6 +97,7 @@ class OffloadStatus:
     cut: int = 0
     stopped: int = 0
     declined: int = 0
+    too_small: int = 0
     refused: int = 0
     lookups: LookupCounts = field(default_factory=LookupCounts)
 
@@ -568,6 +570,7 @@ class OffloadManager:
             failed=self._writer.failed,
             lookups=self.lookups.counts(),
             declined=self.costs.declined,
+            too_small=self.costs.too_small,
             **self._counts,
         )
 

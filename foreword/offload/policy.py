@@ -48,7 +48,10 @@ class FixedCosts:
     Attributes:
         first_tokens: such a tier's value is at least the time to compute this many tokens. A machine that computes slowly, as
             a busy one does, loads slowly too.
+        measures: values come from loads; not where they are known beforehand.
     """
+
+    measures = True
 
     def __init__(self, first: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.first = first
@@ -115,8 +118,11 @@ class LoadCosts:
         """The load that saves the most time, of what a search has found, if the first `held` tokens are there; None if it has
         found nothing more, or computing is faster. The smaller of two loads that save the same.
 
-        `patient`: all that was found, however long it takes.
+        `patient`: all that was found, however long it takes. None also where the model has a part of a block, and only whole
+        blocks could be loaded: behind that part there would be a gap.
         """
+        if found.step and held % found.step:
+            return None
         per_token = self.seconds_per_token
         if found.position <= held or patient or per_token is None:
             return LoadPlan(held, found.position, found.places) if found.position > held else None
@@ -161,6 +167,8 @@ class LoadCosts:
         """A load of blocks, each given by its group and tier, took this long from the request for it until they could be used.
         What its bytes take is not part of the fixed cost; nothing is noted where the speed of a tier is unknown. Not `whole`:
         it has brought fewer, perhaps since it was stopped."""
+        if not self.fixed.measures:
+            return
         wanted, rates = list(blocks), self._read_rates()
         if wanted and all(place < len(rates) and rates[place] for _, place in wanted):
             transfer = math.fsum(self._seconds(group, place, rates) for group, place in wanted)

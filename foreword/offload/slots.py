@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 _SHARE: Final = 2  # reads of stores that may block use at most one in this number of slots directly
 
 
+def _until(deadline: float) -> float:
+    """Seconds, within what a condition takes."""
+    return min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+
+
 class StagingSlots:
     """Free slots of a staging arena. The lowest ones are taken first, so that slots taken together tend to be consecutive."""
 
@@ -33,13 +38,13 @@ class StagingSlots:
     def wait_for(self, count: int, deadline: float) -> list[int] | None:
         """`count` slots, or None if fewer are free until the deadline."""
         with self._changed:
-            enough = self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
+            enough = self._changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
             return self._pop(count) if enough else None
 
     def wait_for_room(self, count: int, deadline: float) -> None:
         """Wait until `count` slots are free, or the deadline has passed."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= count, max(deadline - time.monotonic(), 0))
+            self._changed.wait_for(lambda: len(self._free) >= count, _until(deadline))
 
     def _pop(self, count: int) -> list[int]:
         return [heapq.heappop(self._free) for _ in range(count)]

@@ -14,33 +14,26 @@ import logging
 import math
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from foreword.blocks.keys import KEY_BYTES, Scope
+from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
-from foreword.blocks.resume import KVGroup
 from foreword.blocks.retention import MAX_PRIORITY
 from foreword.blocks.retention_book import Retained, RetentionBook
-from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.book import NamedPrefix
 from foreword.store.background import Follower
 from foreword.store.base import Name
 from foreword.store.machine import clock_id
-from foreword.store.shared_records import FoundRecords, RecordKind, SharedRecords, leave
+from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.tiered import TieredStore
-
-if TYPE_CHECKING:
-    from foreword.engine.engine_stores import EngineStores
 
 logger = logging.getLogger(__name__)
 
-_READ_SECONDS: Final = 2.0
+READ_SECONDS: Final = 2.0
 _PIN_SECONDS: Final = 5.0
 _SCAN_SECONDS: Final = 2.0
 _RETENTIONS_SECONDS: Final = 15.0
@@ -247,32 +240,6 @@ class PrefixPins:
             self._set(self.names(root, number, own_keys(root, group.behind(keys))), pinned=True)
 
 
-class StorePins(PrefixPins):
-    """Pins of an engine with an offload manager, which writes queued blocks before it pins."""
-
-    def __init__(self, offload: EngineStores, model: str, groups: Sequence[KVGroup], weights: str = "") -> None:
-        super().__init__(offload.store, model, [StoredGroup(group, ()) for group in groups], weights)
-        self._offload = offload
-
-    def pin(self, root: bytes, keys: Chain) -> None:
-        for number, group in enumerate(self.groups):
-            self._offload.pin(root, own_keys(root, group.behind(keys)), group=number)
-
-    def unpin_keys(self, root: bytes, number: int, keys: Chain) -> None:
-        self._offload.pin(root, keys, pinned=False, group=number)
-
-    def names(self, root: bytes, number: int, keys: Chain) -> list[Name]:
-        return self._offload.units[number].names(root, keys)
-
-
-def models_with_names(store: TieredStore) -> set[str]:
-    """The models of whose named prefixes a store has records, as far as it answers. By the first digits of what names them."""
-    found = SharedRecords(store, PREFIXES, _READ_SECONDS).scan(
-        PREFIXES.key(""), failed=leave, unread=leave, within=_READ_SECONDS
-    )
-    return {key.split("/")[1] for key in found.keys}
-
-
 class PublicRecords:
     """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
 
@@ -282,7 +249,7 @@ class PublicRecords:
 
     def __init__(self, store: TieredStore, model: str) -> None:
         self.blocks = PublicBlocks()
-        self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
+        self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
         self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
         self._follower = Follower("foreword-public", self._scan, _SCAN_SECONDS)
         self._follower.do(self._scan)
@@ -292,130 +259,12 @@ class PublicRecords:
             self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
 
     def close(self) -> None:
-        self._follower.close(_READ_SECONDS)
+        self._follower.close(READ_SECONDS)
 
 
 def own_keys(root: bytes, keys: Chain) -> list[bytes]:
     """The blocks of a prefix that are its tenant's, given the first bytes of its root."""
     return [key for key in keys if is_public(key) == root.startswith(PUBLIC_ROOT)]
-
-
-class PrefixStorage(ABC):
-    """The stores of an engine, as named prefixes use them. All methods block, for seconds at most.
-
-    Args:
-        model_name: for tools.
-        pins: of the model's kept prefixes. Prefixes belong to one model.
-        block_size: tokens per block key; 0 if it is not known.
-        earlier: the model in the record keys of earlier builds, which identified it otherwise; "" if there are none of those.
-            Their named prefixes are taken over (`take_over`), and a removal ends both.
-    """
-
-    def __init__(
-        self, store: TieredStore, pins: PrefixPins, model_name: str, block_size: int, earlier: str = ""
-    ) -> None:
-        self.pins, self.block_size, self._model_name, self._earlier = pins, block_size, model_name, earlier
-        self._records = SharedRecords(store, PREFIXES, _READ_SECONDS)
-        self.take_over()
-
-    def take_over(self) -> None:
-        """Write the named prefixes of earlier builds under the name that the model has now. Their KV is not found under it, so
-        they name no blocks; servers of those builds keep theirs. A store that fails is asked again at the next start."""
-        if not self._earlier:
-            return
-        before, now = PREFIXES.key(self._earlier, ""), PREFIXES.key(self.pins.named, "")
-        try:
-            known = self._records.scan(now).keys
-            for key, record in self._records.scan(before).values.items():
-                if now + key.removeprefix(before) not in known:
-                    bare = msgspec.structs.replace(record, root="", keys=b"", last_key="", format=2)
-                    self._records.put(now + key.removeprefix(before), bare)
-        except StoreError as error:
-            logger.warning("the named prefixes of an earlier build are not all taken over: %s", error.message)
-
-    def _key(self, name: str, salt: bytes, model: str = "") -> str:
-        return PREFIXES.key(model or self.pins.named, self.tenant(salt), name)
-
-    def tenant(self, salt: bytes) -> str:
-        """Digest of a tenant."""
-        return tenant_digest(self.current(salt))
-
-    @abstractmethod
-    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
-        """Root key of a prefix, and keys of its blocks behind which requests continue; none if they are not known."""
-
-    def check_room(self, name: str, tokens: Sequence[int], salt: bytes) -> None:  # noqa: B027
-        """Raises PrefixBudgetExceeded if a store cannot pin what the prefix does not share with other kept ones."""
-
-    def current(self, salt: bytes) -> bytes:
-        """The salt of a tenant in its generation now, where callers do not know it."""
-        return salt
-
-    def all(self, salt: bytes) -> FoundRecords[PrefixRecord]:
-        """The records of a tenant. Raises StoreError if they cannot be listed."""
-        return self._records.scan(self._key("", salt))
-
-    def get(self, name: str, salt: bytes) -> PrefixRecord | None:
-        """Raises StoreError."""
-        return self._records.get(self._key(name, salt))
-
-    def put(self, prefix: NamedPrefix, salt: bytes) -> None:
-        """Write the record of a prefix, and pin its blocks. Raises StoreError."""
-        content = prefix.content if isinstance(prefix.content, str) else tuple(map(dict, prefix.content))
-        root, keys = self.chain(prefix.tokens, salt)
-        record = PrefixRecord(
-            len(prefix.tokens),
-            self.block_size,
-            root.hex() if keys else "",
-            b"".join(keys),
-            name=prefix.name,
-            version=prefix.version,
-            kind=prefix.kind,
-            content=content,
-            created=prefix.created,
-            model=self._model_name,
-            last_key=keys[-1].hex() if keys else "",
-        )
-        self._records.put(self._key(prefix.name, salt), record)
-        self.pins.pin(root, keys)
-
-    def remove(self, name: str, salt: bytes) -> None:
-        """Delete the record. Raises StoreError: a record that stays would bring the prefix back."""
-        if self._earlier:
-            self._records.remove(self._key(name, salt, self._earlier))
-        self._records.remove(self._key(name, salt))
-
-    def pin_adopted(self, tokens: Sequence[int], salt: bytes) -> None:
-        """Pin the blocks of a prefix whose record another instance has written, or an earlier process."""
-        self.pins.pin(*self.chain(tokens, salt))
-
-    def unpin(self, tokens: Sequence[int], salt: bytes) -> None:
-        """Unpin the blocks of a prefix that no other kept one needs."""
-        self.pins.unpin(self.tenant(salt), *self.chain(tokens, salt))
-
-
-class StoredPrefixes(PrefixStorage):
-    """The stores of Foreword's own engine. Their only bound is the budget of the device.
-
-    Args:
-        public: the engine's.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore,
-        pins: PrefixPins,
-        model_name: str,
-        block_size: int,
-        public: PublicBlocks | None = None,
-        earlier: str = "",
-    ) -> None:
-        super().__init__(store, pins, model_name, block_size, earlier)
-        self._public = public or PublicBlocks()
-
-    def chain(self, tokens: Sequence[int], salt: bytes) -> tuple[bytes, list[bytes]]:
-        scope = Scope(bytes.fromhex(self.pins.model), self.block_size, Salt(salt))
-        return scope.root(), self._public.keys_of(scope, tokens)
 
 
 class StoredRetentions:

@@ -165,6 +165,11 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
         ("store_cut_loads", "Loads that brought fewer blocks than the lookup found.", status.cut),
         ("store_stopped_loads", "Loads stopped because recomputing was faster.", status.stopped),
         ("store_declined_loads", "Prompts recomputed because a load would have taken longer.", status.declined),
+        (
+            "store_too_small_loads",
+            "Those of the declined that would have paid if a load had no fixed cost.",
+            status.too_small,
+        ),
     ):
         yield counter(f"foreword:{name}", text, ("model_name",), [((model,), count)])
     for name, text, counts in (

@@ -36,8 +36,6 @@ from foreword.events import BlocksRemoved, BlocksStored, Event, StepFinished
 from foreword.kv_event_wire import (
     DEVICE_MEDIUM,
     HOST_MEDIUM,
-    LOCAL,
-    REMOTE,
     REPLAY_END,
     STORAGE_MEDIUM,
     BlockRemoved,
@@ -411,7 +409,7 @@ class KvEvents:
 def _place(url: str) -> PublisherPlace:
     parsed = parse(url)
     medium = HOST_MEDIUM if parsed.reach is Reach.PROCESS else STORAGE_MEDIUM
-    return PublisherPlace(medium, LOCAL if parsed.reach in (Reach.PROCESS, Reach.HOST) else REMOTE, parsed.label)
+    return PublisherPlace(medium, parsed.reach.locality, parsed.label)
 
 
 def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from foreword import __version__
 from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
-from foreword.config import TransferConfig, is_loopback
+from foreword.config import is_loopback
 from foreword.configuration import Config
 from foreword.engine import preflight
 from foreword.engine.without_compiler import without_compiler
@@ -33,6 +33,7 @@ from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineRecorder, EngineTraces
 from foreword.tasks import background
+from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

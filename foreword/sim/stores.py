@@ -84,6 +84,8 @@ class SimulatedLoad:
 class KnownCosts(FixedCosts):
     """Fixed costs of a load from each tier, besides its bytes, as they are known beforehand."""
 
+    measures = False
+
     def __init__(self, seconds: Sequence[float]) -> None:
         super().__init__()
         self._seconds = seconds

@@ -37,6 +37,11 @@ class Reach(Enum):
     NETWORK = "network"  # other hosts too
     INSTANCE = "instance"  # a view of another instance's blocks, which ends with that instance; never written to
 
+    @property
+    def locality(self) -> str:
+        """As events name it."""
+        return "LOCAL" if self in (Reach.PROCESS, Reach.HOST) else "REMOTE"
+
 
 def parse_flag(text: str) -> bool:
     """`1`, `true`, `0` or `false`. Raises KeyError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
 from foreword.store.data_keys import check_apart
 from foreword.store.types import Reach
@@ -13,6 +13,7 @@ from foreword.store.urls import check_stores
 from foreword.transfer.peer import settings_of
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.tls import TlsSettings, check_encrypted
+from foreword.transfer_config import TransferConfig
 
 
 def check_listener(transfer: TransferConfig, encryption: EncryptionConfig) -> None:

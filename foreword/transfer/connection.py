@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from foreword.config import ALL_RIGHTS
 from foreword.errors import ProtocolViolation, TransferError, TransferTimeout, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.fetch import FetchClient, FetchServer
@@ -40,6 +39,7 @@ from foreword.transfer.wire_format import (
     TransferMessage,
     join_keys,
 )
+from foreword.transfer_config import ALL_RIGHTS
 
 MISSED_HEARTBEATS: Final = 5
 _MOST_UNSENT: Final = 8192

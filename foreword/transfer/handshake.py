@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.config import ALL_RIGHTS, SharedSecret
 from foreword.errors import BadMessage, PeerRejected, ProtocolViolation, TransferError, TransferUnavailable
 from foreword.transfer.link import Link, TcpLink
 from foreword.transfer.shm import MappedSegment, OwnSegment, ShmLink, open_peers
@@ -46,6 +45,7 @@ from foreword.transfer.wire_format import (
     encode,
     read_head,
 )
+from foreword.transfer_config import ALL_RIGHTS, SharedSecret
 
 _MAGIC: Final = b"FWTH"
 _OPENING: Final = struct.Struct("<4sHBB4x32s")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
 from foreword.errors import (
     ConfigError,
     PeerRejected,
@@ -33,6 +32,7 @@ from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
+from foreword.transfer_config import TransferConfig
 
 log = logging.getLogger("foreword.transfer")
 Result = TypeVar("Result")

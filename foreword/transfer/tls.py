@@ -15,10 +15,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
-from foreword.config import EncryptionConfig, TransferConfig
+from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, PeerRejected, TransferTimeout, TransferUnavailable
 from foreword.transfer.sockets import SocketStream
 from foreword.transfer.wire_format import Buffer
+from foreword.transfer_config import TransferConfig
 
 _PIECE: Final = 256 << 10
 # A stranger has no more than this: it grows for a peer that fills it.

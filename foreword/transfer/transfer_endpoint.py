@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.config import ALL_RIGHTS, SharedSecret, TransferConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
@@ -33,6 +33,7 @@ from foreword.transfer.sockets import Address, SocketStream, connect, listen, pa
 from foreword.transfer.tls import TlsSettings
 from foreword.transfer.transfers import TransferRegistry, TransferService, TransferSide
 from foreword.transfer.wire_format import OwnershipQuery, Reason
+from foreword.transfer_config import ALL_RIGHTS, SharedSecret, TransferConfig
 
 _LIMIT: Final = 256
 _LIMIT_PER_ADDRESS: Final = 64

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from foreword.blocks.salt import NO_SALT, Salt
-from foreword.config import TransferConfig
 from foreword.engine.request import Delta, Request, SamplingParams
 from foreword.engine_config import EngineConfig
 from foreword.entrypoints.async_engine import AsyncEngine
 from foreword.events import Event, StepFinished, TransferEnded
 from foreword.tokens.token_logprob import TokenLogprob
+from foreword.transfer_config import TransferConfig
 
 PATIENCE = 60.0
 PATIENT = {

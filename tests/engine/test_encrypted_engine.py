@@ -108,7 +108,7 @@ def test_forgotten_everywhere(folder: Callable[[str], Path], tmp_path: Path) -> 
 def test_what_is_sent_is_encrypted_too(tmp_path: Path) -> None:
     """A store of another instance needs an encrypted connection if the stores are encrypted."""
     encryption = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'7' * 64}",))
-    from foreword.config import TransferConfig
+    from foreword.transfer_config import TransferConfig
 
     for url, fine in (("peer://127.0.0.1:9100?tls=1", True), ("peer://127.0.0.1:9100", False)):
         transfer = TransferConfig(secret="a secret of these tests")

@@ -20,7 +20,8 @@ from foreword.integrations.vllm.retentions import CacheAction, ConnectorRetentio
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
 from foreword.prefixes.prefix_service import PrefixService
-from foreword.prefixes.stored import PrefixPins, StoredPrefixes
+from foreword.prefixes.stored import PrefixPins
+from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store.urls import open_store
 
 BLOCK = 4

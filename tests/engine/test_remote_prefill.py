@@ -16,7 +16,6 @@ from patience import patient
 from tiny import prompt
 
 from foreword.blocks.salt import Salt
-from foreword.config import TransferConfig
 from foreword.disaggregation import request_messages as wire
 from foreword.engine.request import SamplingParams
 from foreword.engine_config import EngineConfig
@@ -25,6 +24,7 @@ from foreword.tokens.structured_output import StructuredOutput
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import Reason
+from foreword.transfer_config import TransferConfig
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=3)
 SEEDED = SamplingParams(max_tokens=8, seed=7, logprobs=1, top_p=0.9)

@@ -506,6 +506,9 @@ class Shelf:
         plan = LoadPlan(held, found.position, found.places) if found.position > held else None
         return self._draw.choice([plan, plan, plan, None])
 
+    def note_load(self, blocks: Iterable[tuple[int, int]], seconds: float, *, whole: bool) -> None:
+        assert all(place == 0 for _, place in blocks) and seconds >= 0.0
+
     def load(self, plan: LoadPlan, root: bytes, keys: Sequence[bytes], blocks: Sequence[int], *, patient: bool) -> Load:
         size, free = self._size, iter(blocks)
         parts = plan.blocks(self.groups, keys, lambda group, block: next(free))

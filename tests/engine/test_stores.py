@@ -423,6 +423,28 @@ def test_slower_than_computing(engine: Make, reference: Find) -> None:
         reference("llama").check(tokens, output.outputs[0], 4)
 
 
+def test_the_fixed_cost_of_a_load(engine: Make, reference: Find) -> None:
+    """What a load takes until its blocks can be used, beyond its bytes, is measured. Below that nothing is loaded, and it is
+    counted."""
+    tokens = prompt(200, 16)
+    with flaky(engine, store=MEMORY) as (llm, _):
+        fill(llm, tokens)
+        costs = llm.offload.costs
+        rate, costs.prefill_rate = costs.prefill_rate, lambda: 0.0  # all that is found is loaded
+        [tier] = llm.offload.store.tiers
+        tier.read_rate.note(1e9, 1.0)
+        [output] = llm.generate(tokens, greedy(4))
+        assert output.cached_tokens and costs.fixed.measured[0] > 0.0
+        llm.clear_cache()
+        costs.prefill_rate = lambda: 1e3
+        costs.fixed.note(0, 1e6)
+        [output] = llm.generate(tokens, greedy(4))
+        status = llm.offload.status()
+        assert output.cached_tokens == 0 and (status.declined, status.too_small) == (1, 1)
+        reference("llama").check(tokens, output.outputs[0], 4)
+        costs.prefill_rate = rate
+
+
 def test_a_queue_that_is_full(engine: Make) -> None:
     """When the write queue is full, new blocks are dropped and counted; no step waits."""
     with flaky(engine, store=StoreConfig(urls=(MEMORY,), staging="1KiB")) as (llm, store):

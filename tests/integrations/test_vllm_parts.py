@@ -467,14 +467,12 @@ def test_a_router_reads_the_fingerprint(vllm: Callable[[str], Any]) -> None:
     ],
 )
 def test_environment_of_servers_that_share_unmeasured(
-    monkeypatch: pytest.MonkeyPatch, variable: str, same: bool
+    vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, variable: str, same: bool
 ) -> None:
     """With `trust_unmeasured`, servers share KV although variables differ that say where or which a server is, and none where
     those differ that may change numbers."""
-    with stubbed_vllm():
-        trusted = importlib.import_module("foreword.integrations.vllm.namespace").trusted
-        names = set()
-        for value in ("one", "two"):
-            monkeypatch.setenv(variable, value)
-            names.add(trusted(bytes(32), "settings", SimpleNamespace()))
+    trusted, names = vllm("namespace").trusted, set()
+    for value in ("one", "two"):
+        monkeypatch.setenv(variable, value)
+        names.add(trusted(bytes(32), "settings", SimpleNamespace()))
     assert (len(names) == 1) == same

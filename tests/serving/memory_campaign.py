@@ -4,9 +4,10 @@ process, under a mixture of requests whose names, salts, sessions, tools, gramma
     make memory [REQUESTS=40000] [SEED=1] [MORE="--only router --trace"]
 
 The table has the resident memory of the process, in MiB, after a quarter, a half and all of the requests, the growth between
-the last two in percent, and how much of that malloc has given out (the rest lies unused between pieces that are in use). With
-`--notes` follow the containers and the types of objects that grew most between the last two, and with `--trace` the lines of
-Python whose memory grew most. A replica of the router and the picker is a server of its own.
+the last two in percent, and how much of that malloc has given out (the rest lies unused between pieces that are in use).
+Stored responses are what clients asked to keep; with `--store-nothing` they are not among what grows. With `--notes` follow the
+containers and the types of objects that grew most between the last two, and with `--trace` the lines of Python whose memory
+grew most. A replica of the router and the picker is a server of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1] / "store"))
 
 import grpc.aio
-from mixed_requests import MODEL, TENANTS, MixedRequest, key_of, mixed_request
+from mixed_requests import MODEL, TENANTS, MixedRequest, key_of, mixed_request, unstored
 from router_parts import RouterProcess
 from server_process import ServerProcess
 from servers import free_port
@@ -208,6 +209,7 @@ class Front:
 
     def __init__(self, label: str, counted: Counted, port: int) -> None:
         self.label, self.counted, self.port = label, counted, port
+        self.stores = True  # clients let responses be stored
 
     async def run(self, requests: int, draw: Random, row: Row) -> None:
         gateway = _Gateway(self.port) if self.label == "picker" else None
@@ -227,12 +229,12 @@ class Front:
         if gateway is not None:
             await gateway.close()
 
-    @staticmethod
     async def _work(
-        ask: Callable[[MixedRequest, Row], Awaitable[None]], left: Iterator[int], draw: Random, row: Row
+        self, ask: Callable[[MixedRequest, Row], Awaitable[None]], left: Iterator[int], draw: Random, row: Row
     ) -> None:
         for _ in left:
-            await ask(mixed_request(draw), row)
+            request = mixed_request(draw)
+            await ask(request if self.stores else unstored(request), row)
 
 
 @contextlib.contextmanager
@@ -284,6 +286,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", action="append", choices=FRONTS, help="a process; may be given several times")
     parser.add_argument("--notes", action="store_true", help="print what grew")
+    parser.add_argument(
+        "--store-nothing", action="store_true", help="responses with `store: false`, which are not kept"
+    )
     parser.add_argument("--trace", action="store_true", help="trace allocations of Python")
     given = parser.parse_args()
     print(
@@ -298,6 +303,7 @@ def main() -> int:
             own = Path(folder) / f"of {label}"
             own.mkdir()
             with started([label], own, trace=given.trace) as fronts:
+                fronts[0].stores = not given.store_nothing
                 row, began = Row(label), time.monotonic()
                 asyncio.run(fronts[0].run(given.requests, Random(f"{given.seed}/{label}"), row))
                 row.seconds = time.monotonic() - began

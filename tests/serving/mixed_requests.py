@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -231,6 +231,13 @@ _KINDS: tuple[tuple[float, Callable[[Random], MixedRequest]], ...] = (
     (0.03, _left),
     (0.02, _read),
 )
+
+
+def unstored(request: MixedRequest) -> MixedRequest:
+    """The same request, whose response a server or router does not keep."""
+    if request.kind != "response":
+        return request
+    return replace(request, body=json.dumps({**json.loads(request.body), "store": False}).encode())
 
 
 def mixed_request(draw: Random) -> MixedRequest:

@@ -64,12 +64,12 @@ from stranger_messages import (
 
 from foreword.api.event_curve import secure_subscriber
 from foreword.api.tenants import Tenants
-from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.kv_event_wire import REPLAY_END, encode_number
 from foreword.process_config import ServerConfig
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import TransferService
+from foreword.transfer_config import TransferConfig
 
 LIVE, HELD = 32, 64  # connections of strangers at a time, and those that they hold open besides
 PATIENCE = 0.15  # seconds that a stranger waits for an answer

@@ -5,16 +5,18 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
 import pytest
+from example_counts import represented
 from processes import in_child
 
 from foreword.conformance import soon
 from foreword.conformance.frames import make_frames, names_of, present
+from foreword.store.disk import known_blocks
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.known_blocks import ChangeBoard, KnownBlocks
 from foreword.store.frame import Frame
@@ -117,6 +119,102 @@ def test_what_another_process_writes(stack: ExitStack, tmp_path: Path) -> None:
     assert store.known(names_of(chain(1))) == [True] * 6 and store.known(names_of(chain(2))) == [False] * 6
 
 
+def test_a_process_that_is_read_once_is_followed(stack: ExitStack, tmp_path: Path) -> None:
+    """Once a store has read the index behind another process's first change, it knows all that this process stores, evicts and
+    deletes, as far as its log reaches, without another look at the index: as the scheduler of an engine does, whose worker is
+    another process. More than the log holds is looked up in the index once."""
+    size = sum(len(one.data) for one in chain(1)) * 3
+    writer, reader = opened(stack, tmp_path, size), opened(stack, tmp_path, size)
+    writer.put(chain(0), deadline=soon())
+    assert reader.lookup(names_of(chain(0)), deadline=soon()) == 6
+    draw = random.Random(7)
+    for step in range(150):
+        frames = chain(draw.randrange(CHAINS))
+        if draw.random() < 0.8:
+            writer.put(frames, deadline=soon())
+        else:
+            writer.delete(names_of(frames)[draw.randrange(6) :], deadline=soon())
+        if draw.random() < 0.5:
+            for number in range(CHAINS):
+                assert reader.known(names_of(chain(number))) == present(writer, chain(number)), step
+
+
+class WatchedBoard(ChangeBoard):
+    """A board whose every look lets other processes do something first."""
+
+    def __init__(self, path: str, others_act: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._others_act = others_act
+
+    def others(self) -> tuple[bytes, bytes] | None:
+        self._others_act()
+        return super().others()
+
+    def changes_of(self, entry: int, before: int, now: int) -> list[int] | None:
+        self._others_act()
+        return super().changes_of(entry, before, now)
+
+
+class SharedIndex:
+    """An index that processes change one after the other, each in the steps of a transaction, and what each knows of it. Like
+    SQLite it gives a new row the number behind the largest one."""
+
+    def __init__(self, path: Path, draw: random.Random, processes: int) -> None:
+        self.draw = draw
+        self.rows: dict[int, int] = {}
+        self.there: set[int] = set()  # ids whose put has returned
+        self.gone: list[int] = []
+        self.running: list[Iterator[None]] = []
+        self.locked = False
+        self.writing: list[KnownBlocks] = []  # a process has one transaction at a time
+        self.boards = [WatchedBoard(str(path), self.act) for _ in range(processes)]
+        self.known = [KnownBlocks(board) for board in self.boards]
+        for one in self.known:
+            one.forget(opened=True)
+        for one in self.known:  # from its first change on a process is followed
+            one.committed([], [100], 0)
+
+    def act(self) -> None:
+        """Some processes take a step."""
+        for _ in range(self.draw.choice((0, 0, 1, 2, 5))):
+            if len(self.running) < 4:
+                self.running.append(self.write(self.draw.choice(self.known)))
+            one = self.running.pop(self.draw.randrange(len(self.running)))
+            if next(one, self) is None:
+                self.running.append(one)
+
+    def write(self, known: KnownBlocks) -> Iterator[None]:
+        """A transaction that removes some blocks and adds others."""
+        while self.locked or any(writer is known for writer in self.writing):
+            yield
+        self.locked = True
+        self.writing.append(known)
+        wanted = {self.draw.randrange(8) for _ in range(self.draw.randrange(3))}
+        gone = set(self.draw.sample(sorted(self.rows.values()), min(len(self.rows), self.draw.randrange(3))))
+        new = wanted - set(self.rows.values())
+        if gone:
+            yield
+            known.removing()
+            yield
+        self.rows = {row: one for row, one in self.rows.items() if one not in gone}
+        self.there -= gone
+        self.gone += gone
+        for one in new:
+            self.rows[max(self.rows, default=0) + 1] = one
+        last = max(self.rows, default=0) if gone else 0
+        self.locked = False
+        yield
+        if new or gone:
+            known.committed(new, gone, last)
+            self.there |= new & set(self.rows.values())
+        self.writing.remove(known)
+
+    def rows_after(self, last: int, count: int) -> list[tuple[int, int]]:
+        found = sorted((row, one) for row, one in self.rows.items() if row > last)[:count]
+        self.act()
+        return found
+
+
 def test_what_another_process_removes(stack: ExitStack, tmp_path: Path) -> None:
     """After another process has removed blocks, none is known to be there: a load of what is gone would cost its request more
     than a lookup."""
@@ -156,17 +254,40 @@ def test_nothing_is_known_where_that_cannot_work(stack: ExitStack, tmp_path: Pat
     board.close()
 
 
+@pytest.mark.parametrize("seed", represented(range(120), *range(6)))
+def test_order_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Processes change an index, in steps that mix in any order with what others do, also while they read the index, the board
+    and the logs. No block whose put has returned counts as absent, in any of them, and most is known."""
+    monkeypatch.setattr(known_blocks, "_RELOAD_SECONDS", 0.0)
+    index = SharedIndex(tmp_path / "changes", random.Random(seed), 3)
+    decided = asked = 0
+    for _ in range(300):
+        index.act()
+        known = index.draw.choice(index.known)
+        if index.draw.random() < 0.2:
+            known.read(index.rows_after, soon())
+        before, removals = set(index.there), len(index.gone)
+        told = known.told(range(8))
+        there = before.difference(index.gone[removals:])
+        assert not [one for one in there if told[one] is False], "there, and not known to be"
+        decided += sum(one is not None for one in told)
+        asked += len(told)
+    assert decided > asked / 10
+    for board in index.boards:
+        board.close()
+
+
 def test_more_processes_than_entries(tmp_path: Path) -> None:
     """A process that finds no entry on the board knows nothing itself, and the others learn of its changes."""
     boards = [ChangeBoard(str(tmp_path / "changes")) for _ in range(129)]
     assert [board.open() for board in boards] == [True] * 127 + [False] * 2
     for last in boards[127:]:
         before = boards[0].others()
-        last.announce(added=True)
+        last.announce([7])
         after = boards[0].others()
         assert before is not None and after is not None and before[0] != after[0] and before[1] == after[1]
     before = boards[5].others()
-    boards[5].announce(added=True, removed=True)
+    boards[5].announce([7], [8])
     assert boards[5].others() == before, "its own changes are not those of others"
     for board in boards:
         board.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from servers import RedisServer, ScriptedServer, free_port
 
-from foreword.config import SharedSecret, StoreConfig, TransferConfig
+from foreword.config import StoreConfig
 from foreword.errors import StoreConfigError, StoreError, StoreUnavailable
 from foreword.server.job import Caller
 from foreword.store.redact import redacted
@@ -20,6 +20,7 @@ from foreword.store.types import Reach
 from foreword.store.urls import open_store, parse
 from foreword.transfer.handshake import Identity
 from foreword.transfer.peer import opener
+from foreword.transfer_config import SharedSecret, TransferConfig
 
 SECRET = "QuietPlease"
 # Its halves too: a password that is not percent-encoded is split at the delimiters of a URL.

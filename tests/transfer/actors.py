@@ -9,12 +9,12 @@ from hashlib import sha256
 
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.pool import BlockPool
-from foreword.config import TransferConfig
 from foreword.errors import TransferError
 from foreword.transfer.link import Payload
 from foreword.transfer.parts import payload_bytes, split
 from foreword.transfer.transfers import KVDestination, KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, KVPart, Reason, split_keys
+from foreword.transfer_config import TransferConfig
 
 PATIENCE = 60.0
 LAYOUT = Layout(b"model", 16, (LayerLayout(2, 16, 16),) * 3, "bfloat16")

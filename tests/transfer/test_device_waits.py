@@ -7,6 +7,7 @@ import ast
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from foreword.disaggregation.kv_transfer import KVReceive
 from foreword.disaggregation.kv_view import KVView
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device import Stream
+from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.memory.memory_store import MemoryStore
@@ -208,6 +210,40 @@ def leases(engine: BusyDevice) -> None:
             engine.settle(lambda: bool(read))
             thread.join(0.01)
         assert read == [bytes([value]) * LAYOUT.block_bytes for value in (8, 4)]
+        kept.close()
+
+
+def test_copies_for_others_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of windows for other instances have no room, since the device does not end its step: vLLM's thread waits for the
+    first one only, and for a bounded time. The blocks that were not copied are missing for readers, the others are not."""
+    engine, deadlines, wait = BusyDevice(), list[float](), StagingSlots.wait_for
+
+    def noted(slots: StagingSlots, count: int, deadline: float) -> list[int] | None:
+        found = slots.take(count)
+        if found is None:
+            deadlines.append(deadline - time.monotonic())
+            found = wait(slots, count, min(deadline, time.monotonic() + 0.01))
+        return found
+
+    monkeypatch.setattr(StagingSlots, "wait_for", noted)
+    with stubbed_vllm():
+        module, messages = (
+            importlib.import_module(f"foreword.integrations.vllm.{name}") for name in ("endpoints", "step_messages")
+        )
+        cache = torch.zeros(8, LAYOUT.block_bytes, dtype=torch.uint8)
+        staging = StagingArena([[cache]], 8, engine)
+        kept = module.KVLeases([LAYOUT], staging, [], WITHIN)
+        engine.begin_step()
+        saves = tuple(
+            messages.BlockSave(0, ROOT, KEYS[at : at + 1], ROOT, at, (at,)) for at in range(BLOCKS) for _ in range(3)
+        )
+        kept.add(messages.BlockLease("request", b"l" * 16, (), saves))
+        assert len(deadlines) == len(saves) - 4, "half of the slots are for copies"
+        assert deadlines[0] > 1.0 and max(deadlines[1:]) <= 0.0
+        engine.end_step()
+        names = block_names(LAYOUT.fingerprint, ROOT, KEYS[:2])
+        frames = [one for some in kept.get(names, staging.frame_bytes, float("inf")) for one in some]
+        assert len(frames) == 2 and None not in frames
         kept.close()
 
 

@@ -16,7 +16,6 @@ from link_contract import child
 from networks import over_each_link
 
 from foreword.blocks.layout import LayerLayout, Layout
-from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferError
 from foreword.transfer import handshake
 from foreword.transfer.connection import Connection
@@ -24,6 +23,7 @@ from foreword.transfer.protocol import State, TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService
 from foreword.transfer.wire_format import Reason
+from foreword.transfer_config import TransferConfig
 
 SECRET = "a shared secret of the tests"
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from link_contract import ID, LinkContract, pair, soon
 
-from foreword.config import SharedSecret
 from foreword.errors import BadMessage, ConfigError, PeerGone, TransferError
 from foreword.transfer.handshake import Identity, agree
 from foreword.transfer.link import Link, ReceiveBuffers, TcpLink
 from foreword.transfer.shm import FOLDER, OwnSegment, ReleaseOrder, RingAllocator, open_peers, remove_stale
 from foreword.transfer.sockets import Address, SocketStream, connect, listen, parse_address, tune
 from foreword.transfer.wire_format import Heartbeat, KVPart, encode
+from foreword.transfer_config import SharedSecret
 
 RING = 1 << 20
 

@@ -15,7 +15,6 @@ from actors import LAYOUT, PATIENCE, FrameService, config, until
 from test_faults import Proxy
 
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
 from foreword.conformance import ReadOnlyStoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import StoreConfigError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store
@@ -27,6 +26,7 @@ from foreword.store.urls import open_store, parse
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.wire_format import Buffer
+from foreword.transfer_config import TransferConfig
 
 SECRET = "a shared secret of the tests"
 

@@ -15,7 +15,6 @@ from link_contract import soon
 from test_faults import SECRET
 
 from foreword.blocks.layout import NAME_BYTES
-from foreword.config import SharedSecret
 from foreword.errors import BadMessage, TransferError, TransferTimeout
 from foreword.transfer import fetch, handshake
 from foreword.transfer.link import Link, TcpLink
@@ -23,6 +22,7 @@ from foreword.transfer.sockets import SocketStream, tune
 from foreword.transfer.transfer_endpoint import PendingConnections, TransferEndpoint
 from foreword.transfer.transfers import TransferService
 from foreword.transfer.wire_format import NO_TRANSFER, Get, Heartbeat, KVPart, Locate, encode, join_keys
+from foreword.transfer_config import SharedSecret
 
 
 @pytest.fixture

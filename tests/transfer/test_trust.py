@@ -17,12 +17,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from foreword.blocks.layout import NAME_BYTES
-from foreword.config import TransferConfig
 from foreword.errors import ConfigError, PeerRejected, TransferError, TransferRefused
 from foreword.transfer.protocol import TransferOutcome
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVDestination, TransferService
 from foreword.transfer.wire_format import Reason
+from foreword.transfer_config import TransferConfig
 
 OLD, NEW, READER = "the old secret of the tests", "the new secret of the tests", "a secret only for reading"
 

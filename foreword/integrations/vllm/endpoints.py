@@ -24,10 +24,10 @@ import torch
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
-from foreword.config import TransferConfig, parse_bytes
+from foreword.config import parse_bytes
 from foreword.errors import StoreError
 from foreword.integrations.vllm.producers import KVProducers, LeaseReader
-from foreword.integrations.vllm.rank_stores import rank_address
+from foreword.integrations.vllm.rank_stores import NAMES_PREFIX, rank_address
 from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
 from foreword.offload.device import Event
 from foreword.offload.slots import StagingSlots
@@ -36,11 +36,14 @@ from foreword.store.background import use_background_cores
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.wrappers import StoreWrapper
 from foreword.transfer.frame_server import FrameServer, HeldBlock, found_in, num_frame_slots
+from foreword.transfer.name_table import NameTable
 from foreword.transfer.sockets import Address, parse_address
 from foreword.transfer.transfer_endpoint import TransferEndpoint
 from foreword.transfer.transfers import KVSource, TransferService, TransferSide
 from foreword.transfer.wire_format import Buffer, Reason
+from foreword.transfer_config import TransferConfig
 
 _FOLDER_PREFIX = "foreword-vllm-"
 _LONGEST_FOLDER = 80
@@ -105,6 +108,7 @@ class KVLeases(FrameServer):
         own = self._slots.take(max(staging.slots // 2, 1)) or [0]
         self._copy_slots, self._copy_batch = StagingSlots(own), len(own)
         self._batch = max(min(self._batch, staging.slots - len(own)), 1)
+        self._copies_hang = False  # the last wait for room was in vain: the next copies do not wait again
         self._copier = ThreadPoolExecutor(1, "foreword-lease-copies", use_background_cores)
         self._pending: Counter[Name] = Counter()  # blocks whose copies are queued, and not in their store yet
         self._fingerprints = [layout.fingerprint for layout in layouts]
@@ -146,9 +150,11 @@ class KVLeases(FrameServer):
         """Queue the copies of blocks that vLLM may change soon: on return later work may. Only where more is queued than there
         are slots does it wait for earlier copies. A block for which there is no room is missing for the readers."""
         named = list(self._named(save))
+        until = time.monotonic() + (0.0 if self._copies_hang else _COPY_SECONDS)
         for low in range(0, len(named), self._copy_batch):
             some = named[low : low + self._copy_batch]
-            slots = self._copy_slots.wait_for(len(some), time.monotonic() + _COPY_SECONDS)
+            slots = self._copy_slots.wait_for(len(some), until)
+            self._copies_hang = slots is None
             if slots is None:
                 return
             try:
@@ -308,20 +314,36 @@ class _MemoryService(TransferService):
         return found_in(self._memory, names, deadline) if own else 0
 
 
+def share_names(store: Store) -> str:
+    """Where other processes read the names of a memory tier's blocks; "" if they cannot."""
+    while isinstance(store, StoreWrapper):
+        store = store.inner
+    with contextlib.suppress(OSError, AttributeError):  # a system without such memory
+        table = NameTable()
+        if isinstance(store, MemoryStore):
+            store.share_names(table)
+            return table.path
+    return ""
+
+
 class LookupEndpoint:
-    """A Unix socket on which the scheduler asks what is in the worker's memory. Only this user may enter its folder."""
+    """A Unix socket on which the scheduler asks what is in the worker's memory, and the tables in which it sees that without
+    asking. Only this user may enter the folder."""
 
     def __init__(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str, rank: int) -> None:
         remove_stale_folders()
         word = "".join(letter for letter in engine if letter.isalnum())[:16]
-        self._folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
-        config = TransferConfig(bind=f"unix:{self._folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
+        self.folder = _private_folder(f"{_FOLDER_PREFIX}{word}-{rank}-")
+        config = TransferConfig(bind=f"unix:{self.folder}/socket", links=("tcp",), ring="64KiB", queue="64KiB")
+        paths = [share_names(store) for store in memory]
+        for number, path in enumerate(paths if all(paths) else ()):
+            (self.folder / f"{NAMES_PREFIX}{number:03}").symlink_to(path)
         self._endpoint = TransferEndpoint(config, _MemoryService(layouts, memory))
         self.address = self._endpoint.listen()
 
     def close(self) -> None:
         self._endpoint.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class _KVService(TransferService):

@@ -25,7 +25,6 @@ import msgspec
 from vllm.v1.request import RequestStatus
 
 from foreword.blocks.keys import TokenChain
-from foreword.config import ALL_RIGHTS
 from foreword.decoders import convert
 from foreword.errors import TransferRefused
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
@@ -37,6 +36,7 @@ from foreword.integrations.vllm.step_messages import (
     KVProducer,
     LeaseRevocation,
 )
+from foreword.transfer_config import ALL_RIGHTS
 
 logger = logging.getLogger(__name__)
 

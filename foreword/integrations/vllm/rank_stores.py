@@ -4,13 +4,13 @@ in them from vLLM's scheduler, if it is in another process than its workers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from urllib.parse import urlsplit
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout
-from foreword.config import TransferConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.offload.lookups import StoreLookups
@@ -21,10 +21,14 @@ from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
 from foreword.store.wrappers import ReadOnlyStore, StoreKeys
+from foreword.transfer.name_table import NamesElsewhere
 from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
+from foreword.transfer_config import TransferConfig
 
 # For connections that carry lookups only: no payload, so the smallest ring.
+# Of the tables of names in a worker's folder.
+NAMES_PREFIX = "names-"
 _LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
@@ -109,6 +113,10 @@ class RankStores(ReadOnlyStore):
         """The store of each rank, by the fingerprints of its layouts. Before this call every lookup misses."""
         self._ranks = dict(ranks)
 
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
+        return [False] * len(names) if store is None else store.known(names)
+
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:
         store = self._ranks.get(names[0][:FINGERPRINT_BYTES]) if names else None
         return 0 if store is None else store.lookup(names, deadline=deadline)
@@ -122,9 +130,39 @@ class RankStores(ReadOnlyStore):
             store.close()
 
 
+class WorkerMemory(PeerStore):
+    """A worker's memory tiers, for the scheduler on the same host: what is in them it sees in the tables of names beside the
+    worker's socket, and asks the worker only where these say nothing."""
+
+    def __init__(self, address: str, label: str) -> None:
+        super().__init__(address, config=_LOOKUPS_ONLY, label=label)
+        self._folder = os.path.dirname(parse_address(address).path)
+        self._tables: list[NamesElsewhere] | None = None
+
+    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
+        if self._tables is None:
+            self._tables = [NamesElsewhere(path) for path in name_tables(self._folder)]
+        if not self._tables:
+            return [None] * len(names)
+        tiers = [table.known(names) for table in self._tables]
+        return tiers[0] if len(tiers) == 1 else [_in_any(told) for told in zip(*tiers, strict=True)]
+
+
+def _in_any(told: Sequence[bool | None]) -> bool | None:
+    return True if True in told else None if None in told else False
+
+
+def name_tables(folder: str) -> list[str]:
+    """The tables of names in a worker's folder, one for each of its memory tiers; none if it shows none."""
+    try:
+        return sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith(NAMES_PREFIX))
+    except OSError:
+        return []
+
+
 def worker_memory(address: str, label: str) -> Store:
     """A worker's memory tiers, for the scheduler on the same host."""
-    return PeerStore(address, config=_LOOKUPS_ONLY, label=label)
+    return WorkerMemory(address, label)
 
 
 def open_tiers(

@@ -26,7 +26,6 @@ from foreword.blocks.layout import BlockUnits, key_of
 from foreword.blocks.public import is_public
 from foreword.blocks.salt import PUBLIC
 from foreword.integrations.vllm.step_messages import TierChange
-from foreword.kv_event_wire import LOCAL, REMOTE
 from foreword.newest import Newest
 from foreword.store.base import Name
 from foreword.store.tiered import TieredStore
@@ -224,6 +223,6 @@ class TierEvents:
         return {
             "medium": MEDIUM_CPU if reach is Reach.PROCESS else MEDIUM_STORAGE,
             "group_idx": group,
-            "locality": LOCAL if reach in (Reach.PROCESS, Reach.HOST) else REMOTE,
+            "locality": reach.locality,
             "ownership": label,
         }

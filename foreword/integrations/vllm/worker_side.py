@@ -20,7 +20,6 @@ import vllm
 
 from foreword import __version__
 from foreword.blocks.layout import Layout, block_names
-from foreword.config import TransferConfig
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
@@ -64,6 +63,7 @@ from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
 from foreword.store.urls import parse
+from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from foreword.integrations.vllm.namespace import (
 )
 from foreword.integrations.vllm.request_identity import RequestIdentity
 from foreword.offload.search import StoredGroup
-from foreword.prefixes.stored import PrefixPins, PrefixRecord, PrefixStorage, own_keys
+from foreword.prefixes.stored import PrefixPins, PrefixRecord, own_keys
+from foreword.prefixes.stored_names import PrefixStorage
 from foreword.store.base import Name
 from foreword.store.layout_records import LayoutRecord, layouts
 from foreword.store.shared_records import FoundRecords

@@ -215,6 +215,7 @@ class DiskIndex:
                 raise StoreUnavailable("the index is not open")
             self._set_timeout(connection, deadline)
             connection.execute("BEGIN IMMEDIATE")
+            removing = False
             try:
                 if not self.usable():
                     raise StoreUnavailable("another process has rebuilt the index")
@@ -224,13 +225,17 @@ class DiskIndex:
                 transaction.save()
                 last = transaction.last_row() if transaction.removed else 0
                 if transaction.removed:
+                    removing = True
                     self.known.removing()
                 connection.execute("COMMIT")
+                removing = False
                 if transaction.added or transaction.removed:
                     self.known.committed(transaction.added, transaction.removed, last)
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):
                     connection.execute("ROLLBACK")
+                if removing:
+                    self.known.removing(False)
                 raise
 
     def _note_version(self, connection: sqlite3.Connection) -> None:

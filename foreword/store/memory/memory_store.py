@@ -17,6 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
@@ -31,6 +32,16 @@ _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
 
 
+class SharedNames(Protocol):
+    """Names that other processes read (`transfer/name_table.py`). Calls come under the store's lock: `start` once there are
+    slots, `add` before a block is found."""
+
+    def start(self, slots: int, names: Sequence[Name]) -> None: ...
+    def add(self, name: Name) -> None: ...
+    def discard(self, name: Name) -> None: ...
+    def close(self) -> None: ...
+
+
 class SlotTable:
     """The index of the store: which block is in which slot of the arena, with lengths, uses and pins; no slots if `slot_bytes`
     is 0. All methods are called under the store's lock.
@@ -42,6 +53,7 @@ class SlotTable:
 
     Attributes:
         writing: slots whose block is being written.
+        names: the table of names for other processes; None: there is none.
     """
 
     def __init__(self, size: int, slot_bytes: int, quota: int | None = None) -> None:
@@ -51,6 +63,7 @@ class SlotTable:
             count, tenant_of, None if quota is None or not slot_bytes else max(quota // slot_bytes, 1)
         )
         self.writing: set[int] = set()
+        self.names: SharedNames | None = None
         self.bytes = 0
         self.pinned_bytes = 0
         self._pins = 0
@@ -102,6 +115,8 @@ class SlotTable:
         slot = self.chains.allocate(now, name)
         if slot is not None and self.chains.evicted is not None:
             self.bytes -= self._lengths[slot]
+            if self.names is not None:
+                self.names.discard(self.chains.evicted)
         return slot
 
     def begin_write(self, slot: int, name: Name, one: Frame, now: int) -> None:
@@ -117,6 +132,9 @@ class SlotTable:
 
     def publish(self, slot: int) -> None:
         """Make a block visible: it is completely written."""
+        name = self.chains.names[slot]
+        if self.names is not None and name is not None:
+            self.names.add(name)
         self.writing.discard(slot)
         self.chains.in_use[slot] = 0
 
@@ -127,7 +145,10 @@ class SlotTable:
     def remove(self, slot: int) -> None:
         """Remove a block. Its slot is freed when no reader uses it."""
         self._unpin(slot)
+        name = self.chains.names[slot]
         self.chains.remove(slot)
+        if self.names is not None and name is not None:
+            self.names.discard(name)
         self.bytes -= self._lengths[slot]
         if self.chains.in_use[slot]:
             self._deleted.add(slot)
@@ -272,6 +293,7 @@ class MemoryStore(LocalRecords):
         self._arena: MemoryArena | None = MemoryArena(size)
         # No slots before the first put, unless `slot_bytes` is given.
         self._slots = SlotTable(size, slot_bytes or 0, self._quota)
+        self._names: SharedNames | None = None
         self._evictions = 0
         self._refused = 0
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
@@ -343,6 +365,7 @@ class MemoryStore(LocalRecords):
                 lengths = (len(one.data) for one in frames)
                 longest = max((one for one in lengths if one <= self._size), default=0)
                 self._slots = SlotTable(self._size, longest, self._quota)
+                self._start_names()
             slots = self._slots
             reserved, present, full = self._reserve(slots, frames)
             if reserved:
@@ -391,6 +414,19 @@ class MemoryStore(LocalRecords):
             yield from blocks
             start += _SCAN_SLOTS
 
+    def share_names(self, names: SharedNames) -> None:
+        """Keep the names of the blocks in a table, too, which other processes read."""
+        with self._lock:
+            self._names = names
+            self._start_names()
+
+    def _start_names(self) -> None:
+        slots = self._slots
+        if self._names is not None and slots.chains.slots:
+            published = [name for slot, name in slots.chains.blocks(0, slots.chains.slots) if slot not in slots.writing]
+            self._names.start(slots.chains.slots, published)
+            slots.names = self._names
+
     def check_open(self, deadline: float) -> None:
         self._open(deadline)
 
@@ -414,6 +450,8 @@ class MemoryStore(LocalRecords):
             # Running calls and the populating thread have references to the arena; the last of them releases it.
             self._arena = None
             self._slots = SlotTable(self._size, 0)
+            if self._names is not None:
+                self._names.close()
             self._records.clear()
 
     def _open(self, deadline: float) -> MemoryArena:
