@@ -91,9 +91,8 @@ def closure(*starts: str) -> set[str]:
 
 
 def lines(modules: Collection[str]) -> int:
-    """Lines of these modules' files, but for lines of comments: no budget is a reason to leave a race unexplained."""
-    texts = (package()[name][0].read_text(encoding="utf-8").splitlines() for name in modules)
-    return sum(not line.lstrip().startswith("#") for text in texts for line in text)
+    """Lines of these modules' files."""
+    return sum(len(package()[name][0].read_text(encoding="utf-8").splitlines()) for name in modules)
 
 
 def upward() -> list[str]:

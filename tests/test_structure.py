@@ -48,14 +48,14 @@ def file_names() -> set[str]:
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("imports that point up between products", upward, 0),
-        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 28_211),
-        ("lines that the router imports", lambda: lines(closure("foreword.router")), 24_166),
+        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 28_500),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 24_560),
         (
             "lines that prefixes for Transformers import",
             lambda: lines(closure("foreword.integrations.transformers")),
-            11_401,
+            11_500,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 13_385),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 13_500),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -204,8 +204,7 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
 
 
 class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
-    """The logger that aiohttp uses. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, not a
-    traceback."""
+    """aiohttp's logger. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, no traceback."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
         # A body that cannot be read was answered; aiohttp says it again as it drops the rest.

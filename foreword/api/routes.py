@@ -115,8 +115,7 @@ class SaltQuery(Query, frozen=True, kw_only=True):
 
 
 class ClientQuery(Query, frozen=True, kw_only=True):
-    """Query parameters that clients add to every request, without effect here: OpenAI's for Azure its version, Anthropic's
-    `beta`."""
+    """Query parameters of every client, without effect here: OpenAI's for Azure adds its version, Anthropic's `beta`."""
 
     api_version: str = msgspec.field(default="", name="api-version")
     beta: bool = False

@@ -347,7 +347,6 @@ class BlockPool:
 
     def retract(self, blocks: Sequence[int]) -> None:
         """Remove the keys of blocks in use whose content is not what the key says."""
-        # References stay: they are released with their tables, and the blocks then go to the empty ones.
         removed = []
         for block in blocks:
             key = self._keys[block]

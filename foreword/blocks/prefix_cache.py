@@ -98,17 +98,13 @@ class BlockTable:
     """
 
     # Between two steps, in tokens of the sequence (`size` is the block size, `computed` is `SequenceState.computed`):
-    #
     #     0        published * size         computed              len(blocks) * size
     #     |  keyed, shared  |  KV, not published  |  taken, not written yet  |
-    #
     #     published * size <= computed <= len(blocks) * size
-    #
-    # Blocks before `published` never change: lookups may give them to other sequences at any time. Blocks behind `computed`
-    # belong to what writes them: the running step, or the load to which the scheduler has lent them. Within a step `advance`
-    # publishes ahead of `computed`, up to the end of the step's chunk, so that requests of the same step share it; `settle` of
-    # the scheduler moves `computed` there, `withdraw` moves `published` back. A prompt that is cached to its end has `computed`
-    # one token before `published`: that token is recomputed, and not written.
+    # Blocks before `published` never change, and lookups share them. Blocks behind `computed` belong to what writes them: the
+    # running step, or a load. Within a step `advance` publishes ahead of `computed`, to the end of the step's chunk, so that
+    # requests of the step share it; then the scheduler's `settle` moves `computed` there, or `withdraw` moves `published` back.
+    # A prompt that is cached to its end has `computed` a token before `published`: that is recomputed, and not written.
     __slots__ = ("blocks", "chain", "hidden", "holes", "next_block_at", "others", "published", "salt", "trimmed")
 
     def __init__(self, chain: TokenChain, num_groups: int = 1, salt: Salt = NO_SALT) -> None:

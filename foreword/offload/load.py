@@ -81,8 +81,7 @@ class StoreLoad:
         """Count a copy of the next blocks into the device, which is about to be queued. False if the load was closed: it must
         not be queued then."""
         # The race is with `close`, on the engine's thread. Under the lock a copy is counted before the load is finished, and
-        # the engine keeps the blocks until it has ended; or it comes later, and does not begin. So no copy goes into a block
-        # that the engine has given to another sequence.
+        # the engine keeps the blocks until it has ended; or it does not begin. None goes into another sequence's block.
         with self._lock:
             self.copying += not self.finished
             return not self.finished

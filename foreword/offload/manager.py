@@ -211,8 +211,7 @@ class OffloadManager:
         return any(self.store.tiers[place].blocking for place in set(places))
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
-        # Whatever ends the load, its copies are awaited before `copying` is 0: until then the device may write into the blocks,
-        # and the slots hold what it reads.
+        # Whatever ends the load, its copies are awaited: until then the device writes into the blocks and reads the slots.
         queued: deque[_GroupCopy] = deque()
         try:
             self._load_groups(store_load, compute, queued)

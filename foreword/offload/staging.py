@@ -163,9 +163,8 @@ class StagingArena:
 
 
 def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """The tensors as `[num_blocks, words]`, in the widest words that sizes and strides allow, and where their bytes begin in
-    a payload. The views share the tensors' memory.
-    """
+    """The tensors as `[num_blocks, words]`, in the widest words that sizes and strides allow, and where their bytes begin in a
+    payload. The views share the tensors' memory."""
     offset = 0
     for rows in _joined([_byte_rows(tensor) for tensor in tensors]):
         size = rows.shape[1]

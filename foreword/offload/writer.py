@@ -225,9 +225,8 @@ class WriteBehind:
         latest = min((batch.latest for batch in batches if batch.promotion), default=-math.inf)
         return max(min(self._quiet, latest) - time.monotonic(), 0.0)
 
-    # The slots of a batch belong to the queue while a tier is in `pending`, and to the tiers that write them while `writing` is
-    # not 0. The last tier to finish finds both empty, under the lock, and gives the slots back, once. `drop_stored` and `erase`
-    # leave batches that are being written to that tier: its store reads the slots.
+    # Slots belong to the queue while a tier is `pending`, and to the tiers that write them while `writing` is not 0. The last
+    # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erase` leave them to tiers that write.
     def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
         taken: list[WriteBatch] = []
         size = 0
@@ -242,8 +241,7 @@ class WriteBehind:
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums."""
-        # Two tiers may have taken the batch at once. The second one waits for the headers and checksums of the first, and
-        # reads them: a sealed slot does not change until it is given back.
+        # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
         buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
             if not batch.sealed:

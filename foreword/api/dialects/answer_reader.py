@@ -139,8 +139,7 @@ class _Odds(_Alternative):
 
 
 class Logprobs(Struct):
-    """Log-probabilities, of a chat: `content`. Of a completion: lists of one entry per token, the first of a prompt without a
-    value."""
+    """Log-probabilities of a chat: `content`. Of a completion: an entry per token, the first of a prompt without a value."""
 
     content: list[_Odds] | None = None
     tokens: list[str] = []

@@ -138,8 +138,7 @@ class ConnectorSessions:
         ]
 
     def _retire(self, tenant: str, alone: Alone) -> dict[str, int]:
-        """Retire a tenant's blocks, given its digest: vLLM uses them first, or, where the client says so, at once. Returns
-        their number."""
+        """Retire a tenant's blocks (by its digest): vLLM uses them first, or drops them now. Returns their number."""
         kept = {key for one in self._kept.of(tenant) for key in one.keys}
         keys = [key for key in alone.keys if key not in kept]  # keys are chained: without the first ones, if any
         if keys:

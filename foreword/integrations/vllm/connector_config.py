@@ -320,8 +320,7 @@ class KVCacheInfo:
 
     def limit(self, num_tokens: int) -> int:
         """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again. That would enter a
-        recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it.
-        """
+        recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it."""
         return num_tokens - 1 if any(map(_needs_last_token, self.groups)) else num_tokens
 
     def layouts(self, rank: int) -> tuple[Layout, ...]:

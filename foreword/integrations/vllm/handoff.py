@@ -77,8 +77,7 @@ class KVHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 @dataclass(frozen=True, slots=True)
 class HandoffTerms:
-    """Terms that both instances must have in common: the layout of blocks, and a secret. The first one authenticates
-    messages."""
+    """Terms that both instances must share: the layout of blocks, and a secret. The first authenticates messages."""
 
     block_size: int
     layouts: tuple[bytes, ...]

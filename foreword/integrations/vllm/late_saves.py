@@ -94,7 +94,6 @@ class LateSaves:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-            # Room is awaited without the lock: vLLM takes blocks back meanwhile (`drop`), so what waits is looked at anew.
             self._await_room(_ROOM_SECONDS)
             with self._changed:
                 for request_id, waiting in list(self._waiting.items())[:1]:  # the oldest

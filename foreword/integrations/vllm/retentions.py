@@ -122,8 +122,7 @@ class ConnectorRetentions:
     def apply(
         self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: bytes
     ) -> list[RetentionAnswer]:
-        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks. `tenant`:
-        its salt."""
+        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks. `tenant`: its salt."""
         return [self._apply(one, root, keys, num_prompt, tenant_digest(tenant)) for one in actions]
 
     def _apply(
