@@ -16,7 +16,7 @@ from example_counts import represented
 from vllm_stub import stubbed_vllm
 
 from foreword.blocks.keys import chain_keys
-from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
+from foreword.blocks.layout import BlockUnits, LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
 from foreword.offload.manager import OffloadManager
 from foreword.offload.staging import StagingArena
@@ -49,12 +49,15 @@ class Gated(FlakyStore):
 class Saver:
     """A device, late saves, and a store whose writes can be held up."""
 
-    def __init__(self, vllm: Callable[[str], Any]) -> None:
+    def __init__(self, vllm: Callable[[str], Any], slots: int = SLOTS, per_block: int = 1) -> None:
         self.messages = vllm("step_messages")
         self.memory = MemoryStore(4 << 20)
         self.store = Gated(self.memory)
-        self.blocks = torch.zeros(BLOCKS, BYTES, dtype=torch.uint8)
-        self.offload = OffloadManager(TieredStore([self.store]), StagingArena([[self.blocks]], SLOTS), [LAYOUT])
+        self.per_block = per_block
+        self.blocks = torch.zeros(BLOCKS, BYTES * per_block, dtype=torch.uint8)
+        staging = StagingArena([[self.blocks.view(-1, BYTES)]], slots)
+        units = [BlockUnits((LAYOUT,), (LAYOUT,), per_block, True)]
+        self.offload = OffloadManager(TieredStore([self.store]), staging, units)
         late = vllm("late_saves").LateSaves
         self.late = late(self._save, self.offload.await_room, self.offload.note_dropped)
 
@@ -68,7 +71,8 @@ class Saver:
     def compute(self, chain: int, blocks: Sequence[int], first: int = 0) -> None:
         """A step computes blocks of a chain, from number `first` on, and saves them. Their bytes are the chain's number."""
         self.blocks[list(blocks)] = chain
-        keys = self.keys(chain, first + len(blocks))
+        first *= self.per_block
+        keys = self.keys(chain, first + len(blocks) * self.per_block)
         parent = keys[first - 1] if first else ROOT
         save = self.messages.BlockSave(
             0, ROOT, tuple(keys[first:]), parent, first, tuple(blocks), request_id=f"r{chain}"
@@ -121,6 +125,36 @@ def test_a_prompt_larger_than_the_queue(saver: Saver, length: int, steps: int) -
     saver.store.gate.set()
     saver.wait_saved()
     assert saver.stored(7, length) == length and not saver.offload.status().dropped
+
+
+@pytest.mark.parametrize("seed", represented(range(60), *range(12)))
+def test_any_prompt_over_any_arena(vllm: Callable[[str], Any], seed: int) -> None:
+    """A prompt of any length, computed in steps of any size, of blocks that are divided into some frames, over an arena of any
+    size that has room for two blocks of saves: all of it is saved while vLLM keeps the blocks. If it takes them back,
+    every frame is in the store or counted as dropped, and what is there is a start of the chain."""
+    draw = random.Random(seed)
+    per_block = draw.choice((1, 1, 2, 3, 8))
+    saver = Saver(vllm, draw.randint(4 * per_block, 40 + 4 * per_block), per_block)
+    length = draw.randint(1, BLOCKS)
+    computed = 0
+    while computed < length:
+        part = min(draw.randint(1, draw.choice((3, BLOCKS))), length - computed)
+        saver.compute(7, range(computed, computed + part), computed)
+        computed += part
+        if draw.random() < 0.3:
+            saver.store.gate.set()
+    if draw.random() < 0.3:
+        saver.late.drop(["r7"])
+        saver.blocks[:] = 99
+    saver.store.gate.set()
+    saver.wait_saved()
+    dropped = saver.offload.status().dropped * per_block
+    frames = saver.stored(7, length * per_block)
+    assert frames == length * per_block - dropped or (
+        dropped and 0 <= frames - (length * per_block - dropped) < per_block
+    )
+    saver.late.close(1.0)
+    saver.offload.close(1.0)
 
 
 def test_blocks_that_vllm_takes_back(saver: Saver) -> None:

@@ -146,9 +146,11 @@ class ForewordConnectorWorker:
         self._tensors = tensors = [block_views(kv_caches, one.layer_names, info.num_blocks) for one in info.groups]
         units = info.units(self._rank)
         longest = max(_block_bytes(views) for views in tensors)
-        frames = 2 * info.num_blocks * max(one.block_units for one in units)
+        most = max(one.block_units for one in units)
+        frames = 2 * info.num_blocks * most
         frame = longest // min(one.block_units for one in units) + HEADER_BYTES
-        slots = max(min(config.staging_bytes(_device_of(kv_caches)) // frame, frames), _MIN_SLOTS)
+        # Half of them are for saves: room for two blocks, as a block is queued whole.
+        slots = max(min(config.staging_bytes(_device_of(kv_caches)) // frame, frames), _MIN_SLOTS, 4 * most)
         staged: Sequence[Sequence[torch.Tensor] | PlaneGroup] = tensors
         if info.portable:
             staged = [unit_group(kv_caches, info.config, *one) for one in zip(info.groups, units, strict=True)]

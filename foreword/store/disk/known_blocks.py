@@ -117,10 +117,12 @@ class ChangeBoard:
         self._set(1, self._value | _ABOUT_TO_REMOVE * about)
 
     def _begin(self) -> None:
-        """Take a number for the entry, before the first change."""
+        """Take a number for the entry, before the first change. From an entry without one the log can be followed."""
         if not self._value or self._value & _COUNT > _COUNT // 2:
-            self._value = int.from_bytes(os.urandom(3), "little") << _OWNER_SHIFT | _LOGGED
-            self._set(0, self._value)
+            with contextlib.suppress(OSError):
+                used = any(os.pread(self._file, _ENTRY, self._entry * _ENTRY))
+                self._value = int.from_bytes(os.urandom(3), "little") << _OWNER_SHIFT | (_LOGGED << 2 * used)
+                self._set(0, self._value)
 
     def _append(self, changes: Sequence[int]) -> bool:
         """Put changes into the log. False if that has failed."""
@@ -133,6 +135,7 @@ class ChangeBoard:
 
     def changes_of(self, entry: int, before: int, now: int) -> list[int] | None:
         """The changes of another process between two values of its entry; None if its log does not have them all."""
+        before = before or now >> _OWNER_SHIFT << _OWNER_SHIFT | _LOGGED
         count = now - before
         if not 0 <= count <= _LOGGED or before >> _OWNER_SHIFT != now >> _OWNER_SHIFT:
             return None
