@@ -239,8 +239,7 @@ class BlockPool:
             _reverse_descending_runs(blocks)
         refs, keys, owners, index, copies = self._refs, self._keys, self._owners, self._index, self._copies
         removed: list[bytes] = []
-        # The eviction: from here on no lookup finds the block. Its KV is overwritten by the step or load that it was taken for,
-        # which the device runs behind all copies out of the block that were queued before.
+        # The eviction: from here on no lookup finds the block. It is overwritten behind all copies out of it that are queued.
         for block in blocks:
             refs[block] = 1
             owners[block] = owner

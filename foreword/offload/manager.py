@@ -471,8 +471,6 @@ class OffloadManager:
 
     def _gather(self, waiting: Sequence[tuple[int, Sequence[int], WriteBatch]]) -> None:
         """Copy units of groups into their slots, and queue them."""
-        # On a device the copies are queued behind the step that computed the blocks and ahead of all later steps. So the engine
-        # may evict the blocks at once, and a writer waits for the copy before it reads a slot (`StagingArena.buffer`).
         for group in {number for number, _, _ in waiting}:
             mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
             units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))
