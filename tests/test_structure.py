@@ -26,6 +26,11 @@ def repeated(named: Iterable[tuple[str, str]]) -> set[str]:
     return {name for name, found in places.items() if len(found) > 1}
 
 
+def statements(modules: Iterable[str]) -> int:
+    """Statements of these modules."""
+    return sum(isinstance(node, ast.stmt) for name in modules for node in ast.walk(package()[name][1]))
+
+
 def class_names() -> set[str]:
     """Public classes that stand in two modules."""
     return repeated(
@@ -48,14 +53,14 @@ def file_names() -> set[str]:
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("imports that point up between products", upward, 0),
-        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 28_500),
-        ("lines that the router imports", lambda: lines(closure("foreword.router")), 24_560),
+        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 22_700),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 24_500),
         (
-            "lines that prefixes for Transformers import",
-            lambda: lines(closure("foreword.integrations.transformers")),
-            11_500,
+            "statements that prefixes for Transformers import",
+            lambda: statements(closure("foreword.integrations.transformers")),
+            8_000,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 13_500),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 14_000),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

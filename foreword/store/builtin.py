@@ -16,6 +16,7 @@ from foreword.blocks.layout import Layout
 from foreword.config import check_folder, parse_bytes
 from foreword.errors import StoreConfigError, StoreUnavailable
 from foreword.store.base import Store
+from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import split_url
 from foreword.store.types import (
     Options,
@@ -65,7 +66,8 @@ class MemoryType(StoreType):
     def open(self, url: StoreUrl, layout: Layout | None) -> Store:
         from foreword.store.memory.memory_store import MemoryStore
 
-        return MemoryStore(label=url.label, **self._settings(url))
+        longest = 0 if layout is None else layout.block_bytes + HEADER_BYTES
+        return MemoryStore(label=url.label, longest=longest, **self._settings(url))
 
     def _settings(self, url: StoreUrl) -> dict[str, Any]:
         refuse_host(url, "memory://?size=4GiB")

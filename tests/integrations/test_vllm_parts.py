@@ -78,7 +78,7 @@ def test_newer_vllm(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch)
 def test_handoff_message(vllm: Callable[[str], Any]) -> None:
     """A hand-off message is read as it was written. One that was changed, of another block size or layout, or without a
     secret is refused with a reason."""
-    terms = vllm("handoff").HandoffTerms
+    terms = vllm("vllm_extras.handoff").HandoffTerms
     mine = terms(32, (b"a" * 16, b"b" * 16), (SECRET,))
     message = mine.write(b"l" * 16, ("host:1", "host:2"), 64, b"k" * 32)
     read = mine.read({"do_remote_prefill": True, "foreword": message})

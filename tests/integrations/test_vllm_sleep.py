@@ -33,7 +33,7 @@ LAYOUT = Layout(b"m" * 16, BLOCK, (LayerLayout(HEADS, DIM, DIM),) * 2, "float32"
 def vllm() -> Iterator[Callable[[str], Any]]:
     """Imports a module of the connector."""
     with stubbed_vllm():
-        yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+        yield lambda name: importlib.import_module(f"foreword.integrations.{name if '.' in name else f'vllm.{name}'}")
 
 
 class FakeWorker:
@@ -204,7 +204,7 @@ def test_leased_blocks(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPat
     cache = torch.ones(BLOCKS, HEADS, BLOCK, 2 * DIM)
     layout = Layout(b"m" * 16, BLOCK, (LayerLayout(HEADS, DIM, DIM),), "float32", order="test")
     staging = StagingArena([[cache]], 8)
-    leases = vllm("endpoints").KVLeases([layout], staging, [], WITHIN)
+    leases = vllm("vllm_extras.endpoints").KVLeases([layout], staging, [], WITHIN)
     save = vllm("step_messages").BlockSave(0, ROOT, KEYS[:2], b"p" * 32, 0, (3, 7))
     leases.add(vllm("step_messages").BlockLease("request", b"l" * 16, (save,), ()))
     names = [chain_prefix(layout.fingerprint, ROOT) + key for key in KEYS[:2]]

@@ -47,23 +47,23 @@ def frames_of(chain: int, rank: int) -> list[Frame]:
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[Callable[[str], Any]]:
     with stubbed_vllm():
-        yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+        yield lambda name: importlib.import_module(f"foreword.integrations.{name}")
 
 
 class Workers:
     """Two ranks with a memory tier and a disk each, and the scheduler's lookups in them."""
 
     def __init__(self, vllm: Callable[[str], Any], folder: Path) -> None:
-        ranks = vllm("rank_stores")
+        ranks, peers = vllm("vllm.rank_stores"), vllm("vllm_extras.peer_ranks")
         self.memory = [MemoryStore(1 << 20) for _ in range(RANKS)]
         self.endpoints = [
-            vllm("endpoints").LookupEndpoint([layout], [memory], "engine", rank)
+            vllm("vllm_extras.endpoints").LookupEndpoint([layout], [memory], "engine", rank)
             for rank, (layout, memory) in enumerate(zip(LAYOUTS, self.memory, strict=True))
         ]
         self.disks = [DiskStore(folder / "kv", 1 << 24) for _ in range(RANKS)]
         addresses = zip(LAYOUTS, self.endpoints, strict=True)
         found = ranks.RankStores("memory", local=True)
-        found.set_ranks({one.fingerprint: ranks.worker_memory(where.address, "memory") for one, where in addresses})
+        found.set_ranks({one.fingerprint: peers.worker_memory(where.address, "memory") for one, where in addresses})
         self.disk = DiskStore(folder / "kv", 1 << 24)
         self.store = TieredStore([found, self.disk])
         self.store.warm_up([layout.fingerprint for layout in LAYOUTS])

@@ -104,20 +104,44 @@ def test_more_memory_than_the_system_has() -> None:
         MemoryStore(1 << 62)
 
 
-def test_the_first_put_sets_the_slot_length() -> None:
-    """Slots are as long as the longest frame of the first put. Longer frames are refused later, shorter ones take a slot."""
-    store = MemoryStore(SMALL_BYTES)
+def test_slots_grow_with_the_frames() -> None:
+    """Slots are as long as the longest frame so far. A longer frame empties the store, and each block of it is
+    told as evicted, unless a block is pinned or read: then the frame is refused, and counted."""
+    store, gone = MemoryStore(SMALL_BYTES), list[bytes]()
+    store.on_evicted = gone.append
     assert store.status().notes["slot_bytes"] == 0
-    first = [*make_frames(1, 2, 100), *make_frames(2, 1, SMALL_PAYLOAD)]
+    short, first = make_frames(1, 2, 100), [*make_frames(2, 2, 100), *make_frames(3, 1, SMALL_PAYLOAD)]
+    assert store.put(short, deadline=soon()) == 2
     assert store.put(first, deadline=soon()) == 3
-    assert store.status().notes == {"slots": 8, "slot_bytes": HEADER_BYTES + SMALL_PAYLOAD, "refused": 0}
-    longer = make_frames(3, 1, SMALL_PAYLOAD + 1)
-    assert store.put(longer, deadline=soon()) == 0
-    assert store.status().notes["refused"] == 1
+    notes = {"slots": 8, "slot_bytes": HEADER_BYTES + SMALL_PAYLOAD, "refused": 0, "emptied": 1}
+    assert store.status().notes == notes and sorted(gone) == sorted(names_of(short))
     assert store.put(make_frames(4, 5, 1), deadline=soon()) == 5
     assert read(store, first) == whole(first)
     store.put(make_frames(5, 1, 1), deadline=soon())
-    assert store.status().evictions == 1 and store.status().blocks == 8
+    assert store.status().evictions == 3 and store.status().blocks == 8
+
+    longer = make_frames(6, 1, SMALL_PAYLOAD + 1)
+    with store.lend(names_of(first), deadline=soon()):
+        assert store.put(longer, deadline=soon()) == 0
+    assert store.pin(names_of(first), deadline=soon()) == 3
+    assert store.put(longer, deadline=soon()) == 0
+    assert store.status().notes == notes | {"refused": 2} and read(store, first) == whole(first)
+    store.pin(names_of(first), pinned=False, deadline=soon())
+    assert store.put(longer, deadline=soon()) == 1 and read(store, longer) == whole(longer)
+    assert store.status().blocks == 1 and len(gone) == store.status().evictions == 11
+
+    # By a quarter at least: frames that grow by a byte each do not empty the store each time.
+    for more in range(2, 50):
+        store.put(make_frames(100 + more, 1, SMALL_PAYLOAD + more), deadline=soon())
+    assert store.status().notes["emptied"] == 2
+
+
+def test_the_longest_frame_is_known() -> None:
+    """A tier that knows the layouts of a model's blocks keeps those of all groups, in whatever order they come."""
+    store = MemoryStore(SMALL_BYTES, longest=HEADER_BYTES + SMALL_PAYLOAD)
+    short, long = make_frames(1, 2, 100), make_frames(2, 2, SMALL_PAYLOAD)
+    assert store.put(short, deadline=soon()) + store.put(long, deadline=soon()) == 4
+    assert read(store, [*short, *long]) == whole([*short, *long]) and store.status().evictions == 0
 
 
 def test_a_store_full_of_pins() -> None:

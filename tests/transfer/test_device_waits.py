@@ -181,7 +181,8 @@ def leases(engine: BusyDevice) -> None:
     """A prompt's blocks are kept for another instance, and a window's are copied before the next step overwrites them."""
     with stubbed_vllm():
         module, messages = (
-            importlib.import_module(f"foreword.integrations.vllm.{name}") for name in ("endpoints", "step_messages")
+            importlib.import_module(f"foreword.integrations.{name}")
+            for name in ("vllm_extras.endpoints", "vllm.step_messages")
         )
         cache = torch.arange(1, 9, dtype=torch.uint8)[:, None].repeat(1, LAYOUT.block_bytes)
         staging = StagingArena([[cache]], 8, engine)
@@ -228,7 +229,8 @@ def test_copies_for_others_hang_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingSlots, "wait_for", noted)
     with stubbed_vllm():
         module, messages = (
-            importlib.import_module(f"foreword.integrations.vllm.{name}") for name in ("endpoints", "step_messages")
+            importlib.import_module(f"foreword.integrations.{name}")
+            for name in ("vllm_extras.endpoints", "vllm.step_messages")
         )
         cache = torch.zeros(8, LAYOUT.block_bytes, dtype=torch.uint8)
         staging = StagingArena([[cache]], 8, engine)

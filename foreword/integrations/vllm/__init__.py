@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
-    from foreword.integrations.vllm.encoder_cache import ForewordECConnector
+    from foreword.integrations.vllm_extras.encoder_cache import ForewordECConnector
 
 __all__ = ["ForewordConnector", "ForewordECConnector", "NamedPrefixes"]
 
@@ -22,7 +22,7 @@ OLDEST: Final = (0, 31)
 NEWEST_TESTED: Final = (0, 33)
 _MODULES: Final = {
     "ForewordConnector": "vllm.connector",
-    "ForewordECConnector": "vllm.encoder_cache",
+    "ForewordECConnector": "vllm_extras.encoder_cache",
     "NamedPrefixes": "vllm_middleware.middleware",
 }
 

@@ -25,13 +25,13 @@ from foreword.integrations.vllm.namespace import (
     settings_digest,
     trusted,
 )
+from foreword.integrations.vllm.transfer_extra import transfer_extra
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
-from foreword.store.data_keys import data_keys_of
+from foreword.store.data_keys import check_apart, data_keys_of
 from foreword.store.sealing import KeyRing
-from foreword.store.urls import loss_of, parse
-from foreword.transfer.checks import check_listener, check_stores_and_peers
-from foreword.transfer.tls import check_encrypted
+from foreword.store.types import Reach
+from foreword.store.urls import check_stores, loss_of, parse
 from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
@@ -121,11 +121,10 @@ class ConnectorSettings:
                 suggestion = did_you_mean(key, (*known, *names, *more))
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
-        check_stores_and_peers(store.urls, transfer or TransferConfig(), encryption)
-        if transfer is not None:
-            check_encrypted(transfer, encryption)
-            if listens:
-                check_listener(transfer, encryption)
+        check_apart(encryption, store.urls)
+        reaches = {one.reach for one in check_stores(store.urls)}
+        if transfer is not None or Reach.INSTANCE in reaches:
+            transfer_extra().check(store.urls, transfer, encryption, listens=listens)
         if not store.urls and transfer is None:
             raise ConfigError('give stores in kv_connector_extra_config: {"store": ["disk:///var/cache/foreword"]}')
         return cls(

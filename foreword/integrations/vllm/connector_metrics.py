@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from foreword.errors import StoreError
 from foreword.integrations.vllm.degraded import statistic
-from foreword.integrations.vllm.endpoints import KVLeases
+from foreword.integrations.vllm.transfer_extra import Leases
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.manager import OffloadManager, OffloadStatus
 from foreword.offload.policy import LoadCosts
@@ -183,7 +183,7 @@ class StatsReader:
         lookups: StoreLookups,
         costs: LoadCosts,
         offload: OffloadManager | None = None,
-        leases: KVLeases | None = None,
+        leases: Leases | None = None,
     ) -> None:
         self._process = process
         self._store = store
@@ -290,11 +290,8 @@ def _added(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, f
     return {name: amount - before.get(name, 0) for name, amount in now.items() if amount != before.get(name, 0)}
 
 
-def _of_leases(leases: KVLeases | None) -> dict[str, float]:
-    if leases is None:
-        return {}
-    given = leases.status()
-    return {**leases.counts, "lent_blocks": given.device, "shared_blocks": given.memory}
+def _of_leases(leases: Leases | None) -> Mapping[str, float]:
+    return leases.counted() if leases is not None else {}
 
 
 class ForewordPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

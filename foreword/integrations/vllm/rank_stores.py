@@ -4,15 +4,12 @@ in them from vLLM's scheduler, if it is in another process than its workers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from urllib.parse import urlsplit
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout
-from foreword.errors import ConfigError
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.transfer_extra import opened_by, transfer_extra
 from foreword.offload.lookups import StoreLookups
 from foreword.offload.policy import LoadCosts
 from foreword.store.base import Name, Store
@@ -21,15 +18,6 @@ from foreword.store.tiered import TieredStore
 from foreword.store.types import Opener, Reach, StoreUrl
 from foreword.store.urls import open_store
 from foreword.store.wrappers import ReadOnlyStore, StoreKeys
-from foreword.transfer.name_table import NamesElsewhere
-from foreword.transfer.peer import PeerStore, opener
-from foreword.transfer.sockets import Address, parse_address
-from foreword.transfer_config import TransferConfig
-
-# For connections that carry lookups only: no payload, so the smallest ring.
-# Of the tables of names in a worker's folder.
-NAMES_PREFIX = "names-"
-_LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")
 
 
 class StoreLookup:
@@ -44,7 +32,7 @@ class StoreLookup:
         layouts = [info.layouts(rank) for rank in range(info.ranks)]
         openers = {
             Reach.PROCESS: self._open_memory,
-            Reach.INSTANCE: lookup_peer_opener(settings.transfer or TransferConfig(), layouts),
+            Reach.INSTANCE: opened_by(lambda extra: extra.lookup_peers(settings, layouts)),
         }
         self.store = open_tiers(settings.store.urls, settings.keys(), (), openers)
         self.prefill_rate = Rate()
@@ -71,7 +59,7 @@ class StoreLookup:
         """Where the workers listen, by rank; "" for one that does not."""
         if self._memory is not None:
             label = self._memory.label
-            workers = {rank: worker_memory(where, label) for rank, where in addresses.items() if where}
+            workers = {rank: transfer_extra().worker_memory(where, label) for rank, where in addresses.items() if where}
             layouts = (
                 (store, layout)
                 for rank, store in workers.items()
@@ -130,96 +118,14 @@ class RankStores(ReadOnlyStore):
             store.close()
 
 
-class WorkerMemory(PeerStore):
-    """A worker's memory tiers, for the scheduler on the same host: what is in them it sees in the tables of names beside the
-    worker's socket, and asks the worker only where these say nothing."""
-
-    def __init__(self, address: str, label: str) -> None:
-        super().__init__(address, config=_LOOKUPS_ONLY, label=label)
-        self._folder = os.path.dirname(parse_address(address).path)
-        self._tables: list[NamesElsewhere] | None = None
-
-    def known(self, names: Sequence[Name]) -> Sequence[bool | None]:
-        if self._tables is None:
-            self._tables = [NamesElsewhere(path) for path in name_tables(self._folder)]
-        if not self._tables:
-            return [None] * len(names)
-        tiers = [table.known(names) for table in self._tables]
-        return tiers[0] if len(tiers) == 1 else [_in_any(told) for told in zip(*tiers, strict=True)]
-
-
-def _in_any(told: Sequence[bool | None]) -> bool | None:
-    return True if True in told else None if None in told else False
-
-
-def name_tables(folder: str) -> list[str]:
-    """The tables of names in a worker's folder, one for each of its memory tiers; none if it shows none."""
-    try:
-        return sorted(entry.path for entry in os.scandir(folder) if entry.name.startswith(NAMES_PREFIX))
-    except OSError:
-        return []
-
-
-def worker_memory(address: str, label: str) -> Store:
-    """A worker's memory tiers, for the scheduler on the same host."""
-    return WorkerMemory(address, label)
-
-
 def open_tiers(
     urls: Sequence[str], keys: StoreKeys | None, layouts: Sequence[Layout], openers: Mapping[Reach, Opener]
 ) -> TieredStore:
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
-    coded = [layout for layout in layouts[1:] if layout.layers]
     if not urls:
         return TieredStore([])
-    return open_store(urls, layouts[0] if layouts else None, openers, more_layouts=coded, keys=keys)
-
-
-def rank_peer_opener(config: TransferConfig, rank: int, ranks: int) -> Opener:
-    """Opens `peer://` for one rank: the same rank of the other instance."""
-    open_peer = opener(config)
-
-    def open_rank(place: StoreUrl, layout: Layout | None) -> Store:
-        return open_peer(_rank_url(place, rank, ranks), layout)
-
-    return open_rank
-
-
-def lookup_peer_opener(config: TransferConfig, layouts: Sequence[Sequence[Layout]]) -> Opener:
-    """Opens `peer://` for a scheduler that is in another process than its workers. It looks up the blocks of every rank."""
-    lookups = replace(config, ring=_LOOKUPS_ONLY.ring, queue=_LOOKUPS_ONLY.queue, links=_LOOKUPS_ONLY.links)
-
-    def open_all(place: StoreUrl, _: Layout | None) -> Store:
-        stores = RankStores(place.label)
-        openers = [(one, rank_peer_opener(lookups, rank, len(layouts))) for rank, one in enumerate(layouts)]
-        opened = [(one, open_rank(place, one[0])) for one, open_rank in openers]
-        stores.set_ranks({layout.fingerprint: store for one, store in opened for layout in one})
-        return stores
-
-    return open_all
-
-
-def rank_address(address: str, rank: int, ranks: int) -> str:
-    """Where a rank of the instance at `address` listens: each rank at the next port, or at a path with its number.
-
-    Raises ConfigError for an invalid address.
-    """
-    place = parse_address(address)
-    if ranks == 1:
-        return str(place)
-    if place.path:
-        return str(Address(path=f"{place.path}.{rank}"))
-    return str(Address(place.host, place.port + rank if place.port else 0))
-
-
-def _rank_url(place: StoreUrl, rank: int, ranks: int) -> StoreUrl:
-    if ranks == 1:
-        return place
-    parts = urlsplit(place.url)
-    if not parts.netloc:
-        return replace(place, url=f"{place.url}.{rank}", path=f"{place.path}.{rank}")
-    try:
-        return replace(place, url=f"peer://{rank_address(parts.netloc, rank, ranks)}")
-    except ConfigError:
-        return place  # opening it reports what is wrong with it
+    # Stores take the first layout for that of the longest blocks.
+    first = max(layouts, key=lambda layout: layout.block_bytes, default=None)
+    coded = [layout for layout in layouts if layout.layers and layout is not first]
+    return open_store(urls, first, openers, more_layouts=coded, keys=keys)

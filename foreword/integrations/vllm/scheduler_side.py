@@ -21,7 +21,6 @@ from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSess
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
 from foreword.integrations.vllm.due_requests import DueRequests
-from foreword.integrations.vllm.handoff import HandoffScheduler
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
@@ -34,6 +33,7 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierEvents
+from foreword.integrations.vllm.transfer_extra import Handoffs, transfer_extra
 from foreword.integrations.vllm.weights import adapters_spoil_base, follow_engine
 from foreword.integrations.vllm.worker_side import (
     MEASURED_TOKENS,
@@ -122,7 +122,7 @@ class ForewordConnectorScheduler:
         labels = [tier.label for tier in stores.store.tiers[: len(reaches)]]
         self._reaches = dict(zip(labels, reaches, strict=True))
         self._producers_tier = len(reaches)  # after the stores
-        self._handoff = HandoffScheduler(info, settings)
+        self._handoff = Handoffs() if settings.transfer is None else transfer_extra().handoffs(info, settings)
         per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
         self._retentions = ConnectorRetentions(
             stores.store, self._groups, info.model, info.key_size, info.step, per_key

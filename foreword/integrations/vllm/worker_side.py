@@ -23,7 +23,6 @@ from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
-from foreword.integrations.vllm.endpoints import InstanceEndpoint, KVLeases, LookupEndpoint, rank_config
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -38,8 +37,7 @@ from foreword.integrations.vllm.namespace import (
     note_unmeasured,
 )
 from foreword.integrations.vllm.packing import unit_group
-from foreword.integrations.vllm.producers import LeaseReader
-from foreword.integrations.vllm.rank_stores import open_tiers, rank_peer_opener
+from foreword.integrations.vllm.rank_stores import open_tiers
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
     BlockSave,
@@ -48,6 +46,13 @@ from foreword.integrations.vllm.step_messages import (
     WorkerHandshake,
 )
 from foreword.integrations.vllm.tier_events import TierWatch
+from foreword.integrations.vllm.transfer_extra import (
+    Endpoint,
+    InstanceEndpoint,
+    Leases,
+    opened_by,
+    transfer_extra,
+)
 from foreword.integrations.vllm.weight_changes import follow_loads
 from foreword.integrations.vllm.weights import LoadedAdapters, loaded_adapters
 from foreword.offload.device import follow_stream
@@ -63,7 +68,6 @@ from foreword.store.tier import StoreTier
 from foreword.store.tiered import TieredStore
 from foreword.store.types import Reach
 from foreword.store.urls import parse
-from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +111,8 @@ class ForewordConnectorWorker:
         self._memory_tiers: list[Store] = []
         self._saves: list[bool] = []
         self._loading: dict[str, StoreLoad] = {}
-        self._lease_readers: dict[str, LeaseReader] = {}
-        self._lookups: LookupEndpoint | None = None
+        self._lease_readers: dict[str, Any] = {}
+        self._lookups: Endpoint | None = None
         self._instances: InstanceEndpoint | None = None
         self._failed_blocks: set[int] = set()
         self._failed_requests: set[str] = set()
@@ -260,9 +264,8 @@ class ForewordConnectorWorker:
         assert staging is not None
         layouts, units = info.layouts(rank), info.units(rank)
         longest = max(_block_bytes(views) for views in tensors)
-        transfer = rank_config(self._settings.transfer or TransferConfig(), layouts[0].shard, longest)
         frames_of = [layout for one in units for layout in one.layouts]
-        openers = {Reach.INSTANCE: rank_peer_opener(transfer, rank, info.ranks)}
+        openers = {Reach.INSTANCE: opened_by(lambda extra: extra.peers_of_rank(self._settings, layouts, longest))}
         store = open_tiers(config.urls, self._settings.keys(), frames_of, openers)
         store.warm_up(one.layouts[0].fingerprint for one in units[:1])
         if info.events:
@@ -275,7 +278,7 @@ class ForewordConnectorWorker:
             tier.store for url, tier in zip(config.urls, store.tiers, strict=True) if parse(url).reach is Reach.PROCESS
         ]
         self._saves = [one.writes or bool(self._memory_tiers) for one in units]
-        self._listen(transfer, layouts, tensors, store)
+        self._listen(layouts, tensors, store)
         leases = self._instances.leases if self._instances is not None else None
         self._stats = StatsReader(
             f"worker {rank}", store, self.offload.lookups, self.offload.costs, self.offload, leases
@@ -298,7 +301,6 @@ class ForewordConnectorWorker:
 
     def _listen(
         self,
-        transfer: TransferConfig,
         layouts: Sequence[Layout],
         tensors: Sequence[Sequence[torch.Tensor]],
         store: TieredStore,
@@ -308,13 +310,12 @@ class ForewordConnectorWorker:
         if memory and self._info.separate:
             assert self.offload is not None
             found = [layout for one in self.offload.units for layout in one.layouts]
-            self._lookups = LookupEndpoint(found, memory, self._engine, layouts[0].shard[0])
+            self._lookups = transfer_extra().workers_memory(found, memory, self._engine, layouts[0].shard[0])
         if self._settings.transfer is None:
             return
         label = _unused_label(PRODUCERS_LABEL, store)
-        listens = self._settings.listens
-        self._instances = InstanceEndpoint(
-            transfer, layouts, tensors, memory, listens=listens, producers=label, num_blocks=self._info.num_blocks
+        self._instances = transfer_extra().instances(
+            self._settings, layouts, tensors, memory, producers=label, num_blocks=self._info.num_blocks
         )
         if self._settings.consumes:
             store.tiers.append(StoreTier(self._instances.producers, writable=False))
@@ -529,7 +530,7 @@ class ForewordConnectorWorker:
     # Hand-off
 
     @property
-    def _leases(self) -> KVLeases | None:
+    def _leases(self) -> Leases | None:
         return self._instances.leases if self._instances is not None else None
 
     def begin_step(self, metadata: ForewordConnectorMetadata) -> None:

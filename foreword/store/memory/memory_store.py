@@ -175,6 +175,11 @@ class SlotTable:
             self._pins -= 1
             self.pinned_bytes -= self._lengths[slot]
 
+    @property
+    def held(self) -> bool:
+        """Whether a block is in use or pinned."""
+        return bool(self._pins or self.writing or self._deleted or any(self.chains.in_use))
+
     def blocks(self, start: int, stop: int) -> list[StoredBlock]:
         """The published blocks in a range of slots."""
         chains = self.chains
@@ -261,8 +266,10 @@ class MemoryStore(LocalRecords):
         size: bytes of the arena. The index takes about 400 bytes per block in addition.
         pin_share: share of the slots that may be pinned.
         tenant_quota: share, or bytes, that the blocks of one tenant may take; None: all.
-        slot_bytes: length of a slot; by default that of the largest frame of the first put. Longer frames are refused
-            without an error (`notes["refused"]`), shorter ones take a whole slot.
+        slot_bytes: length of a slot; by default that of the largest frame of the first put. Shorter frames take a whole slot. A
+            longer frame makes all slots longer, for which the store is emptied (`notes["emptied"]`). Where a block is in use or
+            pinned at that moment, or where the length is given, it is refused without an error (`notes["refused"]`).
+        longest: bytes of the longest frame that is expected, in place of the first put's.
 
     Raises:
         StoreConfigError: an impossible size or share.
@@ -282,6 +289,7 @@ class MemoryStore(LocalRecords):
         pin_share: float = 0.5,
         slot_bytes: int | None = None,
         tenant_quota: float | None = None,
+        longest: int = 0,
     ) -> None:
         self.check_options(size, pin_share=pin_share, slot_bytes=slot_bytes, tenant_quota=tenant_quota)
         super().__init__(label)
@@ -293,9 +301,12 @@ class MemoryStore(LocalRecords):
         self._arena: MemoryArena | None = MemoryArena(size)
         # No slots before the first put, unless `slot_bytes` is given.
         self._slots = SlotTable(size, slot_bytes or 0, self._quota)
+        self._fixed = slot_bytes is not None
+        self._longest = longest if longest <= size else 0
         self._names: SharedNames | None = None
         self._evictions = 0
         self._refused = 0
+        self._emptied = 0
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
         weakref.finalize(self, self._populator.stop)
 
@@ -361,12 +372,7 @@ class MemoryStore(LocalRecords):
         """As in the contract. Blocks that another thread is writing at this moment are not counted."""
         with self._lock:
             arena = self._open(deadline)
-            if not self._slots.slot_bytes:  # slots are as long as the longest of the first frames that fits
-                lengths = (len(one.data) for one in frames)
-                longest = max((one for one in lengths if one <= self._size), default=0)
-                self._slots = SlotTable(self._size, longest, self._quota)
-                self._start_names()
-            slots = self._slots
+            slots = self._slots_for(frames)
             reserved, present, full = self._reserve(slots, frames)
             if reserved:
                 self._populator.extend((max(slot for slot, _ in reserved) + 1) * slots.slot_bytes)
@@ -388,6 +394,31 @@ class MemoryStore(LocalRecords):
         if full and not present + written:
             raise StoreFull("all blocks that could be evicted are pinned or in use")
         return present + written
+
+    def _slots_for(self, frames: Sequence[Frame]) -> SlotTable:
+        """The slots, as long as the longest frame so far that fits into the store. Under the lock."""
+        slots = self._slots
+        if self._fixed:
+            return slots
+        longest = max((length for one in frames if (length := len(one.data)) <= self._size), default=0)
+        # Blocks of several KV groups differ in length, and so do outputs of encoders. A block that is read, written or pinned
+        # stays where it is. By a quarter at least: else frames that grow by a byte would empty the store each time.
+        if longest > slots.slot_bytes and not slots.held:
+            gone = list(slots.chains.index)
+            length = max(longest, self._longest, slots.slot_bytes * 5 // 4)
+            self._slots = SlotTable(self._size, min(length, self._size), self._quota)
+            self._slots.names = slots.names
+            if slots.names is None:
+                self._start_names()
+            else:  # readers in other processes look into the same table
+                for name in gone:
+                    slots.names.discard(name)
+            self._evictions += len(gone)
+            self._emptied += bool(gone)
+            if self.on_evicted is not None:
+                for name in gone:
+                    self.on_evicted(name)
+        return self._slots
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
         with self._lock:
@@ -431,7 +462,8 @@ class MemoryStore(LocalRecords):
         self._open(deadline)
 
     def status(self) -> StoreStatus:
-        """`notes`: slots, slot_bytes (0 before the first put), refused (frames longer than a slot)."""
+        """`notes`: slots, slot_bytes (0 before the first put), refused (frames longer than a slot), emptied (for longer
+        slots)."""
         with self._lock:
             slots = self._slots
             return StoreStatus(
@@ -441,7 +473,12 @@ class MemoryStore(LocalRecords):
                 pinned_bytes=slots.pinned_bytes,
                 evictions=self._evictions,
                 pin_budget=int(self._size * self._pin_share),
-                notes={"slots": slots.chains.slots, "slot_bytes": slots.slot_bytes, "refused": self._refused},
+                notes={
+                    "slots": slots.chains.slots,
+                    "slot_bytes": slots.slot_bytes,
+                    "refused": self._refused,
+                    "emptied": self._emptied,
+                },
             )
 
     def close(self) -> None:

@@ -26,9 +26,9 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
 from foreword.config import parse_bytes
 from foreword.errors import StoreError
-from foreword.integrations.vllm.producers import KVProducers, LeaseReader
-from foreword.integrations.vllm.rank_stores import NAMES_PREFIX, rank_address
 from foreword.integrations.vllm.step_messages import BlockLease, BlockSave, LeaseRevocation
+from foreword.integrations.vllm_extras.peer_ranks import NAMES_PREFIX, rank_address
+from foreword.integrations.vllm_extras.producers import KVProducers, LeaseReader
 from foreword.offload.device import Event
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
@@ -118,6 +118,11 @@ class KVLeases(FrameServer):
         self._by_id: dict[bytes, _Lease] = {}
         self._by_name: dict[Name, list[_Lease]] = {}
         self.counts = {"leases": 0, "leases_unread": 0}
+
+    def counted(self) -> dict[str, float]:
+        """Leases so far, and blocks that others have read from the device and from memory."""
+        given = self.status()
+        return {**self.counts, "lent_blocks": given.device, "shared_blocks": given.memory}
 
     # On the worker's thread
 
@@ -376,7 +381,7 @@ class _KVService(TransferService):
         return iter(()) if self._leases is None else self._leases.get(names, longest, deadline)
 
 
-class InstanceEndpoint:
+class InstanceConnections:
     """A worker's connections with other instances.
 
     Args:

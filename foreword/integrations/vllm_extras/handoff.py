@@ -36,6 +36,7 @@ from foreword.integrations.vllm.step_messages import (
     KVProducer,
     LeaseRevocation,
 )
+from foreword.integrations.vllm.transfer_extra import Handoffs
 from foreword.transfer_config import ALL_RIGHTS
 
 logger = logging.getLogger(__name__)
@@ -139,10 +140,11 @@ class _Leased:
     announced: bool = False
 
 
-class HandoffScheduler:
+class HandoffScheduler(Handoffs):
     """The scheduler side of hand-offs, in both directions. Called from the engine's thread only."""
 
     def __init__(self, info: KVCacheInfo, settings: ConnectorSettings) -> None:
+        super().__init__()
         self._info = info
         layouts = tuple(b"".join(rank) for rank in info.fingerprints())
         known = settings.transfer.shared_secrets() if settings.transfer is not None else ()
@@ -166,7 +168,7 @@ class HandoffScheduler:
         self._addresses = found if all(found) else ()
 
     @property
-    def tells(self) -> bool:
+    def tells(self) -> bool:  # type: ignore[override]
         """Whether there are instructions for the workers."""
         return bool(self._leases or self._revoked or self._released)
 
@@ -223,10 +225,6 @@ class HandoffScheduler:
             self._released.append(producer)
 
     # As producer (prefill)
-
-    def wanted(self, request: Any) -> bool:
-        """Whether another instance will decode the request."""
-        return bool((request.kv_transfer_params or {}).get("do_remote_decode"))
 
     def computed(self, state: RequestState, tokens: int, ids: BlockIds, states: Mapping[tuple[int, int], int]) -> None:
         """This step brings a request to `tokens` tokens. `states`: block ids of the recurrent states that it computes."""

@@ -1,0 +1,74 @@
+"""What the connector asks of this extra (`foreword.integrations.vllm.transfer_extra`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foreword.blocks.layout import Layout
+from foreword.config import EncryptionConfig
+from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
+from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
+from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
+from foreword.integrations.vllm_extras.handoff import HandoffScheduler
+from foreword.integrations.vllm_extras.peer_ranks import lookup_peer_opener, rank_peer_opener, worker_memory
+from foreword.store.base import Store
+from foreword.store.types import Opener
+from foreword.transfer.checks import check_listener, check_stores_and_peers
+from foreword.transfer.tls import check_encrypted
+from foreword.transfer_config import TransferConfig
+
+
+class VllmTransfer(TransferExtra):
+    """Transfers of KV under vLLM."""
+
+    def check(
+        self, urls: Sequence[str], transfer: TransferConfig | None, encryption: EncryptionConfig, *, listens: bool
+    ) -> None:
+        check_stores_and_peers(urls, transfer or TransferConfig(), encryption)
+        if transfer is not None:
+            check_encrypted(transfer, encryption)
+            if listens:
+                check_listener(transfer, encryption)
+
+    def handoffs(self, info: KVCacheInfo, settings: ConnectorSettings) -> Handoffs:
+        return HandoffScheduler(info, settings)
+
+    def instances(
+        self,
+        settings: ConnectorSettings,
+        layouts: Sequence[Layout],
+        tensors: Sequence[Sequence[torch.Tensor]],
+        memory: Sequence[Store],
+        *,
+        producers: str,
+        num_blocks: int,
+    ) -> InstanceEndpoint:
+        config = _of_rank(settings, layouts, max(sum(map(_block_bytes, views)) for views in tensors))
+        return InstanceConnections(
+            config, layouts, tensors, memory, listens=settings.listens, producers=producers, num_blocks=num_blocks
+        )
+
+    def workers_memory(self, layouts: Sequence[Layout], memory: Sequence[Store], engine: str, rank: int) -> Endpoint:
+        return LookupEndpoint(layouts, memory, engine, rank)
+
+    def worker_memory(self, address: str, label: str) -> Store:
+        return worker_memory(address, label)
+
+    def peers_of_rank(self, settings: ConnectorSettings, layouts: Sequence[Layout], longest: int) -> Opener:
+        rank, ranks = layouts[0].shard
+        open_rank = rank_peer_opener(_of_rank(settings, layouts, longest), rank, ranks)
+        # Both sides name the layout of the first group when they connect, whichever has the longest blocks.
+        return lambda place, _: open_rank(place, layouts[0])
+
+    def lookup_peers(self, settings: ConnectorSettings, layouts: Sequence[Sequence[Layout]]) -> Opener:
+        return lookup_peer_opener(settings.transfer or TransferConfig(), layouts)
+
+
+def _of_rank(settings: ConnectorSettings, layouts: Sequence[Layout], longest: int) -> TransferConfig:
+    return rank_config(settings.transfer or TransferConfig(), layouts[0].shard, longest)
+
+
+def _block_bytes(view: torch.Tensor) -> int:
+    return view[0].numel() * view.element_size()
