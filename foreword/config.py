@@ -139,7 +139,7 @@ class StoreConfig:
 
 
 def encryption_variables() -> dict[str, str]:
-    """What FOREWORD_ENCRYPTION_* give, by key."""
+    """Settings that FOREWORD_ENCRYPTION_* give, by key."""
     prefix = f"{ENV_PREFIX}ENCRYPTION_"
     found = {name.removeprefix(prefix): text for name, text in os.environ.items() if name.startswith(prefix)}
     return {name.lower(): text for name, text in found.items() if not is_service_variable(name, text)}

@@ -143,7 +143,7 @@ class PrefixConfig:
         return _share_of(self.budget, pool_bytes, "budget")
 
     def retain_bytes(self, pool_bytes: int) -> int:
-        """What cache control may keep of it."""
+        """Bytes of it that cache control may keep."""
         return _share_of(self.retain_budget, pool_bytes, "retain_budget")
 
 

@@ -65,7 +65,7 @@ class ThreadUnsupported(BadRequest, code="thread_unsupported_request"):
 
 
 class GrammarTooComplex(BadRequest, code="grammar_too_complex"):
-    """What the text must match cannot be followed within the limits of a step. Known only when the text has come so far."""
+    """The format of the text cannot be followed within the limits of a step. Known only when the text has come so far."""
 
 
 class Unauthorized(ForewordError, status=401, code="invalid_api_key", fault="client"):
@@ -264,8 +264,8 @@ class CannotMigrate(TransferError, status=409, code="cannot_move", fault="client
 
 
 def reason_of(error: Exception) -> str:
-    """What the system or a library says of an error, as the end of a sentence: without the number and the path that Python
-    adds."""
+    """The reason that the system or a library gives for an error, as the end of a sentence: without the number and the path
+    that Python adds."""
     said = (
         error.strerror
         if isinstance(error, OSError) and error.strerror

@@ -16,7 +16,7 @@ from foreword.usage import TokenUsage
 
 
 class RequestUsage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request.
+    """A request.
 
     Attributes:
         time: when it came, in seconds since 1970. seconds: until its end.

@@ -29,7 +29,7 @@ class TokenUsage(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def charged(self) -> int:
-        """What counts against a quota."""
+        """The charge against a quota."""
         return self.prompt + self.output
 
 

@@ -6,6 +6,7 @@ Budgets make growth and dispersion visible. Lower them after deletions; a change
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
@@ -133,3 +134,21 @@ def test_only_one_module_prepares_types() -> None:
             )
             found += [f"{path}:{node.lineno}: {called}"] if typed else []
     assert not found, "use foreword.decoders"
+
+
+def docstring_starts() -> set[str]:
+    """Docstrings, but for those of tests, whose first words name no object."""
+    vague = re.compile(r"(One|Those|What|Of|The same|It|They|Have)\b")
+    return {
+        f"{module}.{node.name}"
+        for module, (_, tree) in package().items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and not node.name.startswith("test_")
+        and vague.match(ast.get_docstring(node) or "")
+    }
+
+
+def test_docstrings_name_their_object() -> None:
+    """A docstring begins with a verb or a noun of the field."""
+    assert not docstring_starts()

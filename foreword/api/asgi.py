@@ -39,7 +39,7 @@ class AsgiFront:
 
 
 class AsgiExchange:
-    """One request.
+    """A request.
 
     Attributes:
         left: the client has left, and the call was cancelled.

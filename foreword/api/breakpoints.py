@@ -24,7 +24,7 @@ _PLACEHOLDER: Final = {"role": "user", "content": "\x00"}
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of `engine.tokenizer.Tokenizer`."""
+    """The part of `engine.tokenizer.Tokenizer` that breakpoints need."""
 
     def chat_text(
         self,
@@ -46,7 +46,7 @@ def retentions(
     *,
     before: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Retention, ...]:
-    """What a request keeps, in order of the positions. Renders and tokenizes: not for an event loop.
+    """Retentions that a request asks for, in order of the positions. Renders and tokenizes: not for an event loop.
 
     Args:
         num_tokens: length of the prompt; `text`: the rendered conversation.

@@ -114,7 +114,7 @@ class CacheRequest:
 
 
 class RenderingTokenizer(Protocol):
-    """What is needed of `engine.tokenizer.Tokenizer`."""
+    """The part of `engine.tokenizer.Tokenizer` that cache control needs."""
 
     def encode(self, text: str) -> list[int]: ...
     def render_chat(

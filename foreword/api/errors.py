@@ -44,7 +44,7 @@ class UnsupportedMediaType(BadRequest, status=415, code="unsupported_media_type"
 
 
 class ErrorResponse(NamedTuple):
-    """What a framework needs to answer a request with an error."""
+    """Status, headers and body with which a framework answers an error."""
 
     status: int
     body: bytes

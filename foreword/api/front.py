@@ -91,7 +91,7 @@ class ByteStream(Protocol):
 
 
 class Exchange(Protocol):
-    """One request on an HTTP stack.
+    """A request on an HTTP stack.
 
     Attributes:
         path: as the client wrote it, without the query. query: without its question mark.
@@ -192,7 +192,7 @@ class Call:
 
     @property
     def limits(self) -> Limits:
-        """What a body may contain."""
+        """Limits of a body's content."""
         return self._front.limits()
 
     @property
@@ -241,7 +241,7 @@ class Call:
         return stream
 
     def own_headers(self) -> dict[str, str]:
-        """What every answer says of its request."""
+        """Headers that every answer to a request has."""
         own = {"x-request-id": self.id, "request-id": self.id}
         if self._front.origins and (shared := self._front.origins & {"*", self.headers.get("origin", "")}):
             own |= {"access-control-allow-origin": min(shared), "access-control-expose-headers": "*", "vary": "Origin"}
@@ -264,7 +264,7 @@ def _check(tools: Sequence[str], unknown: Sequence[str], kind: type[Struct]) -> 
 
 
 class FrontMetrics(Protocol):
-    """What a front counts."""
+    """Counters of a front."""
 
     def response(self, route: str, status: int) -> None:
         """The path of the route, not of the request: their number has no bound."""

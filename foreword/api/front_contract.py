@@ -90,7 +90,7 @@ class RunningFront:
         return self.operator if self.operator and route.right in (Right.STATE, Right.OPERATOR) else self.tenant
 
     def state(self) -> dict[str, Any]:
-        """What a request could change: all that is listed, and the cached tokens of a prompt that was sent before."""
+        """State that a request could change: all that is listed, and the cached tokens of a prompt that was sent before."""
         found: dict[str, Any] = {}
         for route in self.routes:
             if route.method == "GET" and (route.tag in _LISTED or route.path == "/v1/router/replicas"):
@@ -123,7 +123,7 @@ def _error(asked: Asked) -> dict[str, Any]:
 
 
 def _lines(ledger: Path, name: str, count: int) -> list[Any]:
-    """Those of requests whose ids begin with this name, once there are `count` of them."""
+    """Ledger lines of requests whose ids begin with this name, once there are `count` of them."""
     deadline = time.monotonic() + 30
     while len(found := [line for line in ledger.read_bytes().split(b"\n")[:-1] if name.encode() in line]) < count:
         assert time.monotonic() < deadline, "a request is not in the usage ledger"

@@ -107,7 +107,7 @@ class _ReadableLines(logging.Formatter):
 
 
 class _BegunTransport:
-    """What aiohttp writes the next answer to, of which the first bytes were sent."""
+    """The transport that aiohttp writes the next answer to, of which the first bytes were sent."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -190,7 +190,7 @@ def open_files() -> int:
 
 
 def handler_of(front: Front, connections: ClientConnections) -> Handler:
-    """What aiohttp calls for each request. It cancels the call when the client leaves."""
+    """The handler that aiohttp calls for each request. It cancels the call when the client leaves."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         exchange = _Exchange(request)
@@ -204,7 +204,7 @@ def handler_of(front: Front, connections: ClientConnections) -> Handler:
 
 
 class _ConnectionLog(logging.LoggerAdapter[logging.Logger]):
-    """What aiohttp logs. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, not a traceback."""
+    """aiohttp's logger. Strangers cannot fill the log: a request that is no HTTP is a line at level debug, no traceback."""
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **more: Any) -> None:
         # A body that cannot be read was answered; aiohttp says it again as it drops the rest.
@@ -288,7 +288,7 @@ class _Exchange:
 
     @property
     def comment(self) -> bytes:
-        """What may be sent between two writes of a stream of events; empty where nothing may."""
+        """A comment that may be sent between two writes of a stream of events; empty where nothing may."""
         if self.out is None or self._ended or self.out.content_type != "text/event-stream":
             return b""
         writer: Any = self._request.writer  # the response itself does not say
@@ -359,7 +359,7 @@ class ClientConnections:
 
 
 class ClientConnection(asyncio.Protocol):
-    """One connection: hands everything on to aiohttp's protocol.
+    """A connection: hands everything on to aiohttp's protocol.
 
     Attributes:
         requests: number of requests that the application serves. exchange: the last one that it began to serve.

@@ -25,12 +25,12 @@ def name_of(tokenizer: Tokenizer, token: int) -> str:
 
 
 def entries(tokenizer: Tokenizer, found: Sequence[TokenLogprob]) -> tuple[TokenEntry, ...]:
-    """What the engine reports of tokens, with their texts."""
+    """Entries for the tokens that the engine reports, with their texts."""
     return tuple(_entry(tokenizer, one) for one in found)
 
 
 def prompt_entries(tokenizer: Tokenizer, first: int, found: Sequence[TokenLogprob | None]) -> tuple[TokenEntry, ...]:
-    """The same of a prompt, whose `first` token has no log-probability."""
+    """Entries of a prompt, whose `first` token has no log-probability."""
     text, _, raw = _named(tokenizer, first, 0.0)
     known = [one for one in found if one is not None]
     return (TokenEntry(text, None, raw, not tokenizer.decode([first])), *entries(tokenizer, known))

@@ -67,7 +67,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """What a response shows of a prompt.
+    """Information on a prompt that a response shows.
 
     Attributes:
         tokens: its token ids, if the client asked for them.
@@ -101,7 +101,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """What one step added to choice `index`.
+    """Output that one step added to choice `index`.
 
     Attributes:
         pieces: in order; may be empty.

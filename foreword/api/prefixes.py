@@ -89,7 +89,7 @@ def _add_routes(
 
     @routes.add("GET", path + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def show(call: Call) -> dict[str, Any]:
-        """One prefix with its content."""
+        """A prefix with its content."""
         salt, name, service = owner(call), call.names["name"], prefixes()
         await service.refresh(salt, name)
         prefix = service.get(name, salt=salt)

@@ -43,7 +43,7 @@ class Bucket:
         self._size, self._level, self._at = size, size, now
 
     def level(self, now: float) -> float:
-        """What the bucket holds."""
+        """The tokens in the bucket now."""
         self._level = min(self._size, self._level + max(now - self._at, 0.0) * self._size / _MINUTE)
         self._at = max(self._at, now)
         return self._level
@@ -68,7 +68,7 @@ class _Account:
 
 @dataclass(slots=True)
 class Admitted:
-    """One admitted request. At the end of its block it is finished.
+    """An admitted request. At the end of its block it is finished.
 
     Attributes:
         charged: its tokens so far; None before the first charge.

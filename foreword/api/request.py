@@ -53,7 +53,7 @@ class CacheBreakpoint(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True, gc=False):
-    """One message of a conversation.
+    """A message of a conversation.
 
     Attributes:
         content: the text; a dialect joins text parts.
@@ -102,7 +102,7 @@ class ToolChoice(Struct, frozen=True):
 
 
 class CacheControl(Struct, frozen=True):
-    """What a client asks of the cache for the whole request.
+    """Cache control that a client asks for, for the whole request.
 
     Attributes:
         key: requests with the same key belong together (`prompt_cache_key`); a router keeps them on one replica.
@@ -145,7 +145,7 @@ class ClientBody:
         return decode_json(found, str) if found is not None and _first(found) == b'"' else None
 
     def only(self, *names: str) -> dict[str, Raw]:
-        """Those of these fields that are not null, in this order."""
+        """These fields as far as they are not null, in this order."""
         get = self.fields.get
         return {name: raw for name in names if (raw := get(name)) is not None and _first(raw) != b"n"}
 
@@ -155,7 +155,7 @@ def _first(raw: Raw) -> bytes:
 
 
 class GenerateRequest(Struct, frozen=True, omit_defaults=True):
-    """One request to generate text.
+    """A request to generate text.
 
     Attributes:
         dialect: the format of the response. path: where replicas take it, if that is not the path of its dialect.
@@ -224,7 +224,7 @@ class GenerateRequest(Struct, frozen=True, omit_defaults=True):
 
     @property
     def single(self) -> bool:
-        """One prompt and one choice, so that another replica can continue the response."""
+        """Whether there is one prompt and one choice, so that another replica can continue the response."""
         return self.sampling.get("n", 1) == 1 and len(self.prompts) <= 1
 
     def session_name(self, headers: Mapping[str, str]) -> str | None:

@@ -86,6 +86,6 @@ def check_media_type(headers: Mapping[str, str]) -> None:
 
 
 def declared_length(headers: Mapping[str, str]) -> int:
-    """What `Content-Length` says; 0 without it."""
+    """The length that `Content-Length` says; 0 without it."""
     text = headers.get("content-length", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

@@ -53,7 +53,7 @@ class Right(Enum):
 
 
 class Meter(Enum):
-    """What counts against the quota of the caller's tenant. The text is for the reference."""
+    """The charge against the quota of the caller's tenant. The text is for the reference."""
 
     FREE = "-"
     """Nothing: it computes no tokens."""
@@ -89,7 +89,7 @@ class JsonBody:
         return cls(partial(parse_body, kind), kind, optional, closed)
 
     def read(self, raw: bytes, limits: Limits) -> tuple[Any, list[str]]:
-        """What `parse` makes of a body, and the fields that had no effect."""
+        """A parsed body, and the fields that had no effect."""
         parsed = self.parse(raw, limits)
         if self.shown is None:
             return parsed, []
@@ -97,7 +97,7 @@ class JsonBody:
 
 
 class Unread:
-    """What a request might send is not read."""
+    """The mark of a route that reads no body."""
 
 
 NO_BODY: Final = Unread()
@@ -115,7 +115,7 @@ class SaltQuery(Query, frozen=True, kw_only=True):
 
 
 class ClientQuery(Query, frozen=True, kw_only=True):
-    """What clients add to every request, without effect here: OpenAI's for Azure its version, Anthropic's `beta`."""
+    """Query parameters of every client, without effect here: OpenAI's for Azure adds its version, Anthropic's `beta`."""
 
     api_version: str = msgspec.field(default="", name="api-version")
     beta: bool = False
@@ -123,7 +123,7 @@ class ClientQuery(Query, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route(Generic[H]):
-    """One method of one path.
+    """A method of one path.
 
     Attributes:
         path: `/v1/prefixes/{name}`; `{name:path}` at the end takes slashes too.

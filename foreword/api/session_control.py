@@ -17,7 +17,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
 class SessionBody(Body, kw_only=True):
-    """What happens to a session. `parent_session_id` is for a fork, `timeout` (seconds without a request after which it is
+    """An action on a session. `parent_session_id` is for a fork, `timeout` (seconds without a request after which it is
     forgotten) for one that begins, `keep_tokens` for one that is compacted."""
 
     action: Literal["open", "fork", "compact", "end"]

@@ -15,7 +15,7 @@ _MAX_EVENT_BYTES: Final = 16 << 20
 
 
 class ServerSentEvent(NamedTuple):
-    """One event. A comment (a keep-alive) has neither name nor data. `raw` is the event without the empty line after it."""
+    """An event. A comment (a keep-alive) has neither name nor data. `raw` is the event without the empty line after it."""
 
     raw: bytes
     data: bytes
@@ -23,7 +23,7 @@ class ServerSentEvent(NamedTuple):
 
 
 def encode(data: Any, name: str = "") -> bytes:
-    """One event with JSON as its data. JSON contains no line breaks, so one `data:` line is enough."""
+    """An event with JSON as its data. JSON contains no line breaks, so one `data:` line is enough."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     head = f"event: {name}\ndata: " if name else "data: "
     return utf8(f"{head}{text}\n\n")

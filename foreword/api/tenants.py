@@ -83,7 +83,7 @@ class Tenants:
 
     @property
     def first_key(self) -> str | None:
-        """One of the keys."""
+        """The first API key."""
         return self._keys[0][0].decode() if self._keys else None
 
     @classmethod

@@ -24,7 +24,7 @@ IDLE_SECONDS: Final = 3600.0
 
 
 class TenantUse(NamedTuple):
-    """What a tenant has: bytes, slots or blocks, and the time of its last use."""
+    """Use of a store by a tenant: bytes, slots or blocks, and the time of its last use."""
 
     amount: int
     used_at: float

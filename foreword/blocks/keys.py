@@ -136,7 +136,7 @@ class TokenChain:
         return self.keys_to(block)[block - 1] if block else self._first
 
     def own_before(self, block: int) -> bytes:
-        """The same, but behind the last public block a key that only the tenant's chains have."""
+        """The key before a block, but behind the last public block a key that only the tenant's chains have."""
         return self._behind if block == self.public else self.key_before(block)
 
     def fork(self, num_tokens: int) -> TokenChain:

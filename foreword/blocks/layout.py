@@ -46,7 +46,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "float8_e4m
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """What one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
+    """KV that one layer keeps per token: K is `[kv_heads, key_dim]`, V is `[kv_heads, value_dim]`."""
 
     kv_heads: int
     key_dim: int

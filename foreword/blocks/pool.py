@@ -54,7 +54,7 @@ class FreeList:
             yield from self.ring(number)
 
     def ring(self, number: int) -> Iterator[int]:
-        """One ring, from front to back."""
+        """A ring, from front to back."""
         end = self._end + number
         node = self._next[end]
         while node != end:
@@ -239,6 +239,7 @@ class BlockPool:
             _reverse_descending_runs(blocks)
         refs, keys, owners, index, copies = self._refs, self._keys, self._owners, self._index, self._copies
         removed: list[bytes] = []
+        # The eviction: from here on no lookup finds the block. It is overwritten behind all copies out of it that are queued.
         for block in blocks:
             refs[block] = 1
             owners[block] = owner

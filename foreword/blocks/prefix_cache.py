@@ -97,6 +97,14 @@ class BlockTable:
         trimmed: number of full blocks at the last `trim`, which does nothing until there is another one.
     """
 
+    # Between two steps, in tokens of the sequence (`size` is the block size, `computed` is `SequenceState.computed`):
+    #     0        published * size         computed              len(blocks) * size
+    #     |  keyed, shared  |  KV, not published  |  taken, not written yet  |
+    #     published * size <= computed <= len(blocks) * size
+    # Blocks before `published` never change, and lookups share them. Blocks behind `computed` belong to what writes them: the
+    # running step, or a load. Within a step `advance` publishes ahead of `computed`, to the end of the step's chunk, so that
+    # requests of the step share it; then the scheduler's `settle` moves `computed` there, or `withdraw` moves `published` back.
+    # A prompt that is cached to its end has `computed` a token before `published`: that is recomputed, and not written.
     __slots__ = ("blocks", "chain", "hidden", "holes", "next_block_at", "others", "published", "salt", "trimmed")
 
     def __init__(self, chain: TokenChain, num_groups: int = 1, salt: Salt = NO_SALT) -> None:
@@ -184,7 +192,7 @@ class PrefixCache:
         return BlockTable(chain, len(self.groups), salt)
 
     def scope(self, salt: Salt) -> Scope:
-        """What determines a salt's keys. From any thread."""
+        """The scope of a salt's keys. From any thread."""
         return Scope(self._model, self.block_size, salt)
 
     def lookup(self, table: BlockTable) -> Match:
@@ -507,7 +515,7 @@ class PrefixCache:
         return self.pool.clear(owner)
 
     def unused(self, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Of the keys of one chain, in order, those behind the last block that is in use."""
+        """Keys of one chain, in order, behind the last block that is in use."""
         finds = [[self.pool.find(group_key(number, key)) for number in range(len(self.groups))] for key in keys]
         used = (at for at in range(len(keys), 0, -1) if any(map(self._in_use, finds[at - 1])))
         return keys[next(used, 0) :]

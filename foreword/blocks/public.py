@@ -56,7 +56,7 @@ def public_chain(
     extras: Sequence[bytes] = (),
     known: Container[bytes] | None = None,
 ) -> list[bytes]:
-    """The same of what follows a public block, or the root of public chains."""
+    """The chain behind a public block, or the root of public chains."""
     keys = list[bytes]()
     for block in range(len(tokens) // size):
         [digest] = chain_keys(parent, tokens[block * size : (block + 1) * size], size, extras[block : block + 1])
@@ -87,7 +87,7 @@ class PublicBlocks:
         self.keys = frozenset(key for chain in chains for key in chain)
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """These blocks are public too, as long as there are not too many."""
+        """Make these blocks public too, as long as there are not too many."""
         if not self.keys.issuperset(keys) and len(self.keys) + len(keys) <= _MOST_LEARNED:
             self.keys = self.keys.union(keys)
 

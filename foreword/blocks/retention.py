@@ -31,7 +31,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class RetentionAnswer:
-    """What became of a retention, or of a prefetch.
+    """The result of a retention, or of a prefetch.
 
     Attributes:
         tokens: leading tokens that are kept; 0 if it was refused.
@@ -47,7 +47,7 @@ class RetentionAnswer:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """What a named prefix takes of the budget.
+    """The share of the budget that a named prefix takes.
 
     Attributes:
         count: device blocks that are still to be computed; 0 from `RetentionBook.fill` on.

@@ -34,7 +34,7 @@ _TEXT: Final = re.compile(rf"{_MARK}((?:[0-9a-f]{{2}}){{0,128}})(?:\.([0-9a-f]{{
 
 
 class Salt(NamedTuple):
-    """What separates the KV of callers: equal salts share blocks, others never do.
+    """The separation of callers' KV: equal salts share blocks, others never do.
 
     Attributes:
         tenant: the tenant's secret salt, b"" without tenants.

@@ -31,7 +31,7 @@ _ENDED_BLOCKS: Final = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class AgentSession:
-    """One session of a tenant, or one request outside of sessions.
+    """A session of a tenant, or one request outside of sessions.
 
     Attributes:
         family: the name of the session that it and its relatives descend from; "" for a request outside of sessions.
@@ -217,7 +217,7 @@ class SessionBook:
             self._ended = OrderedDict((key, one) for key, one in self._ended.items() if key[0] != tenant)
 
     def _alone(self, tenant: bytes, session: AgentSession, first: int, *, drop: bool) -> Alone:
-        """What a session has, from number `first` on, that neither others nor its relatives have."""
+        """Blocks of a session, from number `first` on, that neither others nor its relatives have."""
         for one in self._tenants.get(tenant, {}).values() if session.family else ():
             if one is not session and one.family == session.family and one.root == session.root:
                 first = max(first, common_blocks(one.chain, session.chain))

@@ -75,7 +75,7 @@ class Prices:
         return found
 
     def cost(self, model: str, kind: str, tokens: int, *, cache: bool = True) -> Decimal:
-        """Of tokens of a kind; without a cache, all prompt tokens are input."""
+        """The cost of tokens of a kind; without a cache, all prompt tokens are input."""
         return self.of(model)[_KINDS[kind][0] if cache or kind == "output" else "input"] * tokens / _PER_TOKENS
 
 
@@ -194,7 +194,7 @@ def bill(
     focus: FocusFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """What tenants have used, what it costs at a price list, and what it would cost without a cache."""
+    """Make bills: what tenants have used, what it costs at a price list, and what it would cost without a cache."""
     if len({one.resolve() for one in ledgers}) < len(ledgers):
         raise ConfigError("a ledger is named twice: its requests would be billed twice")
     listed = Prices.read(prices)

@@ -76,7 +76,7 @@ _RULES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CheckedLink:
-    """One link of the chain from a prompt to its KV in a store and back.
+    """A link of the chain from a prompt to its KV in a store and back.
 
     Attributes:
         ok: None if it could not be looked at, or holds with a restriction.
@@ -104,7 +104,7 @@ def at_once(call: Callable[[], Any], count: int = 8) -> list[Any]:
 
 
 class Chain:
-    """What servers and routers have in common: a prompt is sent, sent again, and sent with another salt."""
+    """The chain of checks that servers and routers share: a prompt is sent, sent again, and sent with another salt."""
 
     block = DEFAULT_BLOCK
     longest = _MOST_TOKENS
@@ -289,7 +289,7 @@ class ServerChain(Chain):
         )
 
     def on_device(self) -> Iterator[CheckedLink]:
-        """The same prompt again is found on the device."""
+        """Check that a repeated prompt is found on the device."""
         metrics = self.target.metrics()
         again = self.ask(report=True)
         self.held = self.found(again, metrics, "vllm:prefix_cache_hits_total")
@@ -327,7 +327,7 @@ class ServerChain(Chain):
                     )
 
     def tiers(self) -> Iterator[CheckedLink]:
-        """What is written reaches every tier, and is loaded from there."""
+        """Check that written blocks reach every tier, and are loaded from there."""
         if self.vllm and "vllm:foreword_" not in self.before.text:
             raise Broken(
                 "stores",
@@ -581,7 +581,7 @@ class RouterChain(Chain):
             )
 
     def found_again(self) -> Iterator[CheckedLink]:
-        """The same prompt goes to the replica that has it, and is found."""
+        """Check that a repeated prompt goes to the replica that has it, and is found."""
         answers = at_once(lambda: self.ask(report=True), 3)
         best = max(answers, key=lambda one: one.cached or 0)
         named = next((name for name in _BLIND if f": {name}," in best.route), self.policy)

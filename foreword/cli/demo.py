@@ -49,7 +49,7 @@ class DemoFailed(ForewordError):
 
 @dataclass(frozen=True, slots=True)
 class DemoAnswer:
-    """One answer as its client saw it. `ttft` and `seconds` count from sending the request."""
+    """An answer as its client saw it. `ttft` and `seconds` count from sending the request."""
 
     text: str
     ttft: float

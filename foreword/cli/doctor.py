@@ -32,7 +32,7 @@ _STORE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report."""
+    """A line of the report."""
 
     topic: str
     text: str
@@ -88,7 +88,7 @@ def examine(config: Config, load: bool, verbose: bool = False) -> Iterator[Findi
 
 
 def _mistake(config: Config) -> Finding | None:
-    """What `foreword serve` would refuse."""
+    """The first mistake that `foreword serve` would refuse."""
     from foreword.api.quotas import Quotas
     from foreword.api.tenants import Tenants
     from foreword.engine import preflight

@@ -78,7 +78,7 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigFlag:
-    """One configuration key as a flag. `variable` is its name among the command's arguments."""
+    """A configuration key as a flag. `variable` is its name among the command's arguments."""
 
     section: str
     key: str
@@ -159,7 +159,7 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
-    """The same without MODEL, and with the keys of a router."""
+    """Flags of a command without MODEL, and with the keys of a router."""
     return _with_flags(command, router_flags())
 
 

@@ -64,7 +64,7 @@ class ProbeAnswer:
 
 
 class Metrics:
-    """What `/metrics` had at one time."""
+    """The values of `/metrics` at one time."""
 
     def __init__(self, text: str) -> None:
         """Raises ValueError."""
@@ -81,7 +81,7 @@ class Metrics:
         return sum(value for one, given, value in self._samples if one == name and wanted <= given.items())
 
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
-        """The same, by the value of a label."""
+        """Values of a metric, by the value of a label."""
         wanted, found = labels.items(), dict[str, float]()
         for one, given, value in self._samples:
             if one == name and label in given and wanted <= given.items():
@@ -117,7 +117,7 @@ class ProbedServer:
         self.model: str | None = None
 
     def other(self, url: str) -> ProbedServer:
-        """Another server, with the same keys and the same end."""
+        """A client of another server, with the same keys and the same end."""
         return ProbedServer(url, *self._keys, self.deadline)
 
     def call(self, method: str, path: str, body: Any = None, *, admin: bool = False) -> httpx.Response:
@@ -142,7 +142,7 @@ class ProbedServer:
         return body_of(answer) or None if answer.is_success else None
 
     def kind(self) -> Kind | None:
-        """What it is; None if it is none of them."""
+        """The kind of the server; None if it is none of them."""
         known = (self.json("/ui/data/kind") or {}).get("kind")
         text = self.call("GET", "/metrics").text
         # What stands in front of a server may hide its pages.
@@ -171,7 +171,7 @@ class ProbedServer:
 
 
 def error_of(answer: httpx.Response) -> str:
-    """What an error response says, in a line."""
+    """The message of an error response, in a line."""
     body = body_of(answer)
     error = body.get("error", body.get("message"))
     text = error.get("message") if isinstance(error, dict) else error

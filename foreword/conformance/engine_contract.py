@@ -23,7 +23,7 @@ FAULTS: tuple[Fault, ...] = ("fail", "lose", "corrupt", "truncate", "swap", "bad
 
 
 class EngineRun(NamedTuple):
-    """What an engine did with a prompt.
+    """The result of an engine's run of a prompt.
 
     Attributes:
         cached: tokens that it did not compute, because their KV was loaded.
@@ -68,7 +68,7 @@ class EngineContract:
         return [*after, *(draw.randrange(1, self.vocabulary) for _ in range(self.length - len(after)))]
 
     def check(self, run: EngineRun, computed: EngineRun) -> None:
-        """What was loaded has the bytes that were computed."""
+        """Check that loaded KV has the bytes that were computed."""
         loaded = {at for at in run.kv if at[1] <= run.cached}
         assert not run.cached or loaded
         for at in loaded & computed.kv.keys():

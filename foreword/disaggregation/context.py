@@ -39,7 +39,7 @@ class EngineThread(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """One engine, as its remote prefills and migrations see it.
+    """An engine, as its remote prefills and migrations see it.
 
     Attributes:
         dial: opens a connection to a transfer address; may wait for the network.

@@ -279,7 +279,7 @@ def _next(jobs: deque[tuple[KVSend, Job]]) -> tuple[KVSend, Job, int]:
 
 
 class KVReceive:
-    """What a remote prefill and an incoming migration have in common. With `close`, subclasses are an
+    """The common part of a remote prefill and an incoming migration. With `close`, subclasses are an
     `engine.external_kv.ExternalKV`.
 
     Args:
@@ -309,7 +309,7 @@ class KVReceive:
 
     @property
     def begun(self) -> bool:
-        """It has blocks."""
+        """Whether the request has blocks."""
         return bool(self.blocks)
 
     @property

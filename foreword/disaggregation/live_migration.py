@@ -309,7 +309,7 @@ class Migrations:
                 migration.send.source.cancel(Reason.CANCELLED, "memory ran short and it lost its blocks")
 
     def sequence_ended(self, sequence: SequenceState) -> None:
-        """It has generated its last token, or its client has left."""
+        """The sequence has generated its last token, or its client has left."""
         migration = self._outgoing.get(sequence)
         if migration is not None and not migration.ended:
             migration.ended = True

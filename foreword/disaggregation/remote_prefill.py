@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RemotePrefill(KVReceive):
-    """One prompt that another instance computes (`engine.external_kv.RemoteKV`).
+    """A prompt that another instance computes (`engine.external_kv.RemoteKV`).
 
     Args:
         address: transfer address of that instance.
@@ -113,7 +113,8 @@ class RemotePrefill(KVReceive):
 
 @dataclass(slots=True)
 class _StepSend:
-    """What the running step writes of one prompt. `kv` is None if the receiver has all of it; `last`: the prompt ends."""
+    """Blocks of one prompt that the running step writes. `kv` is None if the receiver has all of it; `last`: the prompt
+    ends."""
 
     send: KVSend
     kv: KVRange | None

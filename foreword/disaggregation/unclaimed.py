@@ -24,7 +24,7 @@ class UnclaimedRequest:
 
     @property
     def is_running(self) -> bool:
-        """It has neither ended nor migrated again."""
+        """Whether the request runs: it has neither ended nor migrated again."""
         return not self.deltas or self.deltas[-1].finish_reason is None
 
 

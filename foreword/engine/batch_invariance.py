@@ -43,9 +43,9 @@ _COMPUTE: Final = (
 
 
 def scoped_fingerprint(fingerprint: bytes, kernels: Kernels, probe: bytes) -> bytes:
-    """What a model's KV is named by under batch invariance: its fingerprint, what the bits of a computation depend on, and
-    `probe`, a digest of the bits of one. KV that was computed without it, by another build or on another processor has other
-    bits, so it has other keys: it is a miss."""
+    """The name of a model's KV under batch invariance: its fingerprint, what the bits of a computation depend on, and `probe`,
+    a digest of the bits of one. KV that was computed without it, by another build or on another processor has other bits, so
+    it has other keys: it is a miss."""
     parts = (
         fingerprint,
         kernels.name.encode(),
@@ -110,7 +110,7 @@ def prepare(model: nn.Module, kernels: Kernels) -> str:
 
 
 def by_rows(function: Callable[[Tensor], Any], x: Tensor, width: int, fewest: int = 1) -> Any:
-    """What a function makes of `x` `[rows, n]` and of zeros that follow it, at least `fewest` rows. It computes each row by
+    """A function's results for `x` `[rows, n]` and for zeros that follow it, at least `fewest` rows. It computes each row by
     itself, and numbers one by one, `width` of a row.
 
     PyTorch computes numbers in vectors, and what is left at the end one by one, which rounds otherwise. With the zeros nothing

@@ -77,7 +77,7 @@ class NormForward(Patch):
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """What a decoder layer is made of. `heads` are query heads."""
+    """Parts of a decoder layer. `heads` are query heads."""
 
     number: int
     layout: LayerLayout
@@ -161,7 +161,7 @@ class DecoderForward(Patch):
     def compute_in_parts(
         self, cpu: CpuAttention, backend: AttentionBackend, x: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """The same with the products that were chosen, and with any attention."""
+        """Compute a step with the products that were chosen, and with any attention."""
         parts, kernels = self._parts, cpu.layers.kernels
         cosines, sines = (one.contiguous() for one in rotary)
         decoder = self._decoder(cpu, cosines)
@@ -325,7 +325,7 @@ class _LayerCall:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What the model's own code computed: input and output of decoder layers, and the K and V that they wrote."""
+    """Results of the model's own code: input and output of decoder layers, and the K and V that they wrote."""
 
     metadata: AttentionMetadata
     num_blocks: int
@@ -335,7 +335,7 @@ class Trial:
 
 @torch.inference_mode()
 def watch(model: Any, recorder: LayerRecorder, vocab_size: int) -> Trial:
-    """One pass over random tokens of a model that nothing is replaced in yet. `recorder` saw a pass of it."""
+    """A pass over random tokens of a model that nothing is replaced in yet. `recorder` saw a pass of it."""
     metadata, num_blocks = _trial_metadata()
     layers = _zero_layers(recorder, num_blocks)
     attention = StepAttention(dict.fromkeys(layers, metadata), layers)
@@ -415,7 +415,7 @@ def _agree(found: Tensor, expected: Tensor, x: Tensor | None = None) -> bool:
 
 
 def _layer_parts(layer: nn.Module, recorder: LayerRecorder) -> _LayerParts | None:
-    """What a decoder layer of Llama's kind is made of; None for any other module."""
+    """The parts of a decoder layer of Llama's kind; None for any other module."""
     number, children = _attention_number(layer), dict(layer.named_children())
     if number is None or number not in recorder.layouts:
         return None
@@ -541,7 +541,7 @@ def _zero_layers(recorder: LayerRecorder, num_blocks: int) -> dict[int, PagedLay
 def _watch(
     model: Any, layers: Iterable[nn.Module], attention: StepAttention, metadata: AttentionMetadata, vocab_size: int
 ) -> dict[nn.Module, _LayerCall]:
-    """One pass of the model over random tokens, and what each of the layers made of its input."""
+    """A pass of the model over random tokens, and what each of the layers made of its input."""
     calls: dict[nn.Module, _LayerCall] = {}
 
     def note(layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:

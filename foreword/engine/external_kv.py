@@ -262,7 +262,7 @@ StartSearch = Callable[[bytes, Sequence[bytes], int], StoreKV]
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """One prefetch.
+    """A prefetch.
 
     Attributes:
         on_end: called with the table and the reason for an early end, before the table's blocks go back to the cache.

@@ -51,7 +51,7 @@ def tolerance(dtype: torch.dtype, loss: str = "") -> float:
 
 @dataclass(slots=True)
 class AuditCounts:
-    """What the audit has done since the start. A hit is an admission of a sequence with cached blocks.
+    """Counts of the audit since the start. A hit is an admission of a sequence with cached blocks.
 
     Attributes:
         hits, audited, different: hits by source; `audited` are those of which at least one block was compared.

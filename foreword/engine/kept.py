@@ -24,7 +24,7 @@ class NamedKV:
 
     @property
     def bytes(self) -> int:
-        """Of its full blocks, which are kept; 0 until it is computed, by a request that has the reservation."""
+        """The bytes of its full blocks, which are kept; 0 until it is computed, by a request that has the reservation."""
         return len(self.reservation.blocks) * self._kept.block_bytes
 
     def end(self) -> None:

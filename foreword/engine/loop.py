@@ -61,7 +61,7 @@ _PEER_WAIT = 0.05
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What the loop must know of model and configuration."""
+    """Limits of model and configuration that the loop must know."""
 
     max_model_len: int
     vocab_size: int
@@ -304,7 +304,7 @@ class EngineCore:
         return self.scheduler.has_work()
 
     def step(self) -> list[Delta]:
-        """One step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
+        """A step. A failure of the device ends the requests of the step, withdraws their blocks, and is not raised."""
         self.kept.settle()
         if self.audit is not None:
             self.audit.before_step()

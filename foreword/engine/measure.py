@@ -122,7 +122,7 @@ def _weights(group: Sequence[nn.Linear]) -> str:
 
 
 def _conditions(kernels: Kernels | None) -> list[str]:
-    """What times depend on, beside the shapes."""
+    """Conditions, beside the shapes, that times depend on."""
     limits = [f"{name}={os.environ.get(name, '')}" for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")]
     compiled = "" if kernels is None else kernels.name
     return [
@@ -222,7 +222,7 @@ def _sampled_outputs(shape: Shape) -> int:
 
 
 def _attention_name(recorder: LayerRecorder, layer: int) -> str:
-    """What distinguishes layers for the speed of attention."""
+    """The name by which layers differ in the speed of attention."""
     layout, params = recorder.layouts[layer], recorder.params[layer]
     extras = [name for name in ("softcap", "sinks") if getattr(params, name) is not None]
     shape = f"{recorder.heads[layer]}/{layout.kv_heads} heads of {layout.key_dim}/{layout.value_dim}"

@@ -98,7 +98,7 @@ class LoadedModel:
     earlier: bytes = b""
 
     def runner(self, num_blocks: int, block_size: int, *, share_prefixes: bool = True) -> TorchRunner:
-        """What computes its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
+        """The runner of its steps, with KV memory of its own for a number of blocks of `block_size` tokens."""
         return TorchRunner(
             self.model,
             self.layers,
@@ -456,7 +456,7 @@ def _end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def _sampling(source: str) -> dict[str, float]:
-    """What `generation_config.json` says of sampling. Raises ConfigError for values that no request may have."""
+    """Sampling defaults of `generation_config.json`. Raises ConfigError for values that no request may have."""
     try:
         file = transformers.utils.cached_file(source, "generation_config.json", local_files_only=Path(source).is_dir())
         found = json.loads(Path(file).read_bytes())

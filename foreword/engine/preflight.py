@@ -57,7 +57,8 @@ def check(
 
 
 def check_server(config: Config) -> None:
-    """What `check` finds, and what concerns a server: salts, and its part in transfers. Raises ForewordError."""
+    """Find the mistakes of `check`, and those that concern a server: salts, and its part in transfers. Raises
+    ForewordError."""
     check_salts(config)
     transfer = config.transfer.with_secret()
     TlsSettings(transfer)

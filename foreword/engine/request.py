@@ -137,7 +137,7 @@ def _within(name: str, value: float | None, low: float, high: float | None) -> N
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt to be continued.
+    """A prompt to be continued.
 
     Attributes:
         id: unique among the requests in flight.
@@ -213,7 +213,7 @@ class MigratedTo:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step produced for one sequence.
+    """Output of one step for one sequence.
 
     Attributes:
         request_id: the request's id.
@@ -260,7 +260,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished sequence of a prompt."""
+    """A finished sequence of a prompt."""
 
     index: int
     tokens: tuple[int, ...]

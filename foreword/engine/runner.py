@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What sampling one row of logits needs from its sequence.
+    """Sampling state of one sequence, for its row of logits.
 
     Attributes:
         tokens: token ids of prompt and output so far.
@@ -67,7 +67,7 @@ class Runner(Protocol):
 
 
 def draw_of(sequence: SequenceState, end_tokens: tuple[int, ...]) -> Draw:
-    """What sampling the sequence's next token needs to know."""
+    """The sampling state that the sequence's next token needs."""
     params = sequence.request.params
     if sequence.counts is None and params.penalizes:
         sequence.counts = TokenCounts()

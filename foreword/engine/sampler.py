@@ -281,7 +281,7 @@ def _uniform(numbers: Sequence[int], like: Tensor) -> Tensor:
 
 
 def _block_sums(weights: Tensor) -> Tensor:
-    """Of each block of the vocabulary, in float64: a sum over all tokens in float64 would copy them."""
+    """Sums of each block of the vocabulary, in float64: a sum over all tokens in float64 would copy them."""
     return _by_block(weights, Tensor.sum).double()
 
 
@@ -349,7 +349,7 @@ def random_bits(seed: int, index: int, position: int) -> int:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], kernels: Kernels | None = None) -> list[Sampled]:
-    """One token per row of `logits` `[rows, vocab]`. Log-probabilities are those of the model's own distribution."""
+    """Sample a token per row of `logits` `[rows, vocab]`. Log-probabilities are those of the model's own distribution."""
     masks = _masks(draws, logits.shape[1])
     numbers = [0 if draw.params.greedy else random_bits(draw.seed, draw.index, len(draw.tokens)) for draw in draws]
     if kernels is not None and logits.device.type == "cpu":

@@ -249,8 +249,8 @@ class Scheduler:
         return None
 
     def _fitting(self, sequence: SequenceState, match: Match) -> Match | None:
-        """What is cached of a sequence if there is room for it. If not, prefetches end, and an engine without other work gives
-        up what is kept for later requests."""
+        """The cached prefix of a sequence, if there is room for it. If not, prefetches end, and an engine without other work
+        gives up what is kept for later requests."""
         while not self._fits(sequence, match, len(sequence.table)):
             if self._unsettled:
                 return None  # there is more memory as soon as the copies into it are done

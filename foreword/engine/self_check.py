@@ -90,7 +90,7 @@ class _Trial:
             self._cache.release(one.table)
 
     def digest(self) -> bytes:
-        """Of all bits that are kept."""
+        """The digest of all bits that are kept."""
         found = hashlib.sha256()
         for place, bits in sorted(self._known.items(), key=lambda item: item[0]):
             found.update(f"{place}".encode() + bits.contiguous().view(torch.uint8).numpy().tobytes())
@@ -113,7 +113,7 @@ class _Trial:
                     )
 
     def _results(self, table: BlockTable, position: int, logits: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What one token leaves: keys and values of every layer, and logits."""
+        """The results of one token: keys and values of every layer, and logits."""
         block, offset = divmod(position, self._size)
         for layers, blocks in zip(self._loaded.layers.groups, table.groups, strict=True):
             slot = blocks[block] * self._size + offset
@@ -258,7 +258,8 @@ def _chooses_by_rounding(loaded: LoadedModel) -> bool:
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:
-    """Of rows of logits, relative to their lengths, in ascending order. What is not finite in `expected` does not count."""
+    """Errors of rows of logits, relative to their lengths, in ascending order. What is not finite in `expected` does not
+    count."""
     finite = torch.isfinite(expected)
     wanted, difference = (torch.where(finite, one, 0.0) for one in (expected, found - expected))
     errors = torch.linalg.vector_norm(difference, dim=1) / (torch.linalg.vector_norm(wanted, dim=1) + 1e-12)

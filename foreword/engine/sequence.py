@@ -26,7 +26,7 @@ _GROUP = 128
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One running continuation of a prompt: the engine's only mutable record of it. It is hashed by identity.
+    """A running continuation of a prompt: the engine's only mutable record of it. It is hashed by identity.
 
     Attributes:
         computed: tokens whose KV is in the table's blocks. A decoding sequence has exactly one more token than that.
@@ -121,8 +121,8 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes. `copies` come first, in order. `preempted` lost their blocks while it was made. Never changed,
-    see `Chunk`."""
+    """The work of one step. `copies` come first, in order. `preempted` lost their blocks while it was made. Never changed, see
+    `Chunk`."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[Copy, ...] = ()

@@ -194,7 +194,7 @@ class TorchRunner:
         return logits
 
     def _group_metadata(self, step: Step, rows: Sequence[int], group: int) -> AttentionMetadata:
-        """What the layers of a group share in a step whose chunks begin at these rows."""
+        """Metadata that the layers of a group share in a step whose chunks begin at these rows."""
         chunks = []
         for row, chunk in zip(rows, step.chunks, strict=True):
             table = chunk.sequence.table

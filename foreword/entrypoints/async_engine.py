@@ -303,7 +303,7 @@ class AsyncEngine:
         return [cache_requests.describe(one) for one in released]
 
     def retentions(self, tenant: bytes = b"") -> list[RetentionInfo]:
-        """What a tenant, given its salt, keeps."""
+        """Retentions of a tenant, given its salt."""
         return [cache_requests.describe(one) for one in self._core.kept.book.of(tenant_digest(tenant))]
 
     async def unclaimed_requests(self) -> Sequence[UnclaimedRequest]:

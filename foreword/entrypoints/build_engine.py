@@ -69,10 +69,10 @@ _FEWEST_SLOTS = 16
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. `fingerprint` of the weights and `namespace`, which names their KV, are hexadecimal; `max_model_len`
-    counts prompt and output; a block of the pool has the KV of one of the `kv_groups`. `sampling` has the model's own values
-    of fields of `SamplingParams`. `backends` says which kernels serve which shapes, and why; `inexact` why the bits of KV
-    depend on the batch, and is empty if they do not."""
+    """The model that is served. `fingerprint` of the weights and `namespace`, which names their KV, are hexadecimal;
+    `max_model_len` counts prompt and output; a block of the pool has the KV of one of the `kv_groups`. `sampling` has the
+    model's own values of fields of `SamplingParams`. `backends` says which kernels serve which shapes, and why; `inexact` why
+    the bits of KV depend on the batch, and is empty if they do not."""
 
     name: str
     max_model_len: int

@@ -400,7 +400,7 @@ def _state(llm: Any) -> bytes:
 
 
 def _sequence_head(llm: Any) -> bytes:
-    """What is before the caches in the state of a sequence: a mark and its number, 8 bytes."""
+    """The bytes before the caches in the state of a sequence: a mark and its number, 8 bytes."""
     buffer = (ctypes.c_uint8 * llama_cpp.llama_state_seq_get_size(llm.ctx, 0))()
     llama_cpp.llama_state_seq_get_data(llm.ctx, buffer, len(buffer), 0)
     return bytes(buffer[:8])

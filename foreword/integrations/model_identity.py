@@ -75,7 +75,7 @@ def earlier_fingerprint(model: nn.Module) -> bytes:
 
 
 def code_of(kind: Any) -> list[bytes]:
-    """What names the code of a class or function: its place in its file, a digest of that, and of files that it imports if a
+    """A name for the code of a class or function: its place in its file, a digest of that, and of files that it imports if a
     checkpoint contains them. Nothing for a library's. One that is in no file, as in a notebook, is another one each time it is
     defined."""
     while isinstance(kind, functools.partial):

@@ -46,7 +46,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class _ModelKV(NamedTuple):
-    """What names a model's KV.
+    """The names of a model's KV.
 
     Attributes:
         state: what tells that the model has changed since: configuration, memory and versions of its tensors, attention,

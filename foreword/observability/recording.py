@@ -25,7 +25,7 @@ _ID_BITS: Final = 53
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One complete request.
+    """A complete request.
 
     Attributes:
         arrived: seconds of `time.monotonic()`.

@@ -58,7 +58,7 @@ def _merge(even, odd, keys, start, prime):
 
 @triton.jit
 def _product(word, key):
-    """Of the halves of a word and its key."""
+    """The product of the halves of a word and its key."""
     mixed = word ^ key
     return (mixed & 0xFFFFFFFF) * (mixed >> 32)
 

@@ -56,7 +56,7 @@ class Queues(Protocol):
     def record(self, stream: Stream) -> Event: ...
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued from now on runs after the event."""
+        """Let work that is queued from now on run after the event."""
         ...
 
 

@@ -35,8 +35,8 @@ _AVALANCHE: Final = 0x165667919E3779F9
 
 
 def numbers() -> list[int]:
-    """What the kernel computes with, 64 bits each: the secret; its words for the two halves of a merge; primes; its words for
-    short inputs; the first accumulators; its words for the last stripe."""
+    """Constants of the kernel, 64 bits each: the secret; its words for the two halves of a merge; primes; its words for short
+    inputs; the first accumulators; its words for the last stripe."""
 
     def words(start: int, count: int) -> list[int]:
         return [int.from_bytes(_SECRET[at : at + 8], "little") for at in range(start, start + 8 * count, 8)]

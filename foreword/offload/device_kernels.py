@@ -12,7 +12,7 @@ def copy_kernel(
     planes, units, frames, frame_stride,
     NUMBERS: tl.constexpr, AXES: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, GATHER: tl.constexpr,
 ):  # fmt: skip
-    """Some words of one plane of one unit. Grid: (units, planes, words / WORDS).
+    """Copy some words of one plane of one unit. Grid: (units, planes, words / WORDS).
 
     A unit is four numbers: three coordinates, which a plane's strides multiply, and the frame. A plane is NUMBERS numbers:
     the address of its tensor, its offset in a frame, three strides, and for each of AXES axes a size in words and the strides

@@ -80,12 +80,15 @@ class StoreLoad:
     def begin_copy(self) -> bool:
         """Count a copy of the next blocks into the device, which is about to be queued. False if the load was closed: it must
         not be queued then."""
+        # The race is with `close`, on the engine's thread. Under the lock a copy is counted before the load is finished, and
+        # the engine keeps the blocks until it has ended; or it does not begin. None goes into another sequence's block.
         with self._lock:
             self.copying += not self.finished
             return not self.finished
 
     def end_copy(self, tiers: Sequence[int] | None) -> None:
         """The oldest copy is done, of blocks that came from `tiers`. None if it failed: what follows it does not count."""
+        # Copies end in the order in which they began. Behind one that failed, blocks have no whole chain before them.
         with self._lock:
             self._lost |= tiers is None
             if tiers is not None and not self._lost:

@@ -47,7 +47,7 @@ class LookupCounts:
 
 @dataclass(slots=True, eq=False)
 class StoreSearch:
-    """One request's search in the stores. The thread that asks owns it; that thread or another one ends it.
+    """A request's search in the stores. The thread that asks owns it; that thread or another one ends it.
 
     Attributes:
         patient: no request waits for it.

@@ -211,6 +211,7 @@ class OffloadManager:
         return any(self.store.tiers[place].blocking for place in set(places))
 
     def _load(self, store_load: StoreLoad, compute: float) -> None:
+        # Whatever ends the load, its copies are awaited: until then the device writes into the blocks and reads the slots.
         queued: deque[_GroupCopy] = deque()
         try:
             self._load_groups(store_load, compute, queued)
@@ -437,7 +438,7 @@ class OffloadManager:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """What `save` is given inside is copied and queued together, at the end: one copy for each KV group."""
+        """Copy and queue all calls of `save` inside together, at the end: one copy for each KV group."""
         self._gathering = []
         try:
             yield

@@ -79,7 +79,7 @@ class FixedCosts:
 
 
 class LoadCosts:
-    """What is worth loading: the bytes of blocks, and the measured speeds of the tiers and of the engine.
+    """Costs that decide what is worth loading: the bytes of blocks, and the measured speeds of the tiers and of the engine.
 
     Args:
         block_bytes, block_tokens: of a block of each KV group.

@@ -102,7 +102,7 @@ class PlaneGroup:
             self._copy(arena, box, into_frames)
 
     def planes(self) -> list[Plane]:
-        """What a kernel on a device copies."""
+        """Planes that a kernel on a device copies."""
         return [
             Plane(
                 plane.memory.data_ptr() + plane.start, plane.offset, plane.unit_strides, plane.memory.element_size(),

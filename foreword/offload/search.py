@@ -124,7 +124,7 @@ def find_resumable(
 
 
 class _Lookup:
-    """What the stores have of one chain, asked in batches."""
+    """A lookup of one chain in the stores, asked in batches."""
 
     def __init__(
         self,

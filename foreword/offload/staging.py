@@ -24,7 +24,7 @@ _WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8)
 
 
 class PagedTensors(Protocol):
-    """One layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
+    """A layer's paged tensors, `[num_blocks, block_size, kv_heads, dim]`, contiguous."""
 
     @property
     def k_blocks(self) -> Tensor: ...
@@ -155,7 +155,7 @@ class StagingArena:
         return None if self._on_device is None else self._on_device.loaded()
 
     def scatter(self, slots: Sequence[int], blocks: Sequence[int], group: int = 0, lent: Loan | None = None) -> None:
-        """The same, behind all work that is queued on the device. The copy is complete on return."""
+        """Scatter behind all work that is queued on the device. The copy is complete on return."""
         self.start_scatter(slots, blocks, group, mark=self.mark(), lent=lent)
         copied = self.scattered()
         if copied is not None:
@@ -163,9 +163,8 @@ class StagingArena:
 
 
 def _word_rows(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-    """The tensors as `[num_blocks, words]`, in the widest words that sizes and strides allow, and where their bytes begin in
-    a payload. The views share the tensors' memory.
-    """
+    """The tensors as `[num_blocks, words]`, in the widest words that sizes and strides allow, and where their bytes begin in a
+    payload. The views share the tensors' memory."""
     offset = 0
     for rows in _joined([_byte_rows(tensor) for tensor in tensors]):
         size = rows.shape[1]

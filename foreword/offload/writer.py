@@ -159,6 +159,8 @@ class WriteBehind:
         """Drop the blocks whose roots begin with one of these bytes, and promotions of such blocks that were loaded before, and
         wait for those that are being written. Returns how many are still being written after `timeout` seconds."""
         roots = tuple(roots)
+        # A load may have read such blocks before they were erased from the stores, and promote them afterwards. So the erasure
+        # is remembered for as long as a load may take, and `_queue` drops promotions of loads that began before it.
         with self._changed:
             now = time.monotonic()
             self._erased = [one for one in self._erased if now - one[1] < _LONGEST_LOAD] + [(roots, now)]
@@ -223,6 +225,8 @@ class WriteBehind:
         latest = min((batch.latest for batch in batches if batch.promotion), default=-math.inf)
         return max(min(self._quiet, latest) - time.monotonic(), 0.0)
 
+    # Slots belong to the queue while a tier is `pending`, and to the tiers that write them while `writing` is not 0. The last
+    # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erase` leave them to tiers that write.
     def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
         taken: list[WriteBatch] = []
         size = 0
@@ -237,6 +241,7 @@ class WriteBehind:
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums."""
+        # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
         buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
             if not batch.sealed:

@@ -22,7 +22,7 @@ Content = str | tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class NamedPrefix:
-    """One version of a named prefix.
+    """A version of a named prefix.
 
     Attributes:
         tokens: none where nothing is computed, at a router.
@@ -73,7 +73,7 @@ class NamedPrefix:
 
 
 def content_of(content: str | None, messages: Sequence[Message] | None) -> Content:
-    """What a body of `/v1/prefixes` registers. Raises BadRequest."""
+    """The content that a body of `/v1/prefixes` registers. Raises BadRequest."""
     if (content is None) == (messages is None):
         raise BadRequest("give either 'content' (text) or 'messages' (for a chat)", param="content")
     return content if content is not None else tuple(messages or ())
@@ -94,7 +94,7 @@ class KeptKV(Protocol):
 
 @dataclass(slots=True)
 class KeptBytes:
-    """What is kept elsewhere than on a device, where nothing has to be given back."""
+    """Bytes kept elsewhere than on a device, where nothing has to be given back."""
 
     bytes: int = 0
 

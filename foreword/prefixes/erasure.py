@@ -41,7 +41,7 @@ _CANONICAL: Any = {"sort_keys": True, "separators": (",", ":"), "ensure_ascii": 
 
 
 class PlaceOutcome(StrEnum):
-    """What an erasure did in one place.
+    """The outcome of an erasure in one place.
 
     Attributes:
         ERASED: it had some, and has none now.
@@ -79,7 +79,7 @@ def outcome_of(error: StoreError) -> PlaceOutcome:
 
 @dataclass(slots=True)
 class Place:
-    """One place of an erasure: a tier, a folder or a node of it.
+    """A place of an erasure: a tier, a folder or a node of it.
 
     Attributes:
         place: as in `store.base.Erased`.
@@ -166,7 +166,7 @@ class Receipt:
         return {one.name: one.reason or f"{one.left} blocks are left" for one in self.open}
 
     def followed_by(self, later: Receipt) -> Receipt:
-        """What was done in all, after a repetition where this erasure was open."""
+        """The receipt of all erasures so far, after a repetition where this one was open."""
         again = {one.tier for one in later.places}
         # What was being written is in the tiers since, or is in the later receipt.
         kept = [one for one in self.places if one.tier not in again and one.outcome is not PlaceOutcome.QUEUED]
@@ -283,7 +283,7 @@ def erase_prefixes(
 
 
 def described(salts: Iterable[Salt]) -> str:
-    """What an erasure of salts is about, in a receipt."""
+    """The subject of an erasure of salts, in a receipt."""
     return ", ".join(
         f"{f'cache_salt {one.digest.hex()} of ' if one.client else ''}tenant {tenant_digest(one.tenant)}"
         for one in salts
@@ -348,7 +348,7 @@ def forget_chains(store: TieredStore, layout: Layout, root: bytes, keys: Sequenc
 
 
 class _Erasure:
-    """One erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
+    """An erasure: sweeps all tiers at once and counts. A place that fails is noted, and the others are swept."""
 
     def __init__(self, store: TieredStore, queued: int = 0, only: Collection[str] | None = None) -> None:
         self._store, self._widened = store, False
@@ -370,7 +370,7 @@ class _Erasure:
         self._place(tier).fail(error.message, outcome_of(error))
 
     def in_words(self) -> str:
-        """What a listing could not see, for a message; "" if nothing."""
+        """The places that a listing could not see, for a message; "" if nothing."""
         failed = [f"{one.name}: {one.reason}" for one in self._places.values() if not one.outcome.done]
         return f" (not asked: {'; '.join(failed)})" if failed else ""
 

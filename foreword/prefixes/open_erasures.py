@@ -46,7 +46,7 @@ _TIMEOUT: Final = 5.0
 
 @dataclass(slots=True)
 class OpenErasure:
-    """One erasure.
+    """An erasure.
 
     Attributes:
         prefixes: first bytes of the roots of what is erased.
@@ -68,7 +68,7 @@ class OpenErasure:
 
 
 class ErasureRecord(msgspec.Struct, frozen=True):
-    """What other instances must know to repeat an erasure. `prefixes`: hexadecimal. `tiers`: locations where it is open."""
+    """An erasure as other instances repeat it. `prefixes`: hexadecimal. `tiers`: locations where it is open."""
 
     prefixes: list[str]
     what: str

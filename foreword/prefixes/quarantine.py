@@ -36,7 +36,7 @@ _FLUSH_SECONDS: Final = 10.0
 
 
 class QuarantinedChain(msgspec.Struct, frozen=True):
-    """One chain.
+    """A chain.
 
     Attributes:
         root: hexadecimal root key of the chain; its first 32 digits are the tenant's digest.

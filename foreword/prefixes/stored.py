@@ -45,7 +45,7 @@ Chain = Sequence[bytes]
 
 
 class KeptRecord(msgspec.Struct, frozen=True):
-    """What the records of all kept prefixes say.
+    """Blocks kept by the records of all kept prefixes.
 
     Attributes:
         num_tokens, block_size: of a named prefix for tools only.
@@ -201,7 +201,7 @@ class PrefixPins:
         return found
 
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
-        """What the stores say that is kept, as far as they can be read."""
+        """Kept blocks by the records in the stores, as far as they can be read."""
         read = {RETENTIONS.key(self.model[:32], tenant, chain[-1].hex()) for chain in known if chain}
         for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
             prefix = records.kind.key(model, tenant, "")

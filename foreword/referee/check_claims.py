@@ -105,7 +105,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be checked.
+    """The claims and settings of a run.
 
     Attributes:
         only: names of claims, or starts of them; all if empty.
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What results must have in common to be in one report. Where the files are does not matter."""
+        """The settings that results must have in common to be in one report. Where the files are does not matter."""
         target, files = json.dumps(self.target.transfer), self.target.files
         target = target.replace(json.dumps(str(files))[1:-1], "") if files is not None else target
         return {"target": json.loads(target), "engine": self.target.engine, "seed": self.seed}

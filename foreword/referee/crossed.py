@@ -358,7 +358,7 @@ def _check_continued(
     ended: Sequence[Answer],
     evidence: Evidence,
 ) -> None:
-    """What requests generate after a change of weights that preempted them is what the new weights generate behind the prompt
+    """Check requests that a change of weights preempted: what they generate is what the new weights generate behind the prompt
     and the tokens that were `known` by then."""
     right = session.computed(worker, [[*prompt, *tokens] for prompt, tokens in zip(prompts, known, strict=True)])
     rests = [

@@ -90,7 +90,7 @@ def swap_layers(folder: Path) -> None:
 
 
 def swap_layers_in_place(folder: Path) -> None:
-    """The same, written into the file as `rsync --inplace --times` does: its size, inode and time of modification stay."""
+    """Swap layers in the file in place, as `rsync --inplace --times` does: its size, inode and time of modification stay."""
     path, data = _swapped(folder)
     before = path.stat()
     with path.open("r+b") as file:

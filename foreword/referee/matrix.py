@@ -116,8 +116,8 @@ def write_page(page: Path, plan: Plan, given: Sequence[Environment], results: Ma
 
 
 def _others(there: str, table: str) -> tuple[str, list[str]]:
-    """Of a table that is there: the text before it, and the rows of claims that the new table lacks. Neither if its columns
-    are others."""
+    """Rows of a table that is there: the text before it, and the rows of claims that the new table lacks. Neither if its
+    columns are others."""
     head, *rows = table.splitlines()
     text, found, rest = there.partition(f"{head}\n")
     if not found:

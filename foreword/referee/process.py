@@ -270,7 +270,7 @@ class Worker:
         return found
 
     def ask(self, prompt: Prompt, new_tokens: int = 8) -> Answer:
-        """One request alone."""
+        """A request alone."""
         return self.ask_all([prompt], new_tokens)[0]
 
     def ask_all(self, prompts: Sequence[Prompt], new_tokens: int = 8, **how: Any) -> list[Answer]:
@@ -340,7 +340,7 @@ def end(process: Process) -> None:
 
 
 def last_line(log: Path | str) -> str:
-    """Of a log or a traceback, the line that says most: the last one that names an error, or the last."""
+    """The line of a log or a traceback that says most: the last one that names an error, or the last."""
     text = log if isinstance(log, str) else log.read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line or "error:" in line.lower()]

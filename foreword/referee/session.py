@@ -52,7 +52,7 @@ Prompts = Sequence[Prompt]
 
 @dataclass(frozen=True)
 class Target:
-    """What is under test.
+    """The subject of the test.
 
     Attributes:
         transfer: vLLM's `kv_transfer_config`, or for the embedded engine `{"store": [URL, ...]}`.
@@ -79,7 +79,7 @@ class RandomPrompts:
     lengths: tuple[int, ...] = (100, 333, 600, 65)
 
     def prompts(self, name: str = "") -> list[list[int]]:
-        """One prompt of each length; another name gives others."""
+        """Prompts, one of each length; another name gives others."""
         return [self.tokens(f"{name}/{i}", length) for i, length in enumerate(self.lengths)]
 
     def tokens(self, name: str, count: int) -> list[int]:
@@ -88,7 +88,7 @@ class RandomPrompts:
 
 @dataclass
 class Evidence:
-    """What a claim has shown so far.
+    """Evidence for a claim so far.
 
     Attributes:
         apart: the largest difference of a log-probability in a right answer, and `wrong_apart` in a wrong one up to its first
@@ -269,7 +269,7 @@ class Session:
         return self._worker(True, model, llm, self._forks)
 
     def alone(self, model: Path | None = None, **llm: Any) -> Worker:
-        """The same without a connector."""
+        """This session without a connector."""
         return self._worker(False, model, llm, self._forks)
 
     def restarted(self, model: Path | None = None, **llm: Any) -> Worker:

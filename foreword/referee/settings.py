@@ -42,7 +42,7 @@ class Pair:
 
     @property
     def text(self) -> str:
-        """What it is, in words."""
+        """The value in words."""
         both = f" (with other {', '.join(self.config)})" if self.config else ""
         return f"{self.kind}{both}: {_words(self.a) or 'as usual'}, then {_words(self.b)}"
 

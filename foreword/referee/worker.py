@@ -225,7 +225,7 @@ class VllmEngine:
         return {"seconds": time.perf_counter() - began}
 
     def _foreword(self) -> Any:
-        """What moves blocks of Foreword's connector; None with another connector, or without one."""
+        """The part of Foreword's connector that moves blocks; None with another connector, or without one."""
         module = sys.modules.get("foreword.integrations.vllm.worker_side")
         if module is None or not self._connected:
             return None

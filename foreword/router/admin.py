@@ -115,7 +115,7 @@ def _pool_state(pool: ReplicaPool) -> dict[str, Any]:
 
 
 def describe(router: Router, upstream: Upstream) -> dict[str, Any]:
-    """One replica as JSON."""
+    """A replica as JSON."""
     excluded = upstream.excluded(clock())
     info = upstream.info
     described: dict[str, Any] = {

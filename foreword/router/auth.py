@@ -114,7 +114,7 @@ class RouterAuth:
 
 
 def request_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Those of a client's headers that replicas get."""
+    """Headers of a client that replicas get."""
     dropped = _connection_headers(headers)
     return CIMultiDict(
         [

@@ -37,7 +37,7 @@ _RANKS: Final = {"accepted": 2, "clipped": 1}
 
 def add_routes(routes: Routes[Handler], router: Router) -> None:
     async def retained(call: Call) -> Answer:
-        """What the tenant keeps with cache control, and on which replicas."""
+        """Retentions of the tenant, and on which replicas."""
         return _retained(await _ask(router, call, _able(healthy(router))))
 
     async def session(call: Call) -> Answer:
@@ -149,8 +149,8 @@ def _answer(verb: str, why: Mapping[Upstream, str], answers: Mapping[Upstream, A
 
 
 def _session_answer(answers: Mapping[Upstream, Answer]) -> Answer:
-    """That of a replica that knows the session, with the blocks that all have freed. It fails if one could not be asked, so
-    that the client repeats it: what is done stays done."""
+    """The answer of a replica that knows the session, with the blocks that all have freed. It fails if one could not be asked,
+    so that the client repeats it: what is done stays done."""
     served = {one: decode_object(answer.body) for one, answer in answers.items() if answer.status < 400}
     failed = [answer for answer in answers.values() if answer.status >= 500]
     if failed or not served:

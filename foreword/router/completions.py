@@ -102,8 +102,8 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
 def _translated(router: Router, dialect: Dialect) -> Handler:
     async def translate(call: Call) -> Reply:
-        """The same. Replicas of vLLM that speak this format get it as it came, and so do others what the router does not
-        understand. Else they get chat completions."""
+        """Generate in another dialect. Replicas of vLLM that speak this format get it as it came, and so do others what the
+        router does not understand. Else they get chat completions."""
         given: GenerateRequest = call.body
         salt, pool = call.tenant.salt, router.pool(given.model)
         ours = given.previous is not None or given.prefix is not None or given.cache_report

@@ -27,7 +27,7 @@ _SHOWN_REQUESTS: Final = 8
 def add_routes(routes: Routes[Handler], router: Router, history: MetricsHistory) -> None:
     @routes.add("GET", "/ui/data/kind", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def kind(call: Call) -> dict[str, Any]:
-        """What the page shows, and whether the client may see the data. Needs no key."""
+        """The kind of page, and whether the client may see the data. Needs no key."""
         answer = {"kind": "router", "version": __version__, "welcome": True, "closed": ""}
         try:
             call.require(Right.STATE, "reading the router's state")
@@ -77,7 +77,7 @@ def _prefixes(pool: ReplicaPool, order: list[str]) -> list[dict[str, Any]]:
 
 
 def _replica(router: Router, upstream: Upstream) -> dict[str, Any]:
-    """What the page shows of a replica. A fleet has many, and the page asks often."""
+    """A replica as the page shows it. A fleet has many, and the page asks often."""
     pool = router.pool_of(upstream)
     replica = pool.fleet.replicas.get(upstream.url) if pool is not None else None
     waiting = list(replica.load.waiting) if replica is not None else []

@@ -29,7 +29,7 @@ _MOVED: Final = "a request that ran during the erasure moved there"
 
 @dataclass(slots=True, eq=False)
 class FleetErasure:
-    """One erasure.
+    """An erasure.
 
     Attributes:
         call: the client's.

@@ -32,7 +32,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=free, body=NO_BODY, tag="models")
     async def model(call: Call) -> dict[str, Any]:
-        """One model."""
+        """A model."""
         return listed_models(router, call.names["name"])
 
     stored_responses.add_routes(routes, router.responses)
@@ -122,7 +122,7 @@ async def send_to_all(router: Router, call: Call, replicas: list[Upstream], body
 
 
 def chosen(answers: list[Answer]) -> Answer:
-    """Of several answers the first failure, else the first success."""
+    """The answer that counts: of several the first failure, else the first success."""
     failed = [answer for answer in answers if answer.status >= 400 and answer.status != 404]
     succeeded = [answer for answer in answers if answer.status < 400]
     one = (failed or succeeded or answers)[0]

@@ -52,7 +52,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
     @routes.add("GET", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def show(call: Call) -> Reply:
-        """One prefix with its content."""
+        """A prefix with its content."""
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
         prefix = router.prefixes.registry.get(call.tenant.name, call.names["name"])
@@ -150,7 +150,7 @@ def _describe(prefix: NamedPrefix) -> dict[str, Any]:
 
 
 def _tokens(answer: Answer) -> int:
-    """Those of a prefix that a replica has registered."""
+    """Tokens of a prefix that a replica has registered."""
     count = decode_object(answer.body).get("num_tokens") if answer.status < 300 else None
     return count if isinstance(count, int) and count > 0 else 0
 

@@ -147,7 +147,7 @@ class MessageTokenizer:
 
 
 class TokenizingPool(Protocol):
-    """What is needed of `replica_pool.ReplicaPool`."""
+    """The part of `replica_pool.ReplicaPool` that tokenizing needs."""
 
     @property
     def kind(self) -> ReplicaKind: ...

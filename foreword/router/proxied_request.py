@@ -447,7 +447,7 @@ class ProxiedRequest(RoutedRequest):
         return bool(able) and (upstream.refusals.checked(self._kind(status, data)) or status in _ABOUT_KEY)
 
     def _kind(self, status: int, data: bytes) -> Hashable:
-        """What a replica is believed in when it refuses the request."""
+        """The kind of refusal in which a replica is believed."""
         if error_of(data).code in _DIFFERS:
             return error_of(data).code, self.tenant.name, self.request.prefix
         return ABOUT_REQUEST if status in _ABOUT_REQUEST else (status, self.request.dialect, self.request.model)

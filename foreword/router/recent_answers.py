@@ -20,7 +20,7 @@ _PROMPTS: Final = 1024
 
 
 class RecentAnswers:
-    """Of one replica: its last 128 TTFTs and mean ITLs in seconds, and how its last requests ended.
+    """Recent answers of one replica: its last 128 TTFTs and mean ITLs in seconds, and how its last requests ended.
 
     Attributes:
         problems: why requests failed, "" for those that did not; the newest last.

@@ -91,7 +91,8 @@ class ChangedSalts:
         return len(self._changes)
 
     def all_of(self, tenant: bytes, cache_salt: str | None) -> list[str | None]:
-        """What requests of a tenant with this `cache_salt` have had in its place: first itself, and from now on the last."""
+        """Salts that requests of a tenant with this `cache_salt` have had in its place: first itself, and from now on the
+        last."""
         found = [cache_salt]
         while self._changes and (change := self._changes.get(_digest(Salt.of(tenant, found[-1])))) is not None:
             found.append(change)

@@ -128,7 +128,7 @@ def asks_ids(request: GenerateRequest, kind: str) -> bool:
 
 
 def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
-    """What the router needs to see in a stream."""
+    """Fields that make the router see all of a stream."""
     given = request.body.only("stream_options").get("stream_options")
     options = {**(decode_json(given, dict[str, Any]) if given is not None else {}), "include_usage": True}
     if not request.include_usage:  # without it there is none in the other chunks either
@@ -144,7 +144,7 @@ def resuming_fields(request: GenerateRequest, prompt: Sequence[int], output: Seq
 
 
 class Translation:
-    """One request of another dialect.
+    """A request of another dialect.
 
     Args:
         store: called with the complete response if the client wants to continue it later.

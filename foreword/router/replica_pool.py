@@ -147,7 +147,7 @@ class ReplicaPool:
 
     @property
     def kind(self) -> ReplicaKind:
-        """What all of its replicas understand."""
+        """The kind of server whose requests all replicas understand."""
         kinds = {upstream.kind for upstream in self.upstreams.values()}
         return "foreword" if kinds <= {"foreword"} else "vllm" if kinds <= {"foreword", "vllm"} else "openai"
 

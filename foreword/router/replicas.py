@@ -70,7 +70,7 @@ class Refusals:
         return self._doubts.get(kind, 1) > 0 or many or self._total % _SAMPLE == 0
 
     def served(self) -> None:
-        """It answered a request."""
+        """The replica answered a request."""
         self._row, self._next = 0, _ROW
         self._doubts.setdefault(ABOUT_REQUEST, 0)
 
@@ -219,7 +219,7 @@ class ReplicaEvents(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaInfo:
-    """What a replica reports about itself.
+    """A replica's report about itself.
 
     Attributes:
         kind: `foreword`, `vllm` or `openai` (any other server).
@@ -255,7 +255,7 @@ class ReplicaInfo:
 
 @dataclass(eq=False)
 class Upstream:
-    """One replica and its present state.
+    """A replica and its present state.
 
     Attributes:
         source: where it was configured: `flag`, `file`, `api`, `dns NAME` or `service NAME`.
@@ -614,7 +614,7 @@ class ReplicaProbe:
         )
 
     async def _dialects(self, upstream: Upstream) -> frozenset[str]:
-        """Those whose paths it knows: it refuses another method there."""
+        """Dialects whose paths the replica knows: it refuses another method there."""
         statuses = {name: (await self._get(upstream.url + PATHS[name]))[0] for name in TRANSLATED}
         return frozenset(name for name, status in statuses.items() if status == 405)
 

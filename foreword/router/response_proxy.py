@@ -81,7 +81,7 @@ class _Ended(NamedTuple):
 
 
 class _ResponseProxy:
-    """One response, streamed or whole: one client, and one replica after another.
+    """A response, streamed or whole: one client, and one replica after another.
 
     Attributes:
         client: the stream to the client.
@@ -372,7 +372,7 @@ class _ResponseProxy:
         )
 
     def _weights(self, attempt: Attempt) -> str:
-        """Those that began the response. Raises ReplicaFailed if they are not known."""
+        """Weights of the replica that began the response. Raises ReplicaFailed if they are not known."""
         proxied, upstream, stamp = self.proxied, attempt.upstream, self.stream.stamp
         weights = proxied.weights
         if weights is None and upstream.kind == "foreword" and stamp is not None:

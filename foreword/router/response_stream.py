@@ -36,7 +36,7 @@ _encode: Final[Callable[[Any], bytes]] = msgspec.json.Encoder().encode
 
 
 class ResponseStream:
-    """One streamed response.
+    """A streamed response.
 
     Attributes:
         reader: what the replicas have said.
@@ -145,7 +145,7 @@ class ResponseStream:
         )
 
     def take(self, event: ServerSentEvent) -> bytes | None:
-        """What to send to the client for an event of the replica.
+        """Events to send to the client for an event of the replica.
 
         Raises ReplicaFailed for malformed events and for errors that another replica may not have.
         """

@@ -91,7 +91,7 @@ class PrefixRegistry:
         return self._book.list(salt=tenant.encode())
 
     def find(self, tenant: str, name: str) -> NamedPrefix | None:
-        """One of the tenant's own."""
+        """A prefix of the tenant's own."""
         return self.get(tenant, name) if self._book.version(name, salt=tenant.encode()) else None
 
     def get(self, tenant: str, name: str) -> NamedPrefix:
@@ -99,7 +99,7 @@ class PrefixRegistry:
         return self._book.get(name, salt=tenant.encode())
 
     def make(self, tenant: str, new: NewPrefix) -> NamedPrefix:
-        """What `put` takes. Raises BadRequest and PrefixBudgetExceeded."""
+        """The prefix for `put`. Raises BadRequest and PrefixBudgetExceeded."""
         content, salt = content_of(new.content, new.messages), tenant.encode()
         self._book.check(new.name, content, None, salt=salt, replace=new.replace)
         version = self._book.version(new.name, salt=salt) + 1
@@ -141,7 +141,7 @@ class PrefixRegistry:
 
 
 class _Router(Protocol):
-    """What of the router is needed here."""
+    """The part of the router that named prefixes need."""
 
     auth: RouterAuth
     session: aiohttp.ClientSession

@@ -90,7 +90,7 @@ _UNKNOWN_MODEL_LEN: Final = 128 << 10
 
 @dataclass(slots=True)
 class _Watch:
-    """What the watch of one replica remembers.
+    """State of the watch of one replica.
 
     Attributes:
         stalls: consecutive timeouts that were excused. metrics_read_at: when its metrics were read last.
@@ -631,7 +631,7 @@ class Router:
             raise ReplicaFailed("it has other weights than those that began the response")
 
     async def _read_weights(self, upstream: Upstream) -> None:
-        """One reading for all that asked before it began. Raises what aiohttp raises, and ReplicaFailed."""
+        """Read the weights once for all that asked before it began. Raises what aiohttp raises, and ReplicaFailed."""
         async with upstream.reading:
             upstream.next_reading = None
             info = upstream.info

@@ -71,7 +71,7 @@ class Death(NamedTuple):
 
 
 class _Suspicion:
-    """What is known of one digest.
+    """Knowledge of one digest.
 
     Attributes:
         whole: it is not only of the start of a prompt.
@@ -99,7 +99,7 @@ class _Suspicion:
 
 
 class Flight:
-    """One attempt at an ask, from its placement until it is known what became of it.
+    """An attempt at an ask, from its placement until it is known what became of it.
 
     Attributes:
         urls: the replicas that may have it.
@@ -115,11 +115,11 @@ class Flight:
         self.judged = False
 
     def served(self) -> None:
-        """It was answered to its end, and will be released."""
+        """The attempt was answered to its end, and will be released."""
         self._ask.served()
 
     def left(self) -> None:
-        """It has ended, in whatever way; unless it is judged, which releases it."""
+        """The attempt has ended, in whatever way; unless it is judged, which releases it."""
         if not self.judged:
             self.release()
 
@@ -148,8 +148,8 @@ class Ask:
         return [one for one in self._asked if one is not None and not self._suspects.was_served(one)]
 
     def _known(self) -> list[_Suspicion]:
-        """Of the whole ask in any case, of its start once a replica has died at it: prompts that have a new start in common are
-        not held together before."""
+        """Digests that are known, of the whole ask in any case, of its start once a replica has died at it: prompts that have
+        a new start in common are not held together before."""
         found = [(key, self._suspects.find(key)) for key in self._keys]
         return [one for key, one in found if one is not None and (key == self._asked.whole or one.deaths)]
 
@@ -199,7 +199,7 @@ class Ask:
         return self._suspects.carriers()
 
     def sent(self, *urls: str) -> Flight:
-        """It is sent to these replicas."""
+        """The ask is sent to these replicas."""
         flight = Flight(self, urls)
         for key in self._keys:
             self._suspicion(key).flights.add(flight)
@@ -248,7 +248,7 @@ class Ask:
 
 
 class Suspects:
-    """What is asked of replicas now, and at what replicas have died. Runs on the event loop.
+    """Asks that are at replicas now, and replicas that have died. Runs on the event loop.
 
     Args:
         on_change: called when requests may have become free to be placed.
@@ -270,7 +270,7 @@ class Suspects:
         return sum(bool(one.deaths) for one in self._suspicions.values())
 
     def find(self, key: bytes) -> _Suspicion | None:
-        """What is known of a digest, without what is forgotten."""
+        """Knowledge of a digest, without what is forgotten."""
         if self.was_served(key):
             return None
         one = self._suspicions.get(key)
@@ -279,7 +279,7 @@ class Suspects:
         return one
 
     def get(self, key: bytes, *, whole: bool) -> _Suspicion:
-        """The same, to be changed."""
+        """Knowledge of a digest, to be changed."""
         return self._suspicions.setdefault(key, _Suspicion(whole))
 
     def was_served(self, key: bytes) -> bool:

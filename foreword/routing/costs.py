@@ -295,7 +295,7 @@ class PrefillModel:
 
 
 class CostModel:
-    """One replica's costs, corrected by observations. Keeps a few hundred numbers.
+    """A replica's costs, corrected by observations. Keeps a few hundred numbers.
 
     Args:
         prior: its costs, if they were configured.
@@ -427,8 +427,8 @@ class ReplicaLoad:
 
     @property
     def places(self) -> int:
-        """What waits, in places of a queue. Followers share them by their work: a flood of equal prompts costs the replica no
-        more than as many different ones as it takes places."""
+        """Places of a queue that waiting prompts take. Followers share them by their work: a flood of equal prompts costs the
+        replica no more than as many different ones as it takes places."""
         return len(self.waiting) - self._followers + self._followers // FOLLOWERS_PER_PLACE
 
     def recent_tokens(self, now: float) -> float:

@@ -198,7 +198,8 @@ class Directory:
             bucket, at = self._record(key, width)
             if at < 0:
                 continue
-            self._crowds.pop(self._bucket_index(key), None)
+            number = self._bucket_index(key)
+            self._crowds.pop(number, None)
             tiers = bucket[at + _NEEDLE]
             if tier == CacheTier.DEVICE and tiers & _SECOND_COPY:
                 bucket[at + _NEEDLE] = tiers & ~_SECOND_COPY
@@ -207,6 +208,7 @@ class Directory:
             else:
                 _drop(bucket, at)
                 self._counts[slot] -= 1
+                self._buckets[number] = bucket or None  # blocks that have left leave no objects
 
     def cleared(self, replica: str) -> None:
         """Forget all blocks in a replica's own tiers: it restarted, was removed, or its events have a gap without replay.
@@ -348,10 +350,11 @@ class Directory:
         for _ in range(min(buckets, len(self._buckets))):
             if not self._dead:
                 return
-            bucket = self._buckets[self._scrub_from]
-            self._scrub_from = (self._scrub_from + 1) % len(self._buckets)
+            number, bucket = self._scrub_from, self._buckets[self._scrub_from]
+            self._scrub_from = (number + 1) % len(self._buckets)
             if bucket is not None:
                 self._drop_replicas(bucket, self._dead)
+                self._buckets[number] = bucket or None
             self._forget_dead()
 
     def _drop_replicas(self, bucket: bytearray, slots: Container[int]) -> None:

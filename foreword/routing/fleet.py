@@ -52,7 +52,7 @@ NO_REASONS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(slots=True)
 class ReplicaState:
-    """What the router knows about one replica.
+    """The router's knowledge of one replica.
 
     Attributes:
         excluded: why it takes no requests now; empty if it does.

@@ -93,7 +93,7 @@ class PlacementQuery(Struct, frozen=True):
 
     @property
     def key_space(self) -> KeySpace:
-        """Of `keys`."""
+        """The key space of `keys`."""
         return self.weights, self.block_size
 
     def keys_in(self, space: KeySpace) -> Sequence[bytes]:
@@ -171,12 +171,13 @@ class CostEstimate(NamedTuple):
 
     @property
     def price(self) -> float:
-        """What candidates are compared by: `total` and `others`, without calls, since this is asked for most."""
+        """The price by which candidates are compared: `total` and `others`, without calls, since this is asked for most."""
         _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind = self
         return queue + memory + load + compute + decode + first + transfer + behind * (load + compute)
 
     def in_words(self) -> str:
-        """Such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728 tokens)`."""
+        """The parts in words, such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728
+        tokens)`."""
         if self.excluded:
             return self.excluded
         _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, _, behind = self
@@ -232,7 +233,7 @@ class Decision(Struct, frozen=True):
         return self.estimate.reused if self.estimate else 0
 
     def in_words(self) -> str:
-        """One sentence that explains the decision."""
+        """The decision in one sentence."""
         estimate = self.estimate
         if self.replica is None or estimate is None:
             reasons = "; ".join(f"{one.replica}: {one.excluded}" for one in self.estimates[:_MAX_REASONS])
@@ -409,7 +410,7 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, coming: float = 0
 
 
 def hash_key(query: PlacementQuery, candidates: Sequence[Candidate]) -> bytes:
-    """What breaks ties by hash: the session, else the first block that no candidate holds, else the last block."""
+    """The hash that breaks ties: the session, else the first block that no candidate holds, else the last block."""
     if query.session is not None:
         return query.session.encode()
     if not query.keys:

@@ -111,7 +111,7 @@ class LongestPrefix(RulePolicy):
 
 
 class TwoChoices(RulePolicy):
-    """Of two replicas selected by hash of the prompt's prefix, the one with fewer requests in flight."""
+    """The replica with fewer requests in flight, of two selected by hash of the prompt's prefix."""
 
     name = "two-choices"
     needs_prompts = True

@@ -116,8 +116,8 @@ class ServerApp(AsgiFront):
 
 
 def _check_ready(admission: Admission, route: Route[Handler]) -> None:
-    """What counts against a quota needs the engine, and what begins here one that takes requests. Raises NotReady, ShuttingDown
-    or EngineFailed."""
+    """Check that a call can be served: one that counts against a quota needs the engine, one that begins here an engine that
+    takes requests. Raises NotReady, ShuttingDown or EngineFailed."""
     if route.meter is Meter.CONTINUED:
         admission.check_loaded()
     elif route.meter is not Meter.FREE:

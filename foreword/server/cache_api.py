@@ -25,7 +25,7 @@ Verb = Callable[["AsyncEngine", Sequence[int], CacheRequest, Salt], Awaitable[Re
 
 def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     async def retained(call: Call) -> dict[str, Any]:
-        """What the caller keeps with cache control."""
+        """Retentions of the caller."""
         found = context.admission.engine().retentions(call.tenant.salt)
         return {"object": "list", "data": [dataclasses.asdict(one) for one in found]}
 

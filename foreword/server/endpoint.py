@@ -60,7 +60,7 @@ class ServerContext:
 
     @property
     def limits(self) -> Limits:
-        """What a body may contain."""
+        """Limits of a body's content."""
         engine = self.admission.loaded
         return Limits.for_model(engine.info.max_model_len if engine is not None else 1, self.max_body)
 

@@ -83,7 +83,7 @@ class PrometheusObserver(FrontRegistry, Collector):
         """A server counts by outcome."""
 
     def collect(self) -> Iterator[Metric]:
-        """What is read at a scrape, on the scraper's thread."""
+        """Metrics that are read at a scrape, on the scraper's thread."""
         engine = self._engine
         if engine is None:
             return
@@ -150,7 +150,7 @@ def _engine_gauges(engine: AsyncEngine) -> Iterator[Metric]:
 
 
 def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
-    """What happened between the engine and its stores."""
+    """Metrics of transfers between the engine and its stores."""
     status = offload.status()
     for name, text, count in (
         ("store_saved_blocks", "Blocks written behind that at least one tier stored.", status.saved),
@@ -213,7 +213,7 @@ _TIER_GAUGES: tuple[tuple[str, str, Callable[[StoreTier, StoreStatus], float]], 
 
 
 def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
-    """What happened in each tier."""
+    """Metrics of each tier."""
     each = [(tier, tier.status()) for tier in tiers]
     labels = ("model_name", "tier")
     for name, text, count in _TIER_COUNTERS:
@@ -247,7 +247,7 @@ def _tier_metrics(model: str, tiers: Iterable[StoreTier]) -> Iterator[Metric]:
 
 
 def _audit_metrics(model: str, audit: HitAudit) -> Iterator[Metric]:
-    """What the live audit has compared. Its coverage is audited hits by hits."""
+    """Metrics of the live audit. Its coverage is audited hits by hits."""
     counts = audit.counts
     for name, text, by_source in (
         ("hits", "Sequences with cached blocks, by where these came from.", counts.hits),
@@ -289,7 +289,7 @@ def _endpoint_metrics(model: str, status: EndpointStatus) -> Iterator[Metric]:
 
 
 def _served_metrics(model: str, status: ServedStatus) -> Iterator[Metric]:
-    """What other instances read of this one (`peer://` in their stores)."""
+    """Metrics of blocks that other instances read of this one (`peer://` in their stores)."""
     served = [((model, "device"), status.device), ((model, "memory"), status.memory)]
     text = "Blocks read by other instances, by the tier that had them."
     yield counter("foreword:served_blocks", text, ("model_name", "source"), served)

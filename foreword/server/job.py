@@ -95,7 +95,7 @@ class DeltaReader:
         )
 
     def _scored_prompt(self, delta: Delta) -> PromptInfo | None:
-        """What is shown of the prompt, with its log-probabilities if they came with this delta."""
+        """The prompt as it is shown, with its log-probabilities if they came with this delta."""
         found = delta.prompt_logprobs
         if found is None or not (self._echoes or self._scores):
             return self._prompt
@@ -192,7 +192,7 @@ class Caller:
 
 @dataclass(slots=True)
 class PromptProgress:
-    """What has been counted for one prompt.
+    """Counts for one prompt.
 
     Attributes:
         output_tokens: of all its sequences.
@@ -226,7 +226,7 @@ class PromptProgress:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One HTTP request to generate text. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
+    """An HTTP request to generate text. Choice `prompt * n + index` is sequence `index` of prompt `prompt`.
 
     Attributes:
         request: what the client asks for.
@@ -307,7 +307,7 @@ class Job:
         )
 
     def charged(self, weights: str) -> TokenUsage:
-        """What its tenant is charged for here, until now: not for what another server has charged before the request came."""
+        """The charge to its tenant here, until now: not for what another server has charged before the request came."""
         read: Counter[str] = Counter()
         for progress in self.progress:
             if progress.cache_report is not None:
@@ -319,7 +319,7 @@ class Job:
         return TokenUsage(prompt[0], output, prompt[1], reasoning, dict(read), self.head.model, weights)
 
     def cache_report(self) -> dict[str, Any] | Sequence[dict[str, Any]] | None:
-        """What the client asked for: one report for one prompt, else a list in the prompts' order."""
+        """The cache report that the client asked for: one report for one prompt, else a list in the prompts' order."""
         # The dashboard may have asked for a report that the client did not ask for.
         if not self.request.cache_report:
             return None

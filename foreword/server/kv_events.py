@@ -175,7 +175,7 @@ DEVICE: Final = PublisherPlace(DEVICE_MEDIUM)
 
 
 class _KnownBlock(NamedTuple):
-    """One block as it was stored on the device."""
+    """A block as it was stored on the device."""
 
     parent: bytes
     tokens: Sequence[int]

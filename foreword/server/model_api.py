@@ -70,7 +70,7 @@ def add_routes(routes: Routes[Handler], context: ServerContext) -> None:
     # A model's name may contain slashes.
     @routes.add("GET", "/v1/models/{name:path}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="models")
     async def model(call: Call) -> Reply:
-        """One model."""
+        """A model."""
         if not call.names["name"]:  # a slash too many
             return await models(call)
         engine = context.admission.engine()

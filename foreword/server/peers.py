@@ -32,7 +32,7 @@ _LOOPBACK = ("127.0.0.0/8", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class PeerRule:
-    """One entry of the allow-list: a network or a pattern of names, at one port or at any; or a folder of Unix sockets."""
+    """An entry of the allow-list: a network or a pattern of names, at one port or at any; or a folder of Unix sockets."""
 
     network: _Network | None = None
     names: re.Pattern[str] | None = None

@@ -191,7 +191,7 @@ def _check_tools(request: GenerateRequest, formats: AnswerFormats) -> None:
 def _structured(
     request: GenerateRequest, formats: AnswerFormats, tokenizer: Tokenizer, reasoning_open: bool
 ) -> StructuredOutput | None:
-    """What the text must match: a call of a tool, or what the client asks for."""
+    """The format that the text must match: a call of a tool, or what the client asks for."""
     if request.tools and request.tool_choice.mode in ("required", "named"):
         return forced_calls(
             request.tools,

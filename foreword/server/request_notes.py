@@ -119,7 +119,7 @@ class RecentRequests:
                 self._kept.append((job.owner, self._describe(job, prompt, started)))
 
     def _describe(self, job: Job, prompt: int, started: float) -> dict[str, Any]:
-        """One prompt as JSON. `finish_reason` is `abort` if the client disconnected; `ttft` is None without a token."""
+        """A prompt as JSON. `finish_reason` is `abort` if the client disconnected; `ttft` is None without a token."""
         request, progress, now = job.requests[prompt], job.progress[prompt], time.monotonic()
         first, report = progress.first_token_at, progress.cache_report
         return {

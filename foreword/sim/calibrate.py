@@ -50,7 +50,7 @@ _LEFT_OUT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSetup:
-    """What to measure.
+    """Settings of a calibration.
 
     Attributes:
         stores: URLs of stores; by default memory and a temporary folder.
@@ -76,7 +76,8 @@ class CalibrationSetup:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One step: prefilled tokens, pairs of them with tokens before them, decoding sequences, and their total context."""
+    """A measured step: prefilled tokens, pairs of them with tokens before them, decoding sequences, and their total
+    context."""
 
     tokens: float
     pairs: float

@@ -168,7 +168,7 @@ class FleetSpec:
             self.of(name)
 
     def at_most(self, tokens: int) -> FleetSpec:
-        """The same with no memory of more than this number of tokens."""
+        """These costs with no memory of more than this number of tokens."""
         names = ("device_tokens", "host_tokens", "disk_tokens", "shared_tokens")
         return replace(self, **{name: min(getattr(self, name), tokens) for name in names})
 

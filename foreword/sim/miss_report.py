@@ -40,7 +40,7 @@ class ExplainedRequest:
 
 @dataclass(slots=True)
 class CauseSummary:
-    """One cause.
+    """A cause.
 
     Attributes:
         computed_tokens: prompt tokens that its requests computed. `saved_tokens`: those that are cached without it.
@@ -132,7 +132,7 @@ def _count(fields: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _prefix_hashes(tokens: Sequence[int]) -> list[int]:
-    """One number per full block; equal numbers mean equal prefixes."""
+    """Hashes, one per full block; equal numbers mean equal prefixes."""
     found, before = [], 0
     for start in range(0, len(tokens) - _BLOCK + 1, _BLOCK):
         before = hash((before, *tokens[start : start + _BLOCK]))

@@ -30,7 +30,7 @@ AXES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class SimulationCase:
-    """One simulation. `name` distinguishes it from the others."""
+    """A simulation. `name` distinguishes it from the others."""
 
     name: str
     spec: FleetSpec

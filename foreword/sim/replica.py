@@ -32,7 +32,7 @@ class ReplicaTotals:
 
 
 class SimulatedReplica:
-    """One replica. The simulation calls `begin` when it is idle and `end` at the time `ends_at`.
+    """A replica. The simulation calls `begin` when it is idle and `end` at the time `ends_at`.
 
     Attributes:
         step: the step that is being computed; None while idle.
@@ -173,7 +173,7 @@ class SimulatedReplica:
             self._finish(sequence, tokens, now)
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
-        """Of a step with these chunks."""
+        """Seconds of a step with these chunks."""
         costs = self._costs
         prefilled = pairs = decoding = context = 0
         for chunk in chunks:

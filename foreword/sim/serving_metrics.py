@@ -200,7 +200,7 @@ def calibrate(series: Mapping[str, Sequence[Snapshot]], max_batch_tokens: int) -
 
 
 class _Period:
-    """What the counters of an engine did between the first and the last of some snapshots."""
+    """Differences of an engine's counters between the first and the last of some snapshots."""
 
     def __init__(self, snapshots: Sequence[Snapshot]) -> None:
         self._snapshots = snapshots

@@ -82,7 +82,7 @@ class SimulatedLoad:
 
 
 class KnownCosts(FixedCosts):
-    """What a load from each tier takes besides its bytes, as it is known beforehand."""
+    """Fixed costs of a load from each tier, besides its bytes, as they are known beforehand."""
 
     measures = False
 

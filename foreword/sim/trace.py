@@ -117,7 +117,7 @@ _MOST_SECONDS: Final = 1e11
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request.
+    """A request.
 
     Attributes:
         arrival: seconds since the trace began.
@@ -207,7 +207,7 @@ def multiplied(trace: Sequence[TraceRequest], copies: int, *, seed: int = 1) -> 
 
 
 def sampled(trace: Sequence[TraceRequest], parts: int, *, seed: int = 1) -> list[TraceRequest]:
-    """One of `parts` parts of a trace, for as many times fewer replicas: whole sessions.
+    """A part of a trace, one of `parts`, for as many times fewer replicas: whole sessions.
 
     Of sessions with about as many tokens, in the order of their arrival, every `parts`-th is taken, so that the sample has its
     share of the work at each time: drawn one by one, sessions would bring a small sample more bursts than the whole has.

@@ -175,8 +175,8 @@ class Store(Protocol):
 
     @property
     def pin_epoch(self) -> int:
-        """Another number each time that pins may have been lost, and be set again from what says that blocks are kept. 0 from a
-        store that loses none. Never blocks for long and never raises."""
+        """The epoch of pins: another number each time that pins may have been lost, and be set again from what says that
+        blocks are kept. 0 from a store that loses none. Never blocks for long and never raises."""
         return 0
 
     def lookup(self, names: Sequence[Name], *, deadline: float) -> int:

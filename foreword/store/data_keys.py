@@ -90,8 +90,8 @@ class DataKey:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one key: itself if there is one, until when that counts, when the key store last said so, and whether it
-    is one of this key store that has ended."""
+    """Knowledge of one key: itself if there is one, until when that counts, when the key store last said so, and whether it is
+    one of this key store that has ended."""
 
     key: DataKey | None
     until: float
@@ -544,7 +544,7 @@ def tenant_of_salt(salt: bytes) -> bytes:
 
 
 def _family(tenant: bytes) -> str:
-    """What the record keys of all generations of a tenant begin with."""
+    """The start of the record keys of all generations of a tenant."""
     return f"{tenant[:-GENERATION_BYTES].hex()}/"
 
 

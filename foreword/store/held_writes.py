@@ -14,7 +14,7 @@ from foreword.store.frame import Frame
 
 
 class HeldWrites:
-    """What one tier is to get. Not thread-safe.
+    """Blocks that wait for one tier. Not thread-safe.
 
     Args:
         most: bytes that may wait.
@@ -30,7 +30,7 @@ class HeldWrites:
         return len(self._sizes)
 
     def add(self, frames: Sequence[Frame]) -> None:
-        """These blocks wait, behind those that wait already."""
+        """Let these blocks wait, behind those that wait already."""
         for frame in frames:
             self._bytes += len(frame.data) - self._sizes.get(frame.name, 0)
             self._sizes[frame.name] = len(frame.data)
@@ -48,7 +48,7 @@ class HeldWrites:
         return taken
 
     def drop(self, chosen: Callable[[Name], bool]) -> None:
-        """These blocks are not needed."""
+        """Drop these blocks, which are not needed."""
         names = [name for name in self._sizes if chosen(name)]
         self._bytes -= sum(self._sizes.pop(name) for name in names)
         if names:

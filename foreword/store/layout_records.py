@@ -36,7 +36,7 @@ class LayoutRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def digest(self) -> bytes:
-        """What names the model's KV."""
+        """The digest that names the model's KV."""
         return bytes.fromhex(self.layout["model"])
 
     @property

@@ -128,7 +128,7 @@ class MasterKeys:
 
 
 def _output(command: list[str]) -> str:
-    """What a command prints, within limits of time and length. Raises ConfigError without repeating it.
+    """The output of a command, within limits of time and length. Raises ConfigError without repeating it.
 
     The command leads a process group. On every way out but success the whole group is killed: a shell is rarely what hangs.
     """
@@ -160,7 +160,7 @@ def _output(command: list[str]) -> str:
 
 
 def _read_limited(process: int, handle: int, deadline: float) -> bytes | None:
-    """What a process has printed when it has ended, though it is not reaped; None if it prints too much or takes too long.
+    """The output of a process when it has ended, though it is not reaped; None if it prints too much or takes too long.
 
     Its children may keep the output open, and not all of them are of its group: nothing here waits for the end of the output.
     """

@@ -329,7 +329,7 @@ def _encrypted(frame: Frame, key: DataKey) -> Frame:
 
 
 def _part(name: Name) -> bytes:
-    """What an encrypted frame's key is derived from, besides the data key."""
+    """The input from which an encrypted frame's key is derived, besides the data key."""
     return b"frame" + name[:PREFIX_BYTES] + bytes([name[PREFIX_BYTES] % _PARTS])
 
 

@@ -48,7 +48,7 @@ _MAX_LOGGED: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class RecordKind(Generic[Shared]):
-    """One kind of record.
+    """A kind of record.
 
     Attributes:
         folder: the first part of the record keys.
@@ -102,12 +102,12 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 
 def leave(tier: StoreTier, error: StoreError) -> None:
-    """What cannot be read is left, for the next scan."""
+    """Leave an unreadable record for the next scan."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundRecords(Generic[Shared]):
-    """What a scan found, by record key.
+    """Records that a scan found, by record key.
 
     Attributes:
         values: sound records whose time is not over, without those that were not to be read.

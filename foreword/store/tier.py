@@ -73,7 +73,7 @@ _LOOKED_AGAIN: Final = 16  # damaged blocks are read again in batches of this si
 
 
 class StoreTier:
-    """One store of a tiered store, with its counters, circuit breaker, threads and measured read rate.
+    """A store of a tiered store, with its counters, circuit breaker, threads and measured read rate.
 
     Calls of a store that may block are made on the tier's own threads, and the caller waits until shortly after the deadline.
     A call that has not returned then is a failure. While one is hung, the tier is skipped, and a thread of its own probes it.
@@ -248,7 +248,7 @@ class StoreTier:
         return count, self._count_known(bool(count), started)
 
     def known(self, names: Sequence[Name]) -> tuple[list[bool], LookupOutcome] | None:
-        """What `present` would find, if the store knows it by itself; None if a call must tell."""
+        """The blocks that `present` would find, if the store knows it by itself; None if a call must tell."""
         started = time.perf_counter()
         told = self._told(names)
         if None in told:
@@ -257,8 +257,8 @@ class StoreTier:
         return present, self._count_known(any(present), started)
 
     def _told(self, names: Sequence[Name]) -> Sequence[bool | None]:
-        """What the store knows by itself. Nothing while the tier is suspended or its calls fail: then a lookup counts why it
-        finds nothing, or is the trial call of the circuit breaker."""
+        """Answers that the store gives by itself. None while the tier is suspended or its calls fail: a lookup then counts why
+        it finds nothing, or is the trial call of the circuit breaker."""
         if self.suspended or not self.breaker.closed or self._threads.hung or self._threads.overdue:
             return [None] * len(names)
         try:
@@ -608,7 +608,7 @@ class StoreTier:
             log.warning("tier %s %s: %s", self.label, what, refusal.message)
 
     def _present(self, names: Sequence[Name], deadline: float) -> list[Name]:
-        """Those of `names` that the store has. Empty if the store fails: then nothing is reported as stored."""
+        """The `names` that the store has. Empty if the store fails: then nothing is reported as stored."""
         present: list[Name] = []
         with contextlib.suppress(StoreError):
             known = self.store.present(names, deadline=deadline)
@@ -626,7 +626,7 @@ class StoreTier:
         return count
 
     def drop_held(self, chosen: Callable[[Name], bool], deadline: float) -> None:
-        """Of what is held back, do not write these, after what is being written now. Raises StoreTimeout."""
+        """Drop these blocks of what is held back, after what is being written now. Raises StoreTimeout."""
         if self.held is None:
             return
         if not self._writing_held.acquire(timeout=max(deadline - time.monotonic(), 0.0)):

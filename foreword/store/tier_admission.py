@@ -23,7 +23,7 @@ _REMEMBERED: Final = 1 << 18  # blocks of a generation, of which there are two: 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRule:
-    """What a tier takes.
+    """The rule of which blocks a tier takes.
 
     Attributes:
         admit: "every" block; a block at its "second" use; or blocks of "prompts", not those of answers.

@@ -53,7 +53,7 @@ class FetchedBlock:
 
 
 class TierSearch:
-    """One search in the tiers: how long it may take, and why it may have missed something. Used by one thread.
+    """A search in the tiers: how long it may take, and why it may have missed something. Used by one thread.
 
     Args:
         deadline: the end of all calls.

@@ -89,7 +89,7 @@ Opener = Callable[[StoreUrl, Layout | None], Store]
 
 
 class StoreType:
-    """One type of store. Subclasses set the attributes, implement `open`, and override what differs.
+    """A type of store. Subclasses set the attributes, implement `open`, and override what differs.
 
     Attributes:
         label: the default name of such a store in metrics.

@@ -22,7 +22,7 @@ _Utf8: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """What single tokens of a vocabulary stand for. Thread-safe.
+    """Texts of a vocabulary's single tokens. Thread-safe.
 
     Args:
         backend: a `tokenizers.Tokenizer`.

@@ -66,7 +66,7 @@ class StopFinder:
         return text[:answer] + shown, stop
 
     def close(self, text: str = "", *, counts: bool = True) -> tuple[str, str | None]:
-        """The same for the end of the stream: what was held back is returned, too."""
+        """End the stream: what was held back is returned, too. what was held back is returned, too."""
         shown, stop = self.push(text, counts=counts)
         if stop is None and self._reasoning is not None:  # it could have become reasoning
             self._reasoning = None

@@ -14,7 +14,7 @@ MAX_CHOICES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the generated text must match.
+    """The format that the generated text must match.
 
     Attributes:
         kind: `json_object` is any JSON object; `grammar` is in the Lark syntax of llguidance, or in EBNF.

@@ -84,7 +84,7 @@ class Tokenizer:
         return "".join(map(self.stream(()).push, tokens))
 
     def token_text(self, token: int) -> str:
-        """One token as text; bytes that are not a whole character become U+FFFD."""
+        """A token as text; bytes that are not a whole character become U+FFFD."""
         text = self.decode([token], skip_special_tokens=False)
         # SentencePiece decoders drop the leading space at the start of a text.
         piece = self._backend.id_to_token(token) or ""

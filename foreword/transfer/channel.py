@@ -22,7 +22,7 @@ _BATCH_MESSAGES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class QueuedMessage:
-    """One message.
+    """A message.
 
     Attributes:
         sent: called once, when the buffers are not read any more, whether or not the message was sent.

@@ -39,7 +39,7 @@ _SLOWEST: Final = 8 << 20
 
 
 class _Fetch:
-    """One request. Buffers are written under `lock`, and only before the request is done."""
+    """A request. Buffers are written under `lock`, and only before the request is done."""
 
     def __init__(self, buffers: Sequence[memoryview] = ()) -> None:
         self.buffers = buffers

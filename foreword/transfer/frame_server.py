@@ -123,7 +123,7 @@ class FrameServer:
                 self._slots.give(slots)
 
     def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
-        """One batch, from memory where possible: that does not disturb the engine."""
+        """A batch, from memory where possible: that does not disturb the engine."""
         buffers = [self._staging.buffer(slot) for slot in slots]
         frames: list[Buffer | None] = [None] * len(names)
         for store in self._memory:

@@ -65,7 +65,7 @@ Kind = TypeVar("Kind", bound=TransferMessage)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this instance brings to the handshake.
+    """This instance's part of the handshake.
 
     Attributes:
         secrets: a server accepts any of them; a client has the one that it proves. An empty one only among local peers.

@@ -88,7 +88,7 @@ class Received:
 
 
 class Link(ABC):
-    """One stream socket for messages, and a way to move payloads that each kind of link defines.
+    """A stream socket for messages, and a way to move payloads that each kind of link defines.
 
     Deadlines are times of `time.monotonic()`. Methods raise TransferTimeout when a deadline passes, TransferUnavailable after
     the peer or this side has closed, and BadMessage for bytes that are not a message. After any of them, except a

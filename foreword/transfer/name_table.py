@@ -102,7 +102,7 @@ class NamesElsewhere:
         self._buckets = 0
 
     def known(self, names: Sequence[Name]) -> list[bool | None]:
-        """Of each name whether the store has it; None: not known."""
+        """Whether the store has each name; None: not known."""
         cells, buckets = self._open()
         if cells is None or buckets == _CLOSED:
             return [None] * len(names)

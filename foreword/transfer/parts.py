@@ -88,7 +88,7 @@ class ReceivedParts:
         self._tokens: list[dict[int, int]] = [{} for _ in layout.layers]
 
     def find_fault(self, part: KVPart, payload: int) -> str | None:
-        """What is wrong with a part of `payload` bytes, in words; None if it is right."""
+        """The fault of a part of `payload` bytes, in words; None if it is right."""
         size = self.layout.block_size
         if not part.layers or part.first_layer + part.layers > len(self.layout.layers):
             return f"layers {part.first_layer} to {part.first_layer + part.layers - 1} are not in the layout"
@@ -115,7 +115,7 @@ class ReceivedParts:
             self._tokens[layer].update(arrived)
 
     def find_gap(self, tokens: int) -> str | None:
-        """What is missing of the KV of `tokens` tokens, in words; None if all blocks after the first `have` have arrived."""
+        """The gap in the KV of `tokens` tokens, in words; None if all blocks after the first `have` have arrived."""
         size = self.layout.block_size
         full, rest = divmod(tokens, size)
         for layer, arrived in enumerate(self._tokens):

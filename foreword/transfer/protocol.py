@@ -73,7 +73,7 @@ EXTERNAL: Final = frozenset({_Event.BROKEN, _Event.GONE, _Event.DEADLINE})
 
 
 class Action(StrEnum):
-    """What the caller must do after an event, in this order."""
+    """An action that the caller must do after an event, in this order."""
 
     SEND_ACCEPT = "send Accept"
     SEND_REFUSE = "send Refuse"

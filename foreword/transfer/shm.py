@@ -175,7 +175,7 @@ class MappedSegment:
 
     @property
     def released(self) -> memoryview:
-        """One uint64, written and read as a whole: how far the segment's owner has released the peer's ring."""
+        """A uint64, written and read as a whole: how far the segment's owner has released the peer's ring."""
         return memoryview(self.memory)[_RELEASED_AT : _RELEASED_AT + 8].cast("Q")
 
 

@@ -189,7 +189,7 @@ class SocketStream:
         self._spare = self._ahead[:0]
 
     def begin(self, deadline: float) -> None:
-        """What precedes the handshake of the transfer protocol."""
+        """Bytes that precede the handshake of the transfer protocol."""
 
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all bytes of all buffers. Raises TransferTimeout, TransferUnavailable.
@@ -208,7 +208,7 @@ class SocketStream:
             self._send_until(piece, sum(map(len, piece)), deadline, 0.0, deadline)
 
     def _pieces(self, buffers: Sequence[Buffer]) -> Iterable[Sequence[Buffer]]:
-        """What goes over the wire."""
+        """Buffers that go over the wire."""
         return (buffers,)
 
     def _send_until(

@@ -137,7 +137,7 @@ class EndpointStatus:
 
 
 class TransferEndpoint:
-    """One per instance. Thread-safe.
+    """An endpoint, one per instance. Thread-safe.
 
     Args:
         config: see `TransferConfig`.

@@ -52,8 +52,8 @@ _EVENTS: dict[type[TransferMessage], TransferEvent] = {
 
 
 class TransferService:
-    """What an instance does for its peers, and is notified of. An engine's service extends it; as it is, it refuses every
-    request and has no blocks, and serves an instance that only fetches.
+    """An instance's service for its peers. An engine's service extends it; as it is, it refuses every request and has no
+    blocks, and serves an instance that only fetches.
 
     Calls come on a connection's reader thread, one at a time per connection, or on the clock's, and must be quick: nothing else
     is read from that peer meanwhile. Copying a part is quick; waiting for a step of the engine is not. Answers (`accept`,
@@ -117,7 +117,7 @@ class TransferService:
 
 
 class TransferSide:
-    """What both sides have in common.
+    """The common part of both sides.
 
     Attributes:
         channel: sends to the peer.

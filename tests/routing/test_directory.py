@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from hashlib import sha256
 from typing import Any
 
@@ -237,6 +238,28 @@ def test_memory_of_removed_replicas_is_freed() -> None:
     directory.scrub(100_000)
     assert len(directory) == directory.blocks("a") == 10
     assert directory.lookup(keys).of("a")[0] == 10
+
+
+@pytest.mark.parametrize("how", ["removed", "cleared"])
+def test_blocks_that_have_left_take_no_memory(how: str) -> None:
+    """The memory of a table follows the blocks that replicas hold, not those that they have held since it began."""
+    directory = Directory(48 * 20_000)
+    tracemalloc.start()
+    try:
+        sizes = []
+        for number in range(24):
+            keys = chain(1000 * number, 500)
+            directory.stored("a", CacheTier.DEVICE, None, keys)
+            if how == "removed":
+                directory.removed("a", CacheTier.DEVICE, keys)
+            else:
+                directory.cleared("a")
+                directory.scrub(20_000)
+            del keys
+            sizes.append(tracemalloc.get_traced_memory()[0])
+        assert sizes[-1] - sizes[3] < 100_000, "12,000 blocks have left 90 bytes each"
+    finally:
+        tracemalloc.stop()
 
 
 def test_inconsistent_events_are_no_errors() -> None:

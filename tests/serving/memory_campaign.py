@@ -143,7 +143,9 @@ class _Client:
 
 
 class _Gateway:
-    """Asks the picker as Envoy does, and tells it how the replica's answer ended."""
+    """Asks the picker as Envoy does, and tells it how the replica's answer ended. Streams end in order, as Envoy's do, but for
+    those of clients that leave: of each cancelled stream gRPC's core keeps 30 to 90 bytes (1.85, also in a server that does
+    nothing else)."""
 
     def __init__(self, port: int) -> None:
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
@@ -175,19 +177,16 @@ class _Gateway:
             async for answer in call:
                 if answer.HasField("immediate_response"):
                     found = str(answer.immediate_response.status.code)
-                    break
-                if answer.HasField("response_body"):
-                    break
                 if answer.HasField("request_body") or (not request.body and answer.HasField("request_headers")):
                     found = "picked"
                     picked.put_nowait(True)
                     if request.leaves:
+                        call.cancel()
                         break
         except grpc.aio.AioRpcError as error:
             found = str(error.code())
         finally:
             picked.put_nowait(False)
-            call.cancel()
         row.statuses[f"{request.kind} {found}"] += 1
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ _LAST: Final = frozenset(("message_stop", "response.completed", "response.incomp
 
 
 class UsageCounts(NamedTuple):
-    """What an answer says of its tokens; None where it does not."""
+    """Token counts that an answer names; None where it does not."""
 
     cached: int | None = None
     output: int | None = None
@@ -68,7 +68,7 @@ class UsageCounts(NamedTuple):
 
     @property
     def usage(self) -> TokenUsage:
-        """What is not known is none."""
+        """The counts of a usage; unknown ones are 0."""
         return TokenUsage(self.prompt or 0, self.output or 0, self.cached or 0, self.reasoning or 0)
 
 
@@ -139,7 +139,7 @@ class _Odds(_Alternative):
 
 
 class Logprobs(Struct):
-    """Of a chat: `content`. Of a completion: lists of one entry per token, the first of a prompt without a value."""
+    """Log-probabilities of a chat: `content`. Of a completion: an entry per token, the first of a prompt without a value."""
 
     content: list[_Odds] | None = None
     tokens: list[str] = []
@@ -148,7 +148,7 @@ class Logprobs(Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def entries(self) -> tuple[TokenEntry, ...]:
-        """One per token. Raises ReplicaFailed for lists that do not match."""
+        """Entries, one per token. Raises ReplicaFailed for lists that do not match."""
         if self.content is not None:
             others = (tuple((o.token, o.logprob, _raw(o)) for o in one.top_logprobs or ()) for one in self.content)
             pairs = zip(self.content, others, strict=True)
@@ -194,7 +194,7 @@ class AnswerChoice(Struct, gc=False):
 
 
 class AnswerChunk(Struct, gc=False):
-    """What one event says, or a whole body. Of events of other dialects only what counts."""
+    """The content of one event, or of a whole body. Of events of other dialects only what counts."""
 
     choices: list[AnswerChoice] | UnsetType | None = UNSET
     usage: _Usage | UnsetType | None = UNSET
@@ -342,7 +342,7 @@ class AnswerReader:
         self.counts = UsageCounts(*(old if new is None else new for old, new in zip(self.counts, found, strict=True)))
 
     def _event(self, chunk: AnswerChunk, kind: str) -> None:
-        """Of responses and messages."""
+        """Log-probabilities in events of responses and messages."""
         self.begun = self.begun or kind.endswith("delta")
         self.ended = kind in _LAST
         if self.ended:

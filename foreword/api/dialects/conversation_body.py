@@ -193,7 +193,7 @@ def openai_ttl(ttl: str, path: str) -> float:
 def part_breakpoints(
     parts: Sequence[Part], path: str, options: CacheOptions | None
 ) -> Iterator[CacheBreakpoint | None]:
-    """Of parts with a mark of either kind. Raises BadRequest."""
+    """Breakpoints of message parts with a mark of either kind. Raises BadRequest."""
     for part in parts:
         yield breakpoint_of(part.cache_control, path)
         explicit = part.prompt_cache_breakpoint
@@ -203,7 +203,7 @@ def part_breakpoints(
 
 
 def longest(breakpoints: Iterable[CacheBreakpoint | None]) -> CacheBreakpoint | None:
-    """Of several breakpoints in one message, the one with the longest ttl."""
+    """The breakpoint with the longest ttl, of several in one message."""
     return max((one for one in breakpoints if one is not None), key=lambda one: one.ttl, default=None)
 
 

@@ -40,7 +40,7 @@ def continued(request: GenerateRequest, earlier: Sequence[Message]) -> GenerateR
 
 
 def conversation(request: GenerateRequest, answer: ChoiceOutput) -> tuple[Message, ...]:
-    """What a later request continues: the messages without instructions, and the answer."""
+    """The part of a request that a later one continues: the messages without instructions, and the answer."""
     calls = tuple(ToolCall(block.id, block.name, block.text or "{}") for block in answer.calls)
     said = Message("assistant", answer.joined("text"), tool_calls=calls, reasoning=answer.joined("reasoning"))
     return followed(request, (said,))

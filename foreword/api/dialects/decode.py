@@ -67,7 +67,7 @@ _LOGGED_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a body may contain.
+    """Limits of a body's content.
 
     Attributes:
         body_bytes: of the whole body. text_bytes: of one without images.
@@ -303,7 +303,7 @@ def _complaint(text: str, path: str) -> str:
 
 
 def _given(raw: bytes, path: str) -> str:
-    """What the client sent, if it is short and no object or array."""
+    """The value that the client sent, if it is short and no object or array."""
     if len(raw) > _LOGGED_BYTES:
         return ""
     value: Any = raw

@@ -38,7 +38,7 @@ _BOOLEANS: Final = {
 def read_foreign(
     parse: Callable[[bytes, Limits], GenerateRequest], body: ClientBody, limits: Limits, refusal: BadRequest
 ) -> GenerateRequest:
-    """What `parse` has refused. Raises BadRequest if the router cannot do without what is wrong."""
+    """Read a body that `parse` has refused. Raises BadRequest if the router cannot do without what is wrong."""
     fields: dict[str, Any] = dict(body.fields)
     error, refused = refusal, set[str]()
     for _ in range(_MOST):

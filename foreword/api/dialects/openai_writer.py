@@ -127,7 +127,7 @@ class OpenAIWriter(BaseWriter, ABC):
         """A choice of a response that is not streamed."""
 
     def _beside(self, prompt: PromptInfo) -> dict[str, Any]:
-        """What stands beside the choices of a prompt."""
+        """Fields beside the choices of a prompt."""
         return {}
 
 

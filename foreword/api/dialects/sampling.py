@@ -192,7 +192,7 @@ def _is_neutral(value: Raw, neutral: tuple[Any, ...]) -> bool:
 
 
 def common_sampling(body: CommonFields, **more: Any) -> dict[str, Any]:
-    """Those of these fields of `SamplingParams` that the client gave."""
+    """Sampling fields that the client gave, of those that all dialects have."""
     given = {
         "temperature": body.temperature,
         "top_k": 0 if body.top_k == -1 else body.top_k,
@@ -205,7 +205,7 @@ def common_sampling(body: CommonFields, **more: Any) -> dict[str, Any]:
 
 
 def openai_sampling(body: OpenAIFields, limits: Limits, **more: Any) -> dict[str, Any]:
-    """The same of OpenAI's dialects. Raises BadRequest."""
+    """Sampling fields that the client gave, of OpenAI's dialects. Raises BadRequest."""
     check_length(body.stop_token_ids or (), limits.stop_tokens, "stop_token_ids")
     check_length(body.logit_bias or (), limits.biases, "logit_bias")
     return common_sampling(
@@ -316,7 +316,7 @@ def common(body: SamplingBody, limits: Limits) -> dict[str, Any]:
 
 
 def output_format(body: SamplingBody, limits: Limits) -> OutputFormat | None:
-    """What the text must match, from whichever field says it. Raises BadRequest."""
+    """The format that the text must match, from whichever field says it. Raises BadRequest."""
     found = [
         (name, one)
         for name, one in (

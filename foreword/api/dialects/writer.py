@@ -35,7 +35,7 @@ to_json: Final = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What identifies a response. `id` includes the dialect's prefix."""
+    """Identifiers of a response. `id` includes the dialect's prefix."""
 
     id: str
     model: str
@@ -62,7 +62,7 @@ class Block:
 
 @dataclass(slots=True)
 class ChoiceOutput:
-    """What one choice has so far."""
+    """Output of one choice so far."""
 
     blocks: list[Block] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

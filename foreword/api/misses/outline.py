@@ -201,7 +201,7 @@ class CallOutline:
 
 @dataclass(frozen=True, slots=True)
 class MessageOutline:
-    """One message, or a prompt of `completions`.
+    """A message, or a prompt of `completions`.
 
     Attributes:
         content: of the text without white space at its ends.
@@ -222,7 +222,7 @@ class MessageOutline:
 
     @property
     def answer(self) -> tuple[int, tuple[int, ...]]:
-        """What makes two answers the same, however their reasoning and JSON are written."""
+        """The key by which two answers are equal, however their reasoning and JSON are written."""
         return self.content, tuple(call.canonical for call in self.calls)
 
 
@@ -236,7 +236,7 @@ class ToolOutline:
 
 @dataclass(eq=False)
 class Conversation:
-    """One request as hashes, and what became known of it later.
+    """A request as hashes, and what became known of it later.
 
     Attributes:
         tenant: conversations of different tenants are never compared.

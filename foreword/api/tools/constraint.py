@@ -37,7 +37,7 @@ def forced_calls(
 
 
 def after_reasoning(output: StructuredOutput, formats: AnswerFormats, token_id: TokenId) -> StructuredOutput:
-    """The same output behind reasoning that the prompt has opened. Only for JSON, which grammars can contain."""
+    """This output behind reasoning that the prompt has opened. Only for JSON, which grammars can contain."""
     if output.kind not in ("json_object", "json_schema"):
         return output
     schema = {"type": "object"} if output.kind == "json_object" else output.value

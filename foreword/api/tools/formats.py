@@ -56,7 +56,7 @@ def call_objects(tools: Sequence[Tool], key: str) -> str:
 
 
 def more_calls(separator: str, call: str, parallel: bool) -> str:
-    """What follows the first call where there may be several."""
+    """The grammar behind the first call where there may be several."""
     return f" ({separator} {call}){{0,{_MOST_CALLS - 1}}}" if parallel else ""
 
 

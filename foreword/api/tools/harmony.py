@@ -56,7 +56,7 @@ class Harmony(ToolFormat):
                 head = yield from _message(reader, pieces, head)
 
     def grammar(self, tools: Sequence[Tool], marker: Markers, parallel: bool) -> str:
-        """One call, which may follow an analysis. The token that ends a call ends the answer."""
+        """A call, which may follow an analysis. The token that ends a call ends the answer."""
         channel, message = marker(HARMONY_CHANNEL), marker(HARMONY_MESSAGE)
         again = f'{marker(HARMONY_END)} {marker(HARMONY_START)} "assistant"'
         lines = [
@@ -73,7 +73,7 @@ class Harmony(ToolFormat):
 
 
 def _message(reader: TextReader, pieces: PieceCollector, head: str) -> Reading[str]:
-    """One message of which `head` was read already. Gives the start of the next one if its marker ended this one."""
+    """A message of which `head` was read already. Gives the start of the next one if its marker ended this one."""
     try:
         header = yield from _header(reader, head)
     except Malformed:

@@ -65,7 +65,7 @@ class JsonCalls:
         self.pieces.call(name)
 
     def object(self, names: Collection[str] | None = None) -> Reading[None]:
-        """One call. Fields other than name and arguments are ignored. Names not in `names` are malformed."""
+        """A call. Fields other than name and arguments are ignored. Names not in `names` are malformed."""
         reader = self.reader
         yield from reader.expect("{")
         name: str | None = None

@@ -104,7 +104,7 @@ def _piece(kind: type[Text | Reasoning] | int, texts: list[str]) -> Piece:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same pieces, with consecutive ones of one kind made one."""
+    """These pieces, with consecutive ones of one kind made one."""
     result: list[Piece] = []
     for key, group in itertools.groupby(pieces, lambda piece: (type(piece), getattr(piece, "index", None))):
         same = list(group)
@@ -153,7 +153,7 @@ class TextReader:
         self._recorded = None
 
     def recorded(self) -> str:
-        """What was read since `record()`; ends the record."""
+        """The text read since `record()`; ends the record."""
         text, self._recorded = "".join(self._recorded or ()), None
         return text
 

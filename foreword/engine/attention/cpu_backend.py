@@ -153,7 +153,7 @@ class CpuLayers:
         return self._choice.compiled(layer, attention_bucket(*metadata.work))
 
     def layer(self, number: int, heads: int) -> AttentionLayer:
-        """One layer with that many query heads; the caller sets its parameters."""
+        """A layer with that many query heads; the caller sets its parameters."""
         struct = self._structs.get((number, heads))
         if struct is None:
             paged = self._layers[number]

@@ -60,7 +60,7 @@ class QueryChunk:
 
 
 class AttentionMetadata:
-    """What all layers of one step share.
+    """Metadata that all layers of one step share.
 
     Attributes:
         prefills: chunks of several tokens.

@@ -47,8 +47,8 @@ def sharing_pays(layers: Mapping[int, PagedLayer]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """What the kernels read of a step, as one array: the slots of its tokens, the tiles of its decoding sequences, the groups
-    that share a prefix, the block tables, the members of the groups.
+    """Metadata of a step that the kernels read, as one array: the slots of its tokens, the tiles of its decoding sequences,
+    the groups that share a prefix, the block tables, the members of the groups.
 
     Attributes:
         table_at: where each table starts.

@@ -76,7 +76,7 @@ class AttentionTasks(Structure):
 
 
 class AttentionLayer(Structure):
-    """One layer's paged tensors and how it attends (attention.h)."""
+    """A layer's paged tensors and how it attends (attention.h)."""
 
     _fields_ = _fields("k v sinks", "kv_heads group key_dim value_dim", "scale softcap")
 
@@ -110,7 +110,7 @@ def layer_pointers(decoders: Sequence[DecoderLayer]) -> DecoderLayers:
 
 
 class DecoderStep(Structure):
-    """What a decoder layer computes in one step (decoder.h). `memory` is what it points to."""
+    """Arguments of a decoder layer in one step (decoder.h). `memory` is what it points to."""
 
     _fields_ = [
         ("tasks", POINTER(AttentionTasks)),

@@ -47,7 +47,7 @@ def attend_kernel(
     ROWS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr,
     REST: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile, one KV head, one share of the keys. Grid: (tiles, kv_heads, shares).
+    """Attend in one tile, one KV head, one share of the keys. Grid: (tiles, kv_heads, shares).
 
     Row `i` of the tile is token `i // GROUP` and query head `i % GROUP` of the KV head. PARTS: tiles have one token, and
     results are merged: share `s` of tile `t` and head `h` is part `(t * heads + h) * parts_per_row + first_part + s` of

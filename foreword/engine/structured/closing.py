@@ -168,7 +168,7 @@ class ClosingPath:
             self._longest = min(_MAX_SYMBOLS, 512 + 4 * len(self.path))
 
     def copy(self) -> ClosingPath:
-        """The same at the same place, for another sequence."""
+        """A copy at the same place, for another sequence."""
         copy = object.__new__(ClosingPath)
         copy._matcher, copy._end, copy._examples = self._matcher.deep_copy(), self._end, self._examples
         copy._failures, copy._longest = self._failures, self._longest

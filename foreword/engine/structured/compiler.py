@@ -103,7 +103,7 @@ def _texts(schema: object) -> Iterator[tuple[int, str]]:
 
 
 def _in_lark(output: StructuredOutput) -> StructuredOutput:
-    """The same, if it is a grammar in EBNF in the other syntax. Raises BadRequest."""
+    """The grammar in Lark's syntax, if it is in EBNF. Raises BadRequest."""
     rules = len(_RULES.findall(_checked(output.value, "grammar"))) if output.kind == "grammar" else 0
     if not rules:
         return output

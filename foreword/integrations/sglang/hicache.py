@@ -350,7 +350,8 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
         return not problems
 
     def get_stats(self) -> Any:
-        """What was read and written since the last call, for SGLang's metrics; and those of the tiers, once a second."""
+        """Counts of pages read and written since the last call, for SGLang's metrics; and those of the tiers, once a
+        second."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         if time.monotonic() - self._shown > _METRICS_SECONDS:

@@ -29,7 +29,7 @@ _Name = Annotated[str, Meta(max_length=256)]
 
 
 class ToldOfSession(Struct):
-    """What a request says. Without an action it belongs to the session."""
+    """Fields of a request about its session. Without an action it belongs to the session."""
 
     session_id: _Name = ""
     action: Literal["", "open", "fork", "compact", "end", "list"] = ""
@@ -118,7 +118,7 @@ class ConnectorSessions:
         return bool(self._late or self._retired)
 
     def take_retired(self) -> list[RetiredBlocks]:
-        """What nothing continues since the last call, for the workers."""
+        """Blocks that nothing continues since the last call, for the workers."""
         late, self._late = self._late, []
         for tenant, alone in late:
             self._retire(tenant, alone)
@@ -126,7 +126,7 @@ class ConnectorSessions:
         return retired
 
     def _in_cache(self, ids: BlockIds) -> list[tuple[int, int, Any]]:
-        """Of each block in vLLM's own cache: the position of its end, its id, and vLLM's hash."""
+        """Whether each block is in vLLM's own cache: the position of its end, its id, and vLLM's hash."""
         if self.pool is None:
             return []
         blocks = self.pool.blocks
@@ -138,7 +138,7 @@ class ConnectorSessions:
         ]
 
     def _retire(self, tenant: str, alone: Alone) -> dict[str, int]:
-        """Have a tenant's blocks, given its digest, go first, or, where the client says so, at once. Returns their number."""
+        """Retire a tenant's blocks (by its digest): vLLM uses them first, or drops them now. Returns their number."""
         kept = {key for one in self._kept.of(tenant) for key in one.keys}
         keys = [key for key in alone.keys if key not in kept]  # keys are chained: without the first ones, if any
         if keys:
@@ -148,7 +148,7 @@ class ConnectorSessions:
         return {"device": freed, "stores": len(keys)}
 
     def _free(self, block_id: int, known: Any, *, drop: bool) -> bool:
-        """Have vLLM use a block that no request has before all others. `drop`: its KV is not found any more."""
+        """Free a block that no request has: vLLM uses it before all others. `drop`: its KV is not found any more."""
         block, queue = self.pool.blocks[block_id], self.pool.free_block_queue
         if block.block_hash != known or block.ref_cnt:
             return False  # it has another request's KV now, or is in use

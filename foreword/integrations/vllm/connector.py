@@ -158,7 +158,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @hook(lambda *_: None)
     def after_workers(self, compare: Callable[[], None]) -> None:
-        """It has called a method of its workers, which may have changed weights."""
+        """Notice that a method of the workers was called, which may have changed weights."""
         compare()
 
     @hook(lambda *_: (0, False))
@@ -249,8 +249,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         """Called for `reset_prefix_cache(reset_connector=True)`, which vLLM also does when it pauses or sleeps so that weights
         can be changed in place. A fingerprint of files does not change then, so this server stops using all KV that was saved
-        before. The stores keep it, for other servers and for this one after a restart.
-        """
+        before. The stores keep it, for other servers and for this one after a restart."""
         self._scheduler.reset()
         return True
 
@@ -271,8 +270,7 @@ class ForewordConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
         """True. vLLM sleeps only when no request has blocks, and it resets the connector before (`reset_cache`). Between the
-        two calls below, which vLLM 0.33 and later makes around it, nothing touches the KV cache.
-        """
+        two calls below, which vLLM 0.33 and later makes around it, nothing touches the KV cache."""
         return True
 
     @hook(lambda *_: None)

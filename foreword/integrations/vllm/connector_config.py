@@ -319,8 +319,7 @@ class KVCacheInfo:
 
     def limit(self, num_tokens: int) -> int:
         """How many of a prompt's tokens may be loaded. vLLM computes the last token of a prompt again. That would enter a
-        recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it.
-        """
+        recurrent state twice; and the token's own window or chunk may begin in a block that is not needed behind it."""
         return num_tokens - 1 if any(map(_needs_last_token, self.groups)) else num_tokens
 
     def layouts(self, rank: int) -> tuple[Layout, ...]:
@@ -385,7 +384,7 @@ class KVCacheInfo:
         return [[layout.fingerprint for layout in self.layouts(rank)] for rank in range(self.ranks)]
 
     def scope(self, salt: Salt) -> Scope:
-        """What determines the keys of a salt's chains."""
+        """The scope of the keys of a salt's chains."""
         return Scope(self.model, self.key_size, salt)
 
 

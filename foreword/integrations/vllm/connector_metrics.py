@@ -57,7 +57,7 @@ _LOAD_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 1
 
 
 class FoundEnd(StrEnum):
-    """What became of tokens that a lookup has found.
+    """The end of tokens that a lookup has found.
 
     Attributes:
         LOADED: they were loaded.
@@ -89,14 +89,14 @@ class FoundCounts:
             _add(self._counts.setdefault("found_tokens", {}), {end.value: tokens})
 
     def take(self) -> dict[str, dict[str, float]]:
-        """What was added since the last call."""
+        """Statistics since the last call."""
         counts, self._counts = self._counts, {}
         return counts
 
 
 @dataclasses.dataclass
 class ForewordStats(KVConnectorStats):  # type: ignore[misc]
-    """What was added since the last report.
+    """Statistics since the last report.
 
     `data`: `tiers` (label -> name -> amount), `lookups` (label -> outcome -> amount), `requests` (name -> outcome -> amount),
     `found` (name -> what became of it -> amount), `counts` (name -> amount), `load_seconds` (one per load that has ended).

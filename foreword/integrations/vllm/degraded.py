@@ -100,8 +100,8 @@ def degrade(side: Degradable, reason: str, error: Exception | None = None) -> No
 
 
 class Loads:
-    """Of the worker side: the loads, and the kept blocks, whose end was not reported to vLLM. What was reported in a step is
-    dropped with the next one, so an answer that was lost can be given again."""
+    """Loads of the worker side: the loads, and the kept blocks, whose end was not reported to vLLM. What was reported in a
+    step is dropped with the next one, so an answer that was lost can be given again."""
 
     def __init__(self) -> None:
         self._open: dict[str, BlockLoad] = {}
@@ -120,12 +120,12 @@ class Loads:
             self._kept.update(metadata.finished)
 
     def note(self, received: Iterable[str], sent: Iterable[str]) -> None:
-        """It is reported to vLLM that these have ended."""
+        """Note that vLLM knows of the end of these requests."""
         self._ended.update(received)
         self._sent.update(sent)
 
     def end(self, request_ids: Iterable[str]) -> set[str]:
-        """Of these requests, those with an open load, which vLLM hears of at once and not by a step's report."""
+        """End these requests, as far as they have an open load: vLLM hears of them at once and not by a step's report."""
         names = set(request_ids)
         found = self._open.keys() & names - self._ended
         for request_id in found:
@@ -133,7 +133,7 @@ class Loads:
         return found | self._end_kept(names)
 
     def _end_kept(self, names: set[str]) -> set[str]:
-        """Of these requests, those whose blocks vLLM keeps, which it hears of at once, too."""
+        """End these requests, as far as vLLM keeps their blocks: it hears of them at once, too."""
         found = self._kept & names - self._sent
         self._kept -= found
         return found
@@ -151,7 +151,7 @@ class Loads:
 
 
 class Expectations:
-    """Of the scheduler side: what vLLM expects and the workers do not know yet."""
+    """Loads that the scheduler side expects: what vLLM expects and the workers do not know yet."""
 
     def __init__(self) -> None:
         self._loads: dict[str, BlockLoad] = {}

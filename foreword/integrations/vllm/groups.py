@@ -26,7 +26,7 @@ _PORTABLE = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class ConnectorGroup:
-    """One of vLLM's KV cache groups.
+    """A KV cache group of vLLM.
 
     Attributes:
         index: its number in vLLM.
@@ -132,7 +132,7 @@ def read_groups(kv_cache_config: Any) -> tuple[ConnectorGroup, ...]:
 
 
 def _kind(spec: Any, group: Any) -> KVGroup:
-    """What a layer needs to continue; `group` has the block size. Raises ModelUnsupported for an unknown kind of layer."""
+    """The kind of a layer, by its specification; `group` has the block size. Raises ModelUnsupported for an unknown one."""
     if not isinstance(spec, AttentionSpec | MambaSpec):
         raise _unknown(spec)
     block_size = int(group.block_size)

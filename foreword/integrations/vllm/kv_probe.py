@@ -124,7 +124,7 @@ def open_when_warm(worker: Any | None, opened: Callable[[Any], object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ProbeOutcome:
-    """What a rank has measured.
+    """The measurement of a rank.
 
     Attributes:
         samples: of its blocks, by layout; empty if nothing could be measured.
@@ -350,7 +350,7 @@ def _typed(one: ConnectorGroup, payloads: Sequence[bytes]) -> Iterator[tuple[str
 
 
 def _chosen(rows: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Some elements of each row, from all parts of it."""
+    """A sample of elements of each row, from all parts of it."""
     count = min(rows.shape[1], _SAMPLE)
     bounds = np.linspace(0, rows.shape[1], count + 1).astype(np.int64)
     draw = np.random.default_rng(0).random(count)

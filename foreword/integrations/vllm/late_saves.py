@@ -65,6 +65,7 @@ class LateSaves:
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """vLLM takes back the blocks of these requests. On return nothing of them is read any more."""
+        # `_run` copies under the same lock. So either its copy is done, or it will not find the request.
         with self._changed:
             for request_id in request_ids:
                 self._dropped(sum(len(save.blocks) for save in self._waiting.pop(request_id, ())))

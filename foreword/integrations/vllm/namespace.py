@@ -160,7 +160,7 @@ class SampleRecord(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What a server resolved and measured.
+    """Identity that a server resolved and measured.
 
     Attributes:
         version: of vLLM and of Transformers, which name attributes and keys of the configuration.
@@ -221,8 +221,8 @@ class Observations:
 
 
 class NamespaceRecord(msgspec.Struct, frozen=True):
-    """What a server that wrote into a store resolved and measured, its namespace (hexadecimal), and when it started last (Unix
-    time)."""
+    """The record of a server that wrote into a store: what it resolved and measured, its namespace (hexadecimal), and when it
+    started last (Unix time)."""
 
     namespace: str
     vllm: str

@@ -74,7 +74,7 @@ class StoreLookup:
         self._rates.update(rates)
 
     def _read_rates(self) -> list[float]:
-        """Of each tier, that of the rank which reads it the most slowly: a load ends with its last part."""
+        """Read rates of the tiers, each that of the rank which reads it the most slowly: a load ends with its last part."""
         by_tier = zip(*self._rates.values(), strict=False)
         return [min((rate for rate in rates if rate), default=0.0) for rates in by_tier]
 
@@ -87,7 +87,7 @@ class StoreLookup:
 
 
 class RankStores(ReadOnlyStore):
-    """One store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to.
+    """A store per rank, for lookups. The layout fingerprint in a block's name says which rank it belongs to.
 
     The names of one call have the same fingerprint.
     """

@@ -32,7 +32,7 @@ _IDENTIFIERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """What besides tokens, tenant and model determines a request's KV.
+    """The parts of a request, besides tokens, tenant and model, that determine its KV.
 
     Attributes:
         adapter: the request's adapter. Workers check that it is what they compute with.

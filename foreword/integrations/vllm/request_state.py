@@ -22,7 +22,7 @@ BlockIds = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class RequestState:
-    """One request.
+    """A request.
 
     Attributes:
         identity: what besides tokens its KV depends on.

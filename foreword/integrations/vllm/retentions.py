@@ -35,7 +35,7 @@ _MAX_PENDING: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class CacheAction:
-    """What a request asks for. `tokens`: None for the whole prompt; `ttl`: None for a pin."""
+    """An action on the cache that a request asks for. `tokens`: None for the whole prompt; `ttl`: None for a pin."""
 
     verb: Literal["retain", "pin", "release"]
     tokens: int | None = None
@@ -44,7 +44,7 @@ class CacheAction:
 
 
 def actions_of(request: Any) -> list[CacheAction]:
-    """What a request asks for. Actions that are malformed or of another kind are skipped."""
+    """Actions on the cache that a request asks for. Actions that are malformed or of another kind are skipped."""
     hints = getattr(getattr(request, "kv_hints", None), "actions", None) or ()
     given = [(one.action_type, one.payload) for one in hints[:MAX_ACTIONS]]
     listed = (request.kv_transfer_params or {}).get(PARAMS_KEY) or ()
@@ -122,8 +122,7 @@ class ConnectorRetentions:
     def apply(
         self, actions: Sequence[CacheAction], root: bytes, keys: Sequence[bytes], num_prompt: int, tenant: bytes
     ) -> list[RetentionAnswer]:
-        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks. `tenant`:
-        its salt."""
+        """Follow the actions of a request whose prompt was computed. `keys`: of the prompt's blocks. `tenant`: its salt."""
         return [self._apply(one, root, keys, num_prompt, tenant_digest(tenant)) for one in actions]
 
     def _apply(

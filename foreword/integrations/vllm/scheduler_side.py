@@ -481,15 +481,15 @@ class ForewordConnectorScheduler:
                 self.events.expect(request, save.group, range(first, first + len(keys)), keys, save.parent)
 
     def _last_keys(self, group: int, keys: Sequence[bytes]) -> Sequence[bytes]:
-        """Of the keys of blocks' frames, those of the blocks."""
+        """Keys of blocks, from the keys of their frames."""
         size = self._info.keys_before(group)
         return keys[size - 1 :: size]
 
     # Results
 
     def update_connector_output(self, output: Any) -> None:
-        """What the workers report after a step (a `KVConnectorOutput`): finished loads, blocks that were not loaded, changes in
-        the tiers. vLLM recomputes what was not loaded, so it has to be saved, and the request does not load again."""
+        """Take the workers' report after a step (a `KVConnectorOutput`): finished loads, blocks that were not loaded, changes
+        in the tiers. vLLM recomputes what was not loaded, so it has to be saved, and the request does not load again."""
         if self._lookup is not None:
             tokens, started = self._step
             if self.measures:
@@ -550,7 +550,7 @@ class ForewordConnectorScheduler:
         state.tiers = self._tokens_by_tier(state, parts, loaded)
 
     def _not_loaded(self, state: RequestState, why: FoundEnd, tokens: int | None = None) -> None:
-        """Of what was found for a request, `tokens` tokens, or all of them, are not loaded."""
+        """Count tokens that were found for a request and are not loaded: `tokens` of them, or all."""
         tokens = state.awaited if tokens is None else tokens
         if tokens > 0:
             self._note_found(state, why, tokens)
@@ -689,7 +689,7 @@ class ForewordConnectorScheduler:
 
     @property
     def _fingerprint(self) -> str:
-        """Of the weights, with everything else that the KV depends on."""
+        """The fingerprint of the weights, with everything else that the KV depends on."""
         return sha256(framed(self._info.model, self._version.salt)).hexdigest()
 
     def take_stats(self) -> ForewordStats | None:

@@ -37,7 +37,7 @@ class KVProducer:
 
 @dataclass(frozen=True, slots=True)
 class BlockLoad:
-    """What is to be loaded for one request.
+    """A load for one request, for the workers.
 
     Attributes:
         root: root key of the request's chain.
@@ -76,8 +76,8 @@ class BlockSave:
 
 @dataclass(frozen=True, slots=True)
 class BlockLease:
-    """What this step computes of a request and is to be kept for another instance. `held` stay where they are; `copied`,
-    which vLLM may change before the lease ends, are copied."""
+    """Blocks of a request that this step computes and that are to be kept for another instance. `held` stay where they are;
+    `copied`, which vLLM may change before the lease ends, are copied."""
 
     request_id: str
     lease: bytes
@@ -156,7 +156,7 @@ class TierChange:
 
 @dataclass(slots=True)
 class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the scheduler's side has to know of the store tiers.
+    """States of the store tiers, for the scheduler's side.
 
     Attributes:
         changes: since the last step, in order.
@@ -171,7 +171,7 @@ class ForewordWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     late: dict[int, frozenset[str]] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ForewordWorkerMetadata:
-        """What several ranks say together."""
+        """Join the reports of several ranks."""
         assert isinstance(other, ForewordWorkerMetadata)
         degraded = self.degraded or other.degraded
         return ForewordWorkerMetadata(

@@ -84,7 +84,7 @@ _GroupKey = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _BlockInfo:
-    """What a BlockStored event says about one block."""
+    """A block as a BlockStored event describes it."""
 
     hash: Any
     parent: Any

@@ -132,7 +132,7 @@ class Leases(Protocol):
 
 
 class Producers(Store, Protocol):
-    """What this worker reads from other instances: a store while requests load from it."""
+    """Reads of this worker from other instances: a store while requests load from it."""
 
     def open(self, producer: KVProducer, names: Sequence[Name], then: Callable[[], None]) -> Any:
         """Open a lease, and return its reader. `then` is called on another thread once its blocks can be read, or cannot."""
@@ -158,15 +158,15 @@ class InstanceEndpoint(Endpoint, Protocol):
 
     @property
     def leases(self) -> Leases | None:
-        """What others may read."""
+        """Blocks that others may read."""
 
     @property
     def producers(self) -> Producers:
-        """What is read from others."""
+        """Reads from others."""
 
 
 class TransferExtra(ABC):
-    """What the connector asks of the extra. It has no state."""
+    """Calls of the connector to the extra. It has no state."""
 
     @abstractmethod
     def check(

@@ -274,7 +274,7 @@ class KVLeases(FrameServer):
         return next(known, len(names))
 
     def _frames(self, names: Sequence[Name], slots: Sequence[int], deadline: float) -> list[Buffer | None]:
-        """One batch, when the copies of its blocks that are queued are there."""
+        """Frames of one batch, when the copies of its blocks that are queued are there."""
         seconds = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
         with self._changed:
             self._changed.wait_for(lambda: self._pending.keys().isdisjoint(names), seconds)

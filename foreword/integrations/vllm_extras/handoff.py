@@ -78,7 +78,7 @@ class KVHandoff(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 @dataclass(frozen=True, slots=True)
 class HandoffTerms:
-    """What both instances must have in common: the layout of blocks, and a secret. The first one authenticates messages."""
+    """Terms that both instances must share: the layout of blocks, and a secret. The first authenticates messages."""
 
     block_size: int
     layouts: tuple[bytes, ...]
@@ -124,7 +124,7 @@ class HandoffTerms:
 
 @dataclass(slots=True)
 class _Leased:
-    """What a request leases to other instances.
+    """Blocks that a request leases to other instances.
 
     Attributes:
         position: from which they can continue.

@@ -31,7 +31,7 @@ _MAX_PRODUCERS = 256
 
 
 class LeaseReader:
-    """One request's open transfer with its producer. `names`: the blocks that are read there."""
+    """A request's open transfer with its producer. `names`: the blocks that are read there."""
 
     def __init__(self, address: str, lease: bytes, names: Sequence[Name]) -> None:
         self.address = address

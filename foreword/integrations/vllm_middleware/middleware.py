@@ -183,7 +183,7 @@ class _Metadata(Struct):
 
 
 class _NamesSession(Struct):
-    """What names the session of a request, the first one that it has."""
+    """Fields that name the session of a request: the first that it has counts."""
 
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -345,7 +345,7 @@ class NamedPrefixes:
 
 
 def _api_key(state: Any) -> str | None:
-    """One of the keys that the server accepts."""
+    """The first API key that the server accepts."""
     given = getattr(getattr(state, "args", None), "api_key", None)
     keys = [given] if isinstance(given, str) else list(given or [os.environ.get("VLLM_API_KEY")])
     return next((key for key in keys if key), None)

@@ -150,8 +150,8 @@ class VllmPrefixes(AsyncPrefixes):
         return await self._server.tokens({"messages": list(messages), "add_generation_prompt": False})
 
     async def _pin_computed(self, one: Registration) -> None:
-        """Have vLLM compute (or load) a prefix, and pin what the connector writes. An adopted prefix is computed only if the
-        stores have lost blocks of it."""
+        """Pin a prefix: vLLM computes (or loads) it, and what the connector writes is pinned. An adopted prefix is computed
+        only if the stores have lost blocks of it."""
         self._checked[one.prefix.name] = time.monotonic()
         if not one.adopted:
             await self._compute_and_pin_written(one)

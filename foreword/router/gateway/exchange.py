@@ -61,7 +61,7 @@ _SERVED: Final = ("envoy.lb", "x-gateway-destination-endpoint-served")
 
 
 class ObservedResponse:
-    """One response with status 200. What is malformed is ignored: the gateway sends it as it is.
+    """A response with status 200. What is malformed is ignored: the gateway sends it as it is.
 
     Attributes:
         events: number of events; about the number of output tokens.
@@ -218,7 +218,7 @@ class Accounting:
             head.span.end(f"status {self._status}" if self._status >= 500 else "")
 
     def _seen(self, routed: RoutedRequest) -> TokenUsage:
-        """What was seen of the answer, and the prompt, which is computed before it."""
+        """The tokens seen of the answer, and of the prompt, which is computed before it."""
         return TokenUsage(len(routed.prompt.tokens), self._response.events if self._response is not None else 0)
 
     def _charge(self, usage: TokenUsage) -> None:
@@ -242,7 +242,7 @@ class Accounting:
 
 
 class Exchanges:
-    """What the exchanges share: the picker, and answers whose responses are observed elsewhere."""
+    """State that the exchanges share: the picker, and answers whose responses are observed elsewhere."""
 
     def __init__(self, picker: Picker) -> None:
         self.picker = picker

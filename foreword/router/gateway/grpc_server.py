@@ -19,7 +19,7 @@ _WAITING: Final = 4096
 
 class _Calls(cygrpc.AioServer):  # type: ignore[misc]
     async def _request_call(self) -> None:
-        """Of any method but the registered ones. Never returns."""
+        """Answer a call of any method but the registered ones. Never returns."""
         while True:
             await super()._request_call()  # its state is dropped, and with it the call
 

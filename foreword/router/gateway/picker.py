@@ -122,7 +122,7 @@ class RequestHead:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the gateway shall do with a request.
+    """The picker's answer for a request.
 
     Attributes:
         headers: to set; None removes a header.
@@ -140,7 +140,7 @@ class Answer:
 
 
 def routes_of(routes: Routes[Handler]) -> Routes[Handler]:
-    """What the picker lets through, of the router's table: with the same rights and costs. Replicas have other paths, that only
+    """Routes of the router that the picker lets through: with the same rights and costs. Replicas have other paths, that only
     their operator may call. A body that does not matter for the choice of a replica goes by unread."""
     taken = Routes[Handler]()
     for route in routes:

@@ -410,8 +410,7 @@ def _block_files(path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockF
 
 
 class RecordFiles:
-    """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can
-    coexist.
+    """Records below `folder`. A part of a key ends in `=` as a folder and in `~` as a file, so `a` and `a/b` can coexist.
 
     Args:
         sync: a record that was put or deleted is so after a loss of power, too.

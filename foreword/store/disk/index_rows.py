@@ -108,7 +108,7 @@ class OldIndex(BrokenIndex):
 
 
 class BlockRow(NamedTuple):
-    """What decides about the eviction of a block."""
+    """Facts that decide about the eviction of a block."""
 
     id: int
     name: Name
@@ -157,7 +157,7 @@ def pending_row(id_: int, head: Header, size: int, used: int, stored_at: float, 
 
 
 class IndexTransaction:
-    """One write transaction of the index.
+    """A write transaction of the index.
 
     The caller is responsible for the files: remove a file before `remove` and `drop`; write it after the transaction
     that did `add`, and then call `finish` in another transaction.
@@ -405,7 +405,7 @@ class IndexTransaction:
         return self._tenants().get(tenant, TenantUse(0, 0.0)).amount
 
     def _tenants(self) -> dict[int, TenantUse]:
-        """What each tenant uses now."""
+        """Use of the store by each tenant now."""
         if self._usage is None:
             found = self._execute("SELECT id, bytes, used_at FROM tenants")
             self._usage = {tenant: TenantUse(size, used_at) for tenant, size, used_at in found}

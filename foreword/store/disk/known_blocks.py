@@ -168,7 +168,7 @@ class ChangeBoard:
             return False
 
     def others(self) -> tuple[bytes, bytes] | None:
-        """What the other processes' entries are now: of those that have added blocks, and of those that have removed some.
+        """The entries of the other processes now: of those that have added blocks, and of those that have removed some.
         This process's own are empty."""
         try:
             found = os.pread(self._file, 2 * _PAGE, 0)
@@ -221,7 +221,7 @@ class KnownBlocks:
             self._start_over(usable=usable)
 
     def told(self, ids: Sequence[int]) -> list[bool | None]:
-        """Of each block whether it is in the index; None: not known. Reads two pages of the board, and what others have put
+        """Whether each block is in the index; None: not known. Reads two pages of the board, and what others have put
         into their logs since the last call. It waits for nothing."""
         seen = self._seen
         now = self._board.others() if seen is not None and self._ids else None
@@ -314,7 +314,7 @@ class KnownBlocks:
             self._start_over(usable=False)
 
     def suspect(self) -> None:
-        """Another process may have changed the index without a word on the board, as versions before it do."""
+        """Suspect that another process has changed the index without a word on the board, as versions before it do."""
         self._seen = None
 
     @property

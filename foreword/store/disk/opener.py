@@ -278,7 +278,7 @@ class IndexOpener:
 
     @property
     def was_complete(self) -> bool:
-        """The same when it was last found out, without a look at the files."""
+        """Whether it was complete when that was last found out, without a look at the files."""
         return self._complete and not self._index.broken
 
     def writable(self) -> bool:

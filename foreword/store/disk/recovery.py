@@ -23,7 +23,7 @@ _OLDEST_OF: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class OpenedIndex:
-    """What is known of an index that was opened.
+    """The state of an index that was opened.
 
     Attributes:
         recovered: number of blocks that dead processes were writing.

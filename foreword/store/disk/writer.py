@@ -412,6 +412,9 @@ class BlockWriter:
 
     # Blocks
 
+    # A block is written in two transactions: one lists it as pending, and evicts for it; then comes its file; the other shows
+    # it. If the process dies between them, its liveness lock is free: others remove the files, which may be parts
+    # (recovery.py). If the index is rebuilt meanwhile, `UpdateBatch.apply` removes files that it does not count.
     def put(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int, int]:
         """Write the frames of a group that there is room for. Returns those admitted, how many were written, and the time.
 

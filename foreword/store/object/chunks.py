@@ -138,7 +138,7 @@ def read_slot(data: memoryview) -> memoryview | None:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """What the index of a chunk says about one block."""
+    """Entry of a chunk's index for one block."""
 
     key: bytes
     parent: bytes

@@ -200,7 +200,7 @@ def open_client(url: str, options: dict[str, str]) -> Any:
 
 
 def remove_leftovers(store: Any, folder: str, part: str = "") -> None:
-    """Of a `file://` store, remove what killed processes have left in a folder, of objects with this part in their names, and
+    """Remove what killed processes have left in a folder of a `file://` store, of objects with this part in their names, and
     empty folders: obstore writes an object beside its place, under its name with `#` and a number, which no listing shows.
     Raises StoreUnavailable."""
     if not isinstance(store, LocalStore):

@@ -32,7 +32,7 @@ INFO: Final = make_command(b"", b"INFO")
 
 
 class RedisNode:
-    """One server and a pool of idle connections to it.
+    """A server and a pool of idle connections to it.
 
     A connection is used by one thread at a time, and returns to the pool only after every command had its reply. All
     commands of a store can be repeated, so they are sent again if the server had closed a pooled connection.

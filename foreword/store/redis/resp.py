@@ -68,7 +68,7 @@ Reply: TypeAlias = "bytes | int | ErrorReply | StoreError | list[Reply] | None"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One encoded command.
+    """An encoded command.
 
     Attributes:
         key: selects the node of a cluster.
@@ -112,7 +112,7 @@ def error_of(reply: Reply) -> StoreError | None:
 
 
 class RespConnection:
-    """One connection, used by one thread at a time. It must be closed after any exception.
+    """A connection, used by one thread at a time. It must be closed after any exception.
 
     Args:
         sock: a connected socket. Its timeouts are set here.
