@@ -332,7 +332,7 @@ def test_streams_end_with_the_cause(routed: RouterProcess) -> None:
         ask(client, before)
         report = last_report(client, "/v1/chat/completions", {**after, "stream_options": {"include_usage": True}})
         assert (report["cause"], report["where"]) == EXPECTED["date"] and report["prompt_tokens"] > 256
-        for path, extra in (("/v1/messages", {"max_tokens": 4}), ("/v1/responses", {})):
+        for path, extra in (("/v1/messages", {"max_tokens": 4}), ("/v1/responses", {"max_output_tokens": 4})):
             name = "messages" if path == "/v1/messages" else "input"
             body = {
                 "model": model,

@@ -1,0 +1,31 @@
+"""Every slow test has a stage of `.ci/run` that must pass: `.ci/slow` gives each file a landing."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.extended
+
+CHECKOUT = Path(__file__).parent.parent
+
+
+def test_every_slow_test_has_a_stage() -> None:
+    """What pytest collects as slow is in a part that takes its turn, or is named as failing with its figure."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-m", "slow", "-p", "no:xdist", "tests"]
+    collected = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=300).stdout
+    slow = {line.rpartition(":")[0] for line in collected.splitlines() if line.startswith("tests/")}
+    loader = importlib.machinery.SourceFileLoader("slow_stages", str(CHECKOUT / ".ci" / "slow"))
+    spec = importlib.util.spec_from_loader("slow_stages", loader)
+    assert spec is not None
+    stages = importlib.util.module_from_spec(spec)
+    loader.exec_module(stages)
+    turns = {name for vllm in (True, False) for part in stages.parts(vllm) for name, _ in part}
+    assert len(slow) > 50 and slow == turns | stages.ALWAYS | stages.RED
+    run = (CHECKOUT / ".ci" / "run").read_text(encoding="utf-8")
+    assert all(name in run for name in stages.ALWAYS)
