@@ -145,7 +145,7 @@ class ClientBody:
         return decode_json(found, str) if found is not None and _first(found) == b'"' else None
 
     def only(self, *names: str) -> dict[str, Raw]:
-        """These fields as far as they are not null, in this order."""
+        """These fields, without those that are null, in this order."""
         get = self.fields.get
         return {name: raw for name in names if (raw := get(name)) is not None and _first(raw) != b"n"}
 

@@ -201,7 +201,7 @@ class PrefixPins:
         return found
 
     def _recorded(self, tenant: str, known: Iterable[Chain]) -> Iterator[Chain]:
-        """Kept blocks by the records in the stores, as far as they can be read."""
+        """Kept blocks by the records in the stores that can be read."""
         read = {RETENTIONS.key(self.model[:32], tenant, chain[-1].hex()) for chain in known if chain}
         for records, model in zip(self._records, (self.named, self.model[:32]), strict=True):
             prefix = records.kind.key(model, tenant, "")

@@ -46,7 +46,7 @@ class StorePins(PrefixPins):
 
 
 def models_with_names(store: TieredStore) -> set[str]:
-    """The models of whose named prefixes a store has records, as far as it answers. By the first digits of what names them."""
+    """The models of whose named prefixes a store that answers has records. By the first digits of what names them."""
     found = SharedRecords(store, PREFIXES, READ_SECONDS).scan(
         PREFIXES.key(""), failed=leave, unread=leave, within=READ_SECONDS
     )

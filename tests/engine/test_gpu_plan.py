@@ -109,6 +109,7 @@ def test_steps_end_within_eight_minutes() -> None:
     assert list(STEPS) == [*DECISIONS, "vllm", *LONG]
 
 
+@pytest.mark.extended
 def test_each_row_is_there_and_a_broken_disk_costs_its_own(tmp_path: Path) -> None:
     """With tiny shapes, without packages that the plan is not to need, and with a disk folder that is a file."""
     bad = tmp_path / "file"

@@ -270,6 +270,7 @@ def test_bodies_are_limited(vllm: Callable[[str], Any]) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.extended
 def test_names_are_limited(vllm: Callable[[str], Any]) -> None:
     """A prefix that is shorter than a block takes nothing of the stores' budget; the number of names has a limit nevertheless,
     and so has what they contain. vLLM is not asked for one that is too many. A version of a known name is not."""
@@ -428,6 +429,7 @@ def mixed(draw: Random) -> tuple[str, str, Any]:
     )
 
 
+@pytest.mark.extended
 def test_tables_are_full(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the limits are reached, no container of the middleware grows with requests, each of which has names of its own."""
     monkeypatch.setattr("foreword.prefixes.book.TENANT_PREFIXES", 100)

@@ -243,7 +243,8 @@ def uses(package: Path = FOREWORD) -> Uses:
     found = Uses()
     for path in sorted(package.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        if "vllm" not in source and "vllm" not in path.parts:
+        connector = bool({"vllm", "vllm_extras"} & {*path.relative_to(package).parts})
+        if "vllm" not in source and not connector:
             continue
         tree = ast.parse(source)
         bound: dict[str, tuple[str, str]] = {}
@@ -252,7 +253,6 @@ def uses(package: Path = FOREWORD) -> Uses:
                 for one in node.names:
                     bound[one.asname or one.name] = (str(node.module), one.name)
                     found.add(str(node.module), one.name, "", path.name)
-        connector = "vllm" in path.relative_to(package).parts
         for node in ast.walk(tree):
             read = _read(node) if connector or bound else None
             if read is not None:

@@ -240,6 +240,7 @@ def test_memory_of_removed_replicas_is_freed() -> None:
     assert directory.lookup(keys).of("a")[0] == 10
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("how", ["removed", "cleared"])
 def test_blocks_that_have_left_take_no_memory(how: str) -> None:
     """The memory of a table follows the blocks that replicas hold, not those that they have held since it began."""

@@ -143,7 +143,7 @@ class _Client:
 
 
 class _Gateway:
-    """Asks the picker as Envoy does, and tells it how the replica's answer ended. Streams end in order, as Envoy's do, but for
+    """Asks the picker as Envoy does, and tells it how the replica's answer ended. Streams end in order, but for
     those of clients that leave: of each cancelled stream gRPC's core keeps 30 to 90 bytes (1.85, also in a server that does
     nothing else)."""
 

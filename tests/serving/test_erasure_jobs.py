@@ -37,6 +37,7 @@ def erase(url: str) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("restarted", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: bool) -> None:
     """With a Redis that hangs the answer is 207: the disk is erased, Redis is named. Once Redis answers, its blocks go too,
@@ -89,6 +90,7 @@ def test_an_erasure_is_completed_later(start: Start, tmp_path: Path, restarted: 
         redis.kill()
 
 
+@pytest.mark.extended
 def test_what_runs_during_an_erasure(start_controlled: Callable[..., ControlledProcess], tmp_path: Path) -> None:
     """A request and a named prefix of the tenant that are being computed leave nothing behind a complete receipt: no blocks on
     the device or in a store, no retention, no name."""
@@ -234,6 +236,7 @@ def test_a_request_that_moves_after_an_erasure(
         router.kill()
 
 
+@pytest.mark.extended
 def test_a_replica_that_is_down_is_asked_later(start: Start, tmp_path: Path) -> None:
     """The router's answer is 207 while a replica is down, and the others have erased. When it is back, with what it had
     stored before, the router asks it, without a request; the receipt under the router's id says so, to its tenant only."""
@@ -273,6 +276,7 @@ def test_a_replica_that_is_down_is_asked_later(start: Start, tmp_path: Path) -> 
         router.kill()
 
 
+@pytest.mark.extended
 def test_named_prefixes_of_a_router(start: Start, tmp_path: Path) -> None:
     """A tenant's named prefixes go from the router's memory and file, too: it does not bring them back, also not one that was
     being registered. Those of others stay. While the file cannot be written, the erasure, and a removal, are not complete."""

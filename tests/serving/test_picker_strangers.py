@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import socket
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Exchange:
         for name, value in heads.items():
             first.request_headers.headers.headers.add(key=name, raw_value=value.encode())
         self._messages.put(first)
-        next(self._answers)
+        self.first = str(next(self._answers))
 
     def end(self) -> str:
         """Send the body. Returns what was picked."""
@@ -89,6 +90,49 @@ def test_calls_that_are_cancelled_at_once(port: int) -> None:
                 stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
                 stranger.sendall(begin + flood)
             assert "x-gateway-destination-endpoint" in Exchange(port).end()
+
+
+CALLEES: list[tuple[str, str, str]] = [
+    ("foreword.router.gateway.picker", "Picker", "admit"),
+    ("foreword.router.gateway.picker", "Picker", "pick"),
+    ("foreword.router.gateway.exchange", "Accounting", "answered"),
+    ("foreword.router.replica_pool", "ReplicaPool", "query"),
+    ("foreword.routing.fleet", "Fleet", "place"),
+    ("foreword.routing.fleet", "Fleet", "sent"),
+]
+
+
+@pytest.mark.parametrize(("module", "owner", "callee"), CALLEES)
+def test_each_callee_raises_for_one_of_two(
+    port: int,
+    module: str,
+    owner: str,
+    callee: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What raises for one request of a gateway ends that one, with an error for its client and a line in the log. One that
+    is under way, and the next one, are answered."""
+    owners = getattr(importlib.import_module(module), owner)
+    real, raised = getattr(owners, callee), list[str]()
+
+    def planted(*given: Any, **named: Any) -> Any:
+        if not raised:
+            raised.append(callee)
+            raise ZeroDivisionError(callee)
+        return real(*given, **named)
+
+    under_way = None if callee == "admit" else Exchange(port)
+    with caplog.at_level(logging.ERROR):
+        monkeypatch.setattr(owners, callee, planted)
+        answers = []
+        with contextlib.suppress(StopIteration):
+            victim = Exchange(port)
+            answers = [victim.first, victim.end()] if callee != "admit" else [victim.first]
+        assert raised and "immediate_response" in answers[-1] and "internal_error" in answers[-1]
+        assert [one for one in caplog.records if "of a gateway failed" in one.getMessage() and one.exc_info]
+        for other in filter(None, (under_way, Exchange(port))):
+            assert "x-gateway-destination-endpoint" in other.end()
 
 
 def test_what_is_malformed_is_no_traceback(port: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,7 @@ def test_failed_load(start: Callable[..., ServerProcess]) -> None:
     assert "/nonexistent/model" in process.text and "Traceback" not in process.text
 
 
+@pytest.mark.extended
 def test_port_in_use(start: Callable[..., ServerProcess]) -> None:
     """A port in use ends the process with status 2 and a message with the port and --port."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -146,7 +146,8 @@ def test_a_connection_that_breaks_is_no_death() -> None:
         assert mortals.dead() == 0
 
 
-@pytest.mark.parametrize("failures", ["1", pytest.param("3", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("failures", ["1", "3"])
 def test_requests_that_fail_everywhere_end_no_service(failures: str) -> None:
     """Where requests break at all replicas and these answer their probes, others are served as before."""
     with fleet(2, "--failures", failures, owner="another") as (_, router):

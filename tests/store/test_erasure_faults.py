@@ -86,6 +86,7 @@ def test_one_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
     assert not any(present(redis, mine)) and all(present(redis, theirs))
 
 
+@pytest.mark.extended
 def test_a_named_prefix_while_a_server_is_stopped(stack: ExitStack, tmp_path: Path) -> None:
     """A prefix whose record is on the disk is removed there; the receipt names the Redis that hangs."""
     server = RedisServer(tmp_path)

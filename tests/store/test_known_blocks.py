@@ -123,7 +123,7 @@ def test_what_another_process_writes(stack: ExitStack, tmp_path: Path) -> None:
 
 def test_a_process_that_is_read_once_is_followed(stack: ExitStack, tmp_path: Path) -> None:
     """Once a store has read the index behind another process's first change, it knows all that this process stores, evicts and
-    deletes, as far as its log reaches, without another look at the index: as the scheduler of an engine does, whose worker is
+    deletes, within its log, without another look at the index: as the scheduler of an engine does, whose worker is
     another process. More than the log holds is looked up in the index once."""
     size = sum(len(one.data) for one in chain(1)) * 3
     writer, reader = opened(stack, tmp_path, size), opened(stack, tmp_path, size)

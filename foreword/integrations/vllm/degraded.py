@@ -125,7 +125,7 @@ class Loads:
         self._sent.update(sent)
 
     def end(self, request_ids: Iterable[str]) -> set[str]:
-        """End these requests, as far as they have an open load: vLLM hears of them at once and not by a step's report."""
+        """End the requests among these that have an open load: vLLM hears of them at once and not by a step's report."""
         names = set(request_ids)
         found = self._open.keys() & names - self._ended
         for request_id in found:
@@ -133,7 +133,7 @@ class Loads:
         return found | self._end_kept(names)
 
     def _end_kept(self, names: set[str]) -> set[str]:
-        """End these requests, as far as vLLM keeps their blocks: it hears of them at once, too."""
+        """End the requests among these whose blocks vLLM keeps: it hears of them at once, too."""
         found = self._kept & names - self._sent
         self._kept -= found
         return found
