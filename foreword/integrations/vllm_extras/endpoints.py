@@ -102,7 +102,9 @@ class KVLeases(FrameServer):
     def __init__(
         self, layouts: Sequence[Layout], staging: StagingArena, memory: Sequence[Store], seconds: float
     ) -> None:
-        self._copies = MemoryStore(max(_COPIED_BYTES, _COPIED_BLOCKS * staging.frame_bytes), label="leases")
+        # Blocks of windows are longer than recurrent states, which may come first: slots that grow would drop these.
+        size = max(_COPIED_BYTES, _COPIED_BLOCKS * staging.frame_bytes)
+        self._copies = MemoryStore(size, label="leases", longest=staging.frame_bytes)
         super().__init__(layouts, staging, [self._copies, *memory])
         # Copies have slots of their own: the engine's thread must not wait for a slow reader.
         own = self._slots.take(max(staging.slots // 2, 1)) or [0]

@@ -17,7 +17,7 @@ from foreword.transfer.peer import PeerStore, opener
 from foreword.transfer.sockets import Address, parse_address
 from foreword.transfer_config import TransferConfig
 
-# Of the tables of names in a worker's folder.
+# The tables of names in a worker's folder begin with this.
 NAMES_PREFIX = "names-"
 # For connections that carry lookups only: no payload, so the smallest ring.
 _LOOKUPS_ONLY = TransferConfig(links=("tcp",), ring="64KiB", queue="64KiB")

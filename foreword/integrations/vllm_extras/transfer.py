@@ -1,4 +1,4 @@
-"""What the connector asks of this extra (`foreword.integrations.vllm.transfer_extra`)."""
+"""Implements the connector's interface for other processes (`foreword.integrations.vllm.transfer_extra`)."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def _answered(tokens: Sequence[int], status: str, loaded: int, reason: str) -> d
 
 
 _BODY_SECONDS: Final = 30.0
-# Of all bodies that are being read; vLLM reads them without a limit.
+# Bytes of all bodies that are being read; vLLM reads them without a limit.
 _ALL_BODIES: Final = 1 << 30
 _INLINE_BYTES: Final = 128 << 10
 # Calls of one kind that run at a time. Each asks vLLM, and some go on when their clients have left.
