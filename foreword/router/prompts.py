@@ -419,7 +419,7 @@ async def _first_answer(
     asks: Sequence[Callable[[], Coroutine[Any, Any, array[int] | None]]], after: float
 ) -> array[int] | None:
     """The first answer that there is. Each is asked `after` seconds after the one before, or once those before have failed."""
-    running = set[asyncio.Task[array[int] | None]]()
+    running: set[asyncio.Task[array[int] | None]] = set()
     left = list(asks)
     try:
         while left or running:

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import random
 from array import array
+from typing import Any
 
-from foreword.api.request import ClientBody, GenerateRequest, Message, Tool
+from foreword.api.dialects.decode import Limits
 from foreword.blocks.salt import Salt
 from foreword.router.prompt_chain import prompt_chain
+from foreword.router.replica_body import parse_request
 from foreword.routing.known_prompts import KnownPrompts, PromptChain
 
 NOW = 10.0
 
 
-def chain(*texts: str, salt: bytes = b"", model: str = "m", tools: tuple[Tool, ...] = ()) -> PromptChain:
-    """Of a chat whose first message is the system's."""
-    roles = ["system", *["user", "assistant"] * len(texts)]
-    messages = tuple(Message(role, text) for role, text in zip(roles, texts, strict=False))  # type: ignore[arg-type]
-    made = prompt_chain(GenerateRequest("chat", messages=messages, tools=tools), model, Salt(salt))
+def of(body: bytes, salt: bytes = b"", model: str = "m") -> PromptChain:
+    made = prompt_chain(parse_request("chat", body, Limits()), model, Salt(salt))
     assert made is not None
     return made
+
+
+def chain(*texts: str, salt: bytes = b"", model: str = "m", tool: str = "") -> PromptChain:
+    """Of a chat whose first message is the system's."""
+    roles = ["system", *["user", "assistant"] * len(texts)]
+    body: dict[str, Any] = {
+        "messages": [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    }
+    if tool:
+        body["tools"] = [{"type": "function", "function": {"name": "read", "description": tool, "parameters": {}}}]
+    return of(json.dumps(body).encode(), salt, model)
 
 
 def tokens(count: int, start: int = 0) -> array[int]:
@@ -56,11 +67,10 @@ def test_tools_come_after_the_system_prompt() -> None:
     """A prompt with the same system prompt and other tools shares the system prompt, and one with another system prompt and the
     same tools nothing: so templates render them."""
     known = KnownPrompts()
-    tool = (Tool("read", "x" * 1000),)
-    known.learn(chain("s" * 1000, "u", tools=tool), tokens(500))
-    same = known.find(chain("s" * 1000, "u", tools=(Tool("write", "y" * 1000),)), NOW)
+    known.learn(chain("s" * 1000, "u", tool="x" * 1000), tokens(500))
+    same = known.find(chain("s" * 1000, "u", tool="y" * 1000), NOW)
     assert same is not None and 0 < same.length < 300
-    assert known.find(chain("t" * 1000, "u", tools=tool), NOW) is None
+    assert known.find(chain("t" * 1000, "u", tool="x" * 1000), NOW) is None
 
 
 def test_what_was_sent_without_its_tokens_is_remembered_by_its_bytes() -> None:
@@ -140,13 +150,7 @@ def test_a_long_conversation_is_found_at_its_end_and_at_its_start() -> None:
 def test_bytes_count_as_they_came() -> None:
     """Messages that mean the same and are written otherwise are two prompts: nothing is read into them."""
 
-    def of(raw: bytes) -> PromptChain:
-        body = ClientBody(b'{"messages": [' + raw + b"]}")
-        made = prompt_chain(GenerateRequest("chat", messages=(Message("user", "x"),), body=body), "m", Salt())
-        assert made is not None
-        return made
-
     known = KnownPrompts()
-    known.learn(of(b'{"role": "user", "content": "x"}'), tokens(5))
-    assert known.find(of(b'{"role": "user", "content": "x"}'), NOW) is not None
-    assert known.find(of(b'{"content": "x", "role": "user"}'), NOW) is None
+    known.learn(of(b'{"messages": [{"role": "user", "content": "x"}]}'), tokens(5))
+    assert known.find(of(b'{"messages": [{"role": "user", "content": "x"}]}'), NOW) is not None
+    assert known.find(of(b'{"messages": [{"content": "x", "role": "user"}]}'), NOW) is None
