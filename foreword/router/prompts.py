@@ -37,7 +37,7 @@ from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, clock
 from foreword.routing.known_prompts import KnownPrefix, KnownPrompts, PromptChain
-from foreword.tasks import shared
+from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
     from foreword.tokens.tokenizer import Tokenizer
@@ -424,7 +424,7 @@ async def _first_answer(
     try:
         while left or running:
             if left:
-                running.add(asyncio.ensure_future(left.pop(0)()))
+                running.add(background(left.pop(0)(), "tokenizing"))
             done, running = await asyncio.wait(
                 running, timeout=after if left else None, return_when=asyncio.FIRST_COMPLETED
             )

@@ -54,15 +54,15 @@ class PromptChain(Struct, frozen=True):
 
 
 class KnownPrefix(NamedTuple):
-    """What is known of a prompt.
+    """The known part of a prompt.
 
     Attributes:
         tokens: leading tokens of it. exact: they are certain to be those of the prompt, if its template is one that only
             adds to what it has rendered.
         length: tokens of its known part, at least as many as `tokens`.
         total: estimated tokens of all of it.
-        held: the replica to which the known part was sent although its tokens were not known then, with its length: nobody
-            else remembers that. At most one.
+        held: the replica to which the known part was sent when its tokens were not known, with its length: no table of blocks
+            has it. At most one.
     """
 
     tokens: array[int]
