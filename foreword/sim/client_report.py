@@ -25,7 +25,7 @@ from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.misses.causes import MissFinder
 from foreword.api.prompt_order import PromptOrder
 from foreword.api.request import GenerateRequest
-from foreword.config_files import read_text
+from foreword.config import read_text
 from foreword.errors import BadRequest, ConfigError
 from foreword.tokens.tokenizer import Tokenizer
 
