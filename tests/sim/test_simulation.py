@@ -432,8 +432,8 @@ def test_time_outside_of_the_engine() -> None:
 
 
 def test_a_compressed_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace that gzip has compressed, whatever its name, is read as the plain one is. One that is cut off or broken is refused,
-    and so is one that would not end: it is read no further than the limit."""
+    """A trace that gzip has compressed, whatever its name, is read as the plain one is. One that is cut off or broken is
+    refused, and so is one that would not end: it is read no further than the limit."""
     line = json.dumps({"timestamp": 5, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}) + "\n"
     plain, packed = tmp_path / "plain.jsonl", gzip.compress((line * 50).encode())
     plain.write_text(line * 50)
