@@ -59,7 +59,7 @@ class LLM:
         ForewordError: an option that does not exist or has a wrong value, or a model that cannot be loaded.
 
     Examples:
-        >>> llm = LLM()                                 # the embedded model; or LLM("path/to/model", dtype="float32")
+        >>> llm = LLM()  # the embedded model; or LLM("path/to/model", dtype="float32")
         >>> [output] = llm.generate(["import "], SamplingParams(max_tokens=8, temperature=0.0))
         >>> output.outputs[0].text
     """
