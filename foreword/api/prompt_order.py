@@ -86,7 +86,7 @@ _NAMES: Final = tuple(agent.name for agent in AGENTS)
 Parts = Sequence[Mapping[str, Any]]
 
 
-class ChatTokenizer(Protocol):
+class TemplateRenderer(Protocol):
     """The part of `tokens.tokenizer.Tokenizer` that a check needs."""
 
     def chat_text(self, messages: Parts) -> str: ...
@@ -133,7 +133,7 @@ class PromptOrder:
     def __bool__(self) -> bool:
         return bool(self.first or self.lines)
 
-    def check(self, tokenizer: ChatTokenizer) -> None:
+    def check(self, tokenizer: TemplateRenderer) -> None:
         """Raises ConfigError if the model's template does not show several system messages."""
         said = [{"role": "system", "content": "first"}, {"role": "system", "content": "second"}]
         try:

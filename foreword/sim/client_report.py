@@ -26,6 +26,7 @@ from foreword.api.misses.causes import MissFinder
 from foreword.api.prompt_order import PromptOrder
 from foreword.api.request import GenerateRequest
 from foreword.config import read_text
+from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError
 from foreword.tokens.tokenizer import Tokenizer
 
@@ -102,7 +103,7 @@ def _read(path: Path) -> Iterable[tuple[RecordedBody, GenerateRequest]]:
         if not line.strip():
             continue
         try:
-            recorded = msgspec.json.decode(line, type=RecordedBody)
+            recorded = decode_json(line.encode(), RecordedBody)
             yield recorded, _dialect(recorded.path).read(json.dumps(recorded.body).encode(), _LIMITS)
         except (msgspec.MsgspecError, BadRequest) as error:
             raise ConfigError(f"{path}, line {number}: not a recorded request: {error}") from error
