@@ -30,7 +30,7 @@ _MODULES: Final = (
     *("conform", "audit", "explain", "keys", "bill"),
 )
 # What installs those that may be missing; the others are in `lab`.
-_EXTRAS: Final = {"serve": "serve", "route": "route", "doctor": "serve"}
+_EXTRAS: Final = {"serve": "serve", "route": "route", "doctor": "serve", "keys": "integrity"}
 
 
 def _register(module: str) -> None:
