@@ -203,8 +203,11 @@ class RouterConfig:
             it gets requests; 0: none.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
-        tokenize_timeout: seconds to tokenize a prompt; after that it is compared as text. If a response can only be continued
-            with a replica's tokenizer, replicas get up to 25 times as long.
+        tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
+            replica's tokenizer, replicas get up to 25 times as long.
+        tokenize_patience: seconds that a request waits for its tokens, however little a hit could save; it waits longer, up to
+            tokenize_timeout, while computing what is not known of its prompt would take longer. Then its known part, or its
+            text, is compared.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks where to send requests that it forwards itself (external
             processing over gRPC); by default none may.
         picker_timeout: seconds that a gateway's request may wait until a replica is chosen.
@@ -247,6 +250,7 @@ class RouterConfig:
     min_prefill: int = at_least(0, 512)
     directory_blocks: int = at_least(1, 4_000_000)
     tokenize_timeout: float = positive(1.0)
+    tokenize_patience: float = not_negative(0.05)
     picker: str | None = None
     picker_timeout: float = positive(10.0)
     picker_streams: int = at_least(1, 8192)

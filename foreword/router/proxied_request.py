@@ -154,7 +154,7 @@ class RoutedRequest:
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
-        repeated = pool.repeats(query)
+        repeated = prompt.source != "known" and pool.repeats(query)
         await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid, self.ask))
         try:
@@ -174,6 +174,8 @@ class RoutedRequest:
             router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
         if (attempt.decision.home is None or repeated) and not self.attempts and query.keys:
             pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+        if prompt.chain is not None:
+            pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )

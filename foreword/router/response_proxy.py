@@ -468,7 +468,7 @@ class _ResponseProxy:
     def _translate(self, translation: Translation, data: bytes) -> bytes:
         begin = b""
         if not self._translated:
-            begin = translation.begin(len(self.stream.prompt_ids) or len(self.proxied.prompt.tokens))
+            begin = translation.begin(len(self.stream.prompt_ids) or self.proxied.prompt.count)
         self._translated = True
         try:
             return begin + translation.events(data)

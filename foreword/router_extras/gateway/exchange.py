@@ -219,7 +219,7 @@ class Accounting:
 
     def _seen(self, routed: RoutedRequest) -> TokenUsage:
         """The tokens seen of the answer, and of the prompt, which is computed before it."""
-        return TokenUsage(len(routed.prompt.tokens), self._response.events if self._response is not None else 0)
+        return TokenUsage(routed.prompt.count, self._response.events if self._response is not None else 0)
 
     def _charge(self, usage: TokenUsage) -> None:
         if self._admitted is not None and self._placed is not None:
