@@ -127,9 +127,10 @@ def keys_of(config: StoreConfig, encrypted: EncryptionConfig | None = None) -> S
 
 
 def keys_from_environment(encrypted: EncryptionConfig | None = None) -> StoreKeys | None:
-    """The keys in FOREWORD_STORE_INTEGRITY_SECRETS and FOREWORD_ENCRYPTION_*, for tools and connectors without a configuration
-    file. `encrypted`: in place of the latter."""
-    secrets = {"integrity_secrets": os.environ.get(f"{ENV_PREFIX}STORE_INTEGRITY_SECRETS", "")}
+    """The keys in FOREWORD_STORE_INTEGRITY_SECRETS, or in the file of FOREWORD_STORE_INTEGRITY_SECRETS_FILE, and in
+    FOREWORD_ENCRYPTION_*, for tools and connectors without a configuration file. `encrypted`: in place of the latter."""
+    names = ("integrity_secrets", "integrity_secrets_file")
+    secrets = {name: os.environ.get(f"{ENV_PREFIX}STORE_{name.upper()}", "") for name in names}
     found = EncryptionConfig.from_environment() if encrypted is None else encrypted
     return keys_of(build(StoreConfig, "store", secrets), found)
 
