@@ -51,8 +51,8 @@ Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--change",
-        help="Change of the fleet during the trace: '120s fail r3', '180s start r3', '5m remove r0', '5m add 2' or "
-        "'5m add 2 GROUP'. Can be repeated.",
+        help="Change of the fleet during the trace: '120s fail r3', '180s start r3', '2m slow r3 10', '5m remove r0', "
+        "'5m add 2' or '5m add 2 GROUP'. Can be repeated.",
     ),
 ]
 Tenants = Annotated[
