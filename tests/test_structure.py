@@ -60,7 +60,7 @@ def file_names() -> set[str]:
             lambda: statements(closure("foreword.integrations.transformers")),
             8_000,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_600),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_650),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
