@@ -240,7 +240,9 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            migrated = await self._forward_events(attempt, response, awaited)
+            # A task of its own: each wake-up would go through all coroutines that wait for this request, for each token.
+            events = self._forward_events(attempt, response, awaited)
+            migrated = await asyncio.create_task(events, name=f"the answer to request {proxied.request_id}")
             if stream.done and migrated is None:
                 await _read_to_end(response)
             return migrated
@@ -292,8 +294,10 @@ class _ResponseProxy:
             if stream.begun and not attempt.begun:
                 self._first_token(attempt)
             if pieces:
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 last = stream.done and not stream.end_held and response.content.is_eof()
-                await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces), last=last)
+                if last or not data or self.proxied.translation is not None or not self.client.write_now(data):
+                    await self._write(response, data, last=last)
         return None
 
     async def _follow_migration(self, migrated: sse.ServerSentEvent) -> aiohttp.ClientResponse:
