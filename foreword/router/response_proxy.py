@@ -40,6 +40,7 @@ from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream
 from foreword.router.suspicious import SuspiciousRequest
+from foreword.tasks import apart
 
 logger = logging.getLogger(__name__)
 
@@ -240,9 +241,7 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            # A task of its own: each wake-up would go through all coroutines that wait for this request, for each token.
-            events = self._forward_events(attempt, response, awaited)
-            migrated = await asyncio.create_task(events, name=f"the answer to request {proxied.request_id}")
+            migrated = await apart(self._forward_events(attempt, response, awaited))
             if stream.done and migrated is None:
                 await _read_to_end(response)
             return migrated
