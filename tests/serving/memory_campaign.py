@@ -32,12 +32,13 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1] / "store"))
 
 import grpc.aio
-from foreword.router.gateway import envoy_messages as envoy
 from mixed_requests import MODEL, TENANTS, MixedRequest, key_of, mixed_request, unstored
 from router_parts import RouterProcess
 from server_process import ServerProcess
 from servers import free_port
 from shared_server import until
+
+from foreword.router.gateway import envoy_messages as envoy
 
 AT_A_TIME = 8
 PATIENCE = 120.0
