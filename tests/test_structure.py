@@ -60,7 +60,7 @@ def file_names() -> set[str]:
             lambda: statements(closure("foreword.integrations.transformers")),
             8_000,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_600),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_650),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -101,7 +101,10 @@ def test_records_have_kinds() -> None:
     """No code writes or reads records in stores without a kind."""
     calls = {"put_record", "get_record", "delete_record", "read_records"}
     for module, (_, tree) in package().items():
-        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
+        if not module.startswith(
+            # A copy of a store has records of any kind as they are.
+            ("foreword.store", "foreword.conformance", "foreword.prefixes.erasure", "foreword.prefixes.store_copy")
+        ):
             used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             assert not used & calls, module
 
