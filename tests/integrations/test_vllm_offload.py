@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_restart_finds_what_is_on_disk(model: Path, tmp_path: Path) -> None:
-    """A new vLLM loads what another has saved, and answers as that one did; one that differs in weights, in settings that
-    change KV, or in the folder, finds nothing. Blocks with one flipped bit are computed, and counted."""
+    """A new vLLM loads what another has saved, and answers as that one did; one with other weights finds nothing. Blocks with
+    one flipped bit are computed, and counted."""
     first, second = prompts(1, [LENGTH, LENGTH])
     store, steps = [disk(tmp_path)], [["ask", first], ["ask", second]]
     one, two, _, about = offload(model, store, *steps, ["written", 2 * FULL], ["about"])
@@ -42,13 +42,8 @@ def test_a_restart_finds_what_is_on_disk(model: Path, tmp_path: Path) -> None:
     again, twice, restarted = offload(model, store, *steps, ["about"])
     assert again == {**one, "cached": FULL * BLOCK} and twice == {**two, "cached": FULL * BLOCK}
     assert restarted["namespace"] == about["namespace"] and restarted["counts"]["loaded"] == 2 * FULL
-    for other in (
-        {"model": make_model(tmp_path / "other", seed=3)},
-        {"model": model, "llm": {"hf_overrides": {"rope_theta": 5000.0}}},
-        {"model": model, "llm": {"dtype": "bfloat16"}},
-    ):
-        found, different = offload(other.pop("model"), store, ["ask", first], ["about"], **other)
-        assert found["cached"] == 0 and different["namespace"] != about["namespace"]
+    found, different = offload(make_model(tmp_path / "other", seed=3), store, ["ask", first], ["about"])
+    assert found["cached"] == 0 and different["namespace"] != about["namespace"]
     damage(tmp_path / "kv", seed=5)
     mended, counted = offload(model, store, ["ask", first], ["about"])
     assert mended["tokens"] == one["tokens"] and mended["cached"] < FULL * BLOCK
@@ -123,3 +118,11 @@ def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: P
     }
     done = attempt("vllm_offload_script.py", job)
     assert done.returncode and "--prefix-caching-hash-algo sha256" in done.stderr
+
+
+def test_contract_of_tiers(model: Path, tmp_path: Path) -> None:
+    """vLLM's manager gets back the bytes that it gave, from another tier object, too; lookups that need a call are retried;
+    jobs end also where the store fails; the queue has a bound; a reset ends all jobs and everything found; and each setting
+    that changes KV gives another namespace."""
+    found = run("vllm_offload_manager_script.py", {"model": str(model), "folder": str(tmp_path)})
+    assert len(found["checks"]) == 5

@@ -1,6 +1,6 @@
 """Runs in an environment with vLLM: vLLM with its own offloading, and `ForewordTier` behind it, as JSON.
 
-python vllm_offload_script.py '{"model": DIR, "tier": {"store": [URL, ...]}, "llm": {...}, "steps": [[NAME, ARGUMENT, ...], ...]}'
+python vllm_offload_script.py '{"model": DIR, "tier": {"store": [URL, ...]}, "llm": {...}, "steps": [[NAME, ARG, ...], ...]}'
 
 Prints what each step has found. vLLM refuses its offloading on processors, so `vllm_offload_cpu.py` has the copies between its
 blocks and host memory.
