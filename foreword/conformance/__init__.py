@@ -8,6 +8,8 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
 
         pins = False              # if `pin` has no effect; it still returns 0, and raises as every call does
 
+        reserves = True           # if it keeps frames in the memory of this process, and has `reserve`, `publish` and `lend`
+
         bounded = True            # if the store has a budget and evicts; then it needs a second fixture:
 
         @pytest.fixture
@@ -17,7 +19,7 @@ A new backend implements `foreword.store.base.Store`. Its tests subclass the sui
         def damage(self): ...     # a function (store, frame, bytes) that replaces the stored bytes of the frame
 
     class MyMachine(StoreMachine):
-        pins, bounded = ..., ...  # as above
+        pins, bounded, reserves = ..., ..., ...  # as above
         def make_store(self): ...
 
     TestMyMachine = MyMachine.TestCase

@@ -23,6 +23,7 @@ from foreword.conformance.budget_contract import BudgetContract
 from foreword.conformance.calls import call_from_threads
 from foreword.conformance.frames import make_frames, names_of, present, put_all, read, soon, whole
 from foreword.conformance.read_only_contract import Holding, ReadContract
+from foreword.conformance.reserve_contract import ReserveContract
 from foreword.errors import BadFrame
 from foreword.store.base import Store
 from foreword.store.data_keys import DataKeys
@@ -39,12 +40,13 @@ def fill(store: Store, frames: Sequence[Frame]) -> Store:
     return store
 
 
-class StoreContract(ReadContract, BudgetContract):
+class StoreContract(ReadContract, BudgetContract, ReserveContract):
     """Tests of `foreword.store.base.Store`. Subclass it as `Test...` and provide the fixture `store`.
 
     Attributes:
         bounded: whether the store has a budget of bytes and evicts. It then needs the fixture `small`.
         pins: whether `pin` has an effect.
+        reserves: whether the store reserves slots in its memory.
         small_pins: how many of the SMALL_BLOCKS blocks in `small` may be pinned.
     """
 

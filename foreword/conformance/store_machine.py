@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from foreword.conformance.frames import SMALL_BYTES, SMALL_PAYLOAD, make_frames, names_of, put_all, read, soon
-from foreword.store.base import Name, Store
+from foreword.store.base import Name, ReservedSlots, Store
 from foreword.store.frame import Frame
 
 _TRUNK = make_frames(200, 2, SMALL_PAYLOAD)
@@ -39,6 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     bounded: ClassVar[bool] = False
     pins: ClassVar[bool] = True
+    reserves: ClassVar[bool] = False
     spoils: ClassVar[bool] = False
 
     def make_store(self) -> Store:
@@ -57,6 +58,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.stored_records: dict[str, bytes] = {}
         self.held: set[Name] = set()
         self.spoiled: set[Name] = set()
+        self.reservations: list[tuple[ReservedSlots, list[Frame]]] = []
+        self.reserved: dict[
+            Name, ReservedSlots
+        ] = {}  # blocks that were not deleted since, of reservations that have not ended
 
     def teardown(self) -> None:
         store = getattr(self, "store", None)
@@ -66,9 +71,41 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(part=_parts)
     def put(self, part: Sequence[Frame]) -> None:
         kept = put_all(self.store, part)
-        for one in part:
+        stored = [one for one in part if one.name not in self.reserved]
+        for one in stored:
             self.blocks[one.name] = bytes(one.data)
-        assert kept == len(part) if not self.bounded else kept <= len(part)
+        assert kept == len(stored) if not self.bounded else kept <= len(stored)
+
+    @precondition(lambda self: self.reserves)
+    @rule(part=_parts)
+    def reserve(self, part: Sequence[Frame]) -> None:
+        reserved = self.store.reserve([one.header for one in part], deadline=soon())
+        mine = [part[at] for at in reserved.positions]
+        new = {name for name in names_of(part) if name not in self.blocks and name not in self.reserved}
+        assert set(names_of(mine)) == new if not self.bounded else set(names_of(mine)) <= new
+        for one, place in zip(mine, reserved.frames(), strict=True):
+            place[:] = one.data
+        self.reservations.append((reserved, mine))
+        self.reserved.update((one.name, reserved) for one in mine)
+
+    @precondition(lambda self: self.reservations)
+    @rule(
+        which=st.integers(0, 9),
+        end=st.sampled_from(["publish", "publish some", "abandon", "lose"]),
+        some=st.integers(0, 63),
+    )
+    def end_reservation(self, which: int, end: str, some: int) -> None:
+        reserved, mine = self.reservations.pop(which % len(self.reservations))
+        chosen = {number for number in range(len(mine)) if end == "publish" or some >> number & 1}
+        # A block that was deleted is not this reservation's any more, though another one may have its name.
+        left = {number for number, one in enumerate(mine) if self.reserved.get(one.name) is reserved}
+        if end in ("publish", "publish some"):
+            assert self.store.publish(reserved, None if end == "publish" else chosen) == len(left & chosen)
+            self.blocks.update((mine[number].name, bytes(mine[number].data)) for number in left & chosen)
+        elif end == "abandon":
+            self.store.abandon(reserved)
+        for number in left:
+            del self.reserved[mine[number].name]
 
     @rule(part=_parts)
     def get(self, part: Sequence[Frame]) -> None:
@@ -100,6 +137,8 @@ class StoreMachine(RuleBasedStateMachine):
         names = set(names_of(part))
         assert self.store.delete(names_of(part), deadline=soon()) == len(names & self.blocks.keys())
         self._forget(names)
+        for name in names:
+            self.reserved.pop(name, None)
 
     @precondition(lambda self: self.pins)
     @rule(part=_parts, pinned=st.booleans())

@@ -17,15 +17,16 @@ import contextlib
 import itertools
 import re
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.salt import DIGEST_BYTES
 from foreword.errors import BadFrame, StoreConfigError, StoreError, StoreTimeout, StoreUnreadable
-from foreword.store.frame import Frame, read_header
+from foreword.store.frame import Frame, Header, read_header
 
 Name = bytes
 
@@ -103,6 +104,36 @@ class Loan:
     stride: int = 1
     slots: Sequence[int] = ()
     frames: Sequence[memoryview] = ()
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class ReservedSlots:
+    """Slots in a store's memory for new blocks, which the caller writes there, or has a device write there. No call
+    finds the blocks before `Store.publish`, and nothing else uses the slots before that or `Store.abandon`.
+
+    Attributes:
+        memory: slots of `stride` bytes each.
+        slots, lengths: the slot of each block that has one, and the bytes of its frame, which begin with the slot.
+        positions: which of the given headers these are.
+        present: how many of the other blocks are there already, or come twice.
+        full: a block has found no slot, since all that could be evicted are pinned or in use.
+        unused: gives the slots back when nothing refers to the reservation any more; dead when that has ended.
+    """
+
+    memory: memoryview | bytes = b""
+    stride: int = 1
+    slots: Sequence[int] = ()
+    lengths: Sequence[int] = ()
+    positions: Sequence[int] = ()
+    present: int = 0
+    full: bool = False
+    unused: weakref.finalize[..., Any] | None = None
+
+    def frames(self) -> list[memoryview]:
+        """The place of each frame."""
+        memory = memoryview(self.memory)
+        pairs = zip(self.slots, self.lengths, strict=True)
+        return [memory[slot * self.stride : slot * self.stride + length] for slot, length in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +247,27 @@ class Store(Protocol):
         """The frames of these names, empty where there is none. They stay as they are until the context ends, and count as
         read. None at all from a store that does not keep frames in the memory of this process as `get` returns them."""
         return contextlib.nullcontext(Loan())
+
+    def reserve(self, headers: Sequence[Header], *, deadline: float) -> ReservedSlots:
+        """Take slots for blocks, in chain order, that the store does not have, and evict others for them as `put` does.
+
+        A slot counts in the store's budget, and in its tenant's. It is neither evicted nor lent until the reservation ends: by
+        `publish`, by `abandon`, or when nothing refers to it any more. A block that is deleted or erased before does not
+        appear. No slots at all from a store that does not keep frames in the memory of this process as `get` returns them.
+        """
+        return ReservedSlots()
+
+    def publish(self, reserved: ReservedSlots, chosen: Collection[int] | None = None) -> int:
+        """The frames are in their slots, whole and sealed: from now on the blocks are found. Returns how many are.
+
+        `chosen`: indexes of those that are; None: all. The slots of the others are given back. Does not wait. A reservation
+        that has ended publishes nothing.
+        """
+        return 0
+
+    def abandon(self, reserved: ReservedSlots) -> None:
+        """Give the slots back: nothing writes into them any more. Never raises, also after `close`."""
+        return
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """Store frames, in chain order, and return how many of them are present now. A frame already present stays as it is.

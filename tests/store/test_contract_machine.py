@@ -38,12 +38,14 @@ quick = settings(max_examples=15, stateful_step_count=30, deadline=None, suppres
 
 
 class MemoryMachine(StoreMachine):
+    reserves = True
+
     def make_store(self) -> Store:
         return MemoryStore(LARGE, pin_share=1.0)
 
 
 class SmallMemoryMachine(StoreMachine):
-    bounded = True
+    bounded = reserves = True
 
     def make_store(self) -> Store:
         return MemoryStore(SMALL_BYTES)

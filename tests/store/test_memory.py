@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 
@@ -30,7 +31,7 @@ from foreword.store.tiered import TieredStore
 
 
 class TestContract(StoreContract):
-    bounded = True
+    bounded = reserves = True
 
     @pytest.fixture
     def store(self) -> Iterator[MemoryStore]:
@@ -154,6 +155,55 @@ def test_a_store_full_of_pins() -> None:
         store.put(make_frames(7, 2, SMALL_PAYLOAD), deadline=soon())
     assert store.put([*make_frames(8, 1, SMALL_PAYLOAD), *chain[:3]], deadline=soon()) == 3
     assert read(store, chain) == whole(chain)
+
+
+def test_reserved_slots_are_in_the_quota_of_their_tenant() -> None:
+    """A tenant at its quota reserves no slot but those of its own blocks, and none of another tenant's."""
+    store = MemoryStore(SMALL_BYTES, tenant_quota=0.5, slot_bytes=SMALL_PAYLOAD + HEADER_BYTES)
+    mine, more, theirs = (
+        make_frames(n, 4, SMALL_PAYLOAD, root=root * 8) for n, root in ((1, b"mine"), (2, b"mine"), (3, b"them"))
+    )
+    first = store.reserve([one.header for one in mine], deadline=soon())
+    assert len(first.slots) == 4 and put_all(store, theirs) == 4
+    second = store.reserve([one.header for one in more], deadline=soon())
+    assert second.full and not second.slots
+    assert store.publish(first) == 4
+    second = store.reserve([one.header for one in more], deadline=soon())
+    assert len(second.slots) == 4 and store.lookup(names_of(theirs), deadline=soon()) == 4
+    store.abandon(second)
+    check_memory_store(store)
+
+
+def test_reservations_on_several_threads() -> None:
+    """Slots of reservations that threads fill, publish, give back or lose, beside deletions and evictions: no block has wrong
+    bytes, and in the end all slots are there."""
+    chains = [make_frames(420 + number, 4, SMALL_PAYLOAD) for number in range(5)]
+    store = MemoryStore(SMALL_BYTES, slot_bytes=SMALL_PAYLOAD + HEADER_BYTES)
+
+    def work(seed: int) -> None:
+        draw = random.Random(seed)
+        for _ in range(150):
+            chain = draw.choice(chains)
+            reserved = store.reserve([one.header for one in chain], deadline=soon())
+            for at, place in zip(reserved.positions, reserved.frames(), strict=True):
+                place[:] = chain[at].data
+            end = draw.random()
+            if end < 0.6:
+                store.publish(reserved)
+            elif end < 0.8:
+                store.abandon(reserved)
+            del reserved
+            if draw.random() < 0.3:
+                store.delete(names_of(chain[draw.randrange(4) :]), deadline=soon())
+            for one, data in zip(chain, read(store, chain), strict=True):
+                assert data in (None, one.data)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, seed) for seed in range(4)]:
+            done.result()
+    check_memory_store(store)
+    last = make_frames(430, 8, SMALL_PAYLOAD)
+    assert put_all(store, last) == 8 and read(store, last) == whole(last)
 
 
 def test_invalid_records() -> None:

@@ -1,35 +1,51 @@
 """A store in the memory of this process: one arena of fixed-size slots, mapped once, without an allocation per block.
 
 The lock is held to find slots, never while bytes are copied. A slot that is being read or written is *in use*: it is
-not evicted, and a deleted block releases its slot when its last reader is done. Memory is populated as the store fills,
-so a start does not compete with the first requests: the first write to a page costs as much as the copy itself, so a
-low-priority thread populates pages shortly before they are used. The store belongs to one process; a forked child has a copy
-of it.
+not evicted, and a deleted block releases its slot when its last reader, or its writer, is done. Slots may be written by someone
+else (`reserve`), such as a device. Memory is populated as the store fills, so a start does not compete with the first requests:
+the first write to a page costs as much as the copy itself, so a low-priority thread populates pages shortly before they are
+used. The store belongs to one process; a forked child has a copy of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
 import mmap
 import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from foreword.blocks.fair_share import quota_of, tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
-from foreword.errors import StoreConfigError, StoreFull, StoreUnavailable
+from foreword.errors import StoreConfigError, StoreError, StoreFull, StoreUnavailable
 from foreword.store.background import CORES, PagePopulator
-from foreword.store.base import BAD, FAILED, MISSING, Loan, Name, StoredBlock, StoreStatus, time_left
+from foreword.store.base import (
+    BAD,
+    FAILED,
+    MISSING,
+    Erased,
+    Loan,
+    Name,
+    ReservedSlots,
+    StoredBlock,
+    StoreStatus,
+    has_prefix,
+    time_left,
+)
 from foreword.store.chain_lru import ChainLru
-from foreword.store.frame import Frame
+from foreword.store.frame import HEADER_BYTES, Frame, Header
 from foreword.store.wrappers import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
+_FULL = "all blocks that could be evicted are pinned or in use"
 
 
 class SharedNames(Protocol):
@@ -101,14 +117,13 @@ class SlotTable:
             self._deleted.discard(slot)
             self.chains.free(slot)
 
-    def touch(self, frames: Sequence[Frame], now: int) -> None:
-        """Note a use of the blocks of `frames` that are present, and of their parents."""
-        find = self.chains.index.get
-        for one in frames:
-            header = one.header
-            for slot in (find(one.name), find(header.parent_name)):
-                if slot is not None:
-                    self.chains.touch(slot, now)
+    def touch(self, names: Iterable[Name], now: int) -> None:
+        """Note a use of the blocks that are present."""
+        find, touch = self.chains.index.get, self.chains.touch
+        for name in names:
+            slot = find(name)
+            if slot is not None:
+                touch(slot, now)
 
     def allocate(self, now: int, name: Name) -> int | None:
         """A slot for a new block. Evicts the block in it if no slot is free (`chains.evicted`)."""
@@ -119,32 +134,47 @@ class SlotTable:
                 self.names.discard(self.chains.evicted)
         return slot
 
-    def begin_write(self, slot: int, name: Name, one: Frame, now: int) -> None:
+    def begin_write(self, slot: int, name: Name, parent: Name, depth: int, length: int, now: int) -> None:
         """Enter a block that is about to be written into an allocated slot."""
-        header = one.header
-        self.chains.add(slot, name, header.parent_name, header.depth, now)
+        self.chains.add(slot, name, parent, depth, now)
         self.chains.in_use[slot] = 1
         self.writing.add(slot)
-        self._lengths[slot] = len(one.data)
+        self._lengths[slot] = length
         self._hits[slot] = 0
         self._stored_at[slot] = self._used_at[slot] = time.time()
-        self.bytes += len(one.data)
+        self.bytes += length
 
-    def publish(self, slot: int) -> None:
-        """Make a block visible: it is completely written."""
+    # The race of a write is with `remove`: the block is out of the index then, another may have its name, and the slot waits in
+    # `_deleted` for its only user, the writer. Whatever ends the write frees the slot, once.
+    def publish(self, slot: int) -> bool:
+        """Make a block visible: it is completely written. False if it was removed meanwhile."""
+        if slot in self._deleted:
+            self.release(slot)
+            return False
         name = self.chains.names[slot]
         if self.names is not None and name is not None:
             self.names.add(name)
         self.writing.discard(slot)
         self.chains.in_use[slot] = 0
+        return True
 
     def abort_write(self, slot: int) -> None:
-        self.publish(slot)
-        self.remove(slot)
+        """Free the slot of a block that was not completely written."""
+        if slot not in self._deleted:
+            self.remove(slot)
+        self.release(slot)
+
+    def remove_writing(self, chosen: Callable[[Name], bool]) -> None:
+        """Remove blocks that are being written."""
+        for slot in [*self.writing]:
+            name = self.chains.names[slot]
+            if name is not None and chosen(name):
+                self.remove(slot)
 
     def remove(self, slot: int) -> None:
-        """Remove a block. Its slot is freed when no reader uses it."""
+        """Remove a block. Its slot is freed when neither a reader nor its writer uses it."""
         self._unpin(slot)
+        self.writing.discard(slot)
         name = self.chains.names[slot]
         self.chains.remove(slot)
         if self.names is not None and name is not None:
@@ -307,6 +337,7 @@ class MemoryStore(LocalRecords):
         self._evictions = 0
         self._refused = 0
         self._emptied = 0
+        self._lost: deque[tuple[SlotTable, Sequence[int]]] = deque()
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
         weakref.finalize(self, self._populator.stop)
 
@@ -368,39 +399,98 @@ class MemoryStore(LocalRecords):
                     if length > 0:
                         slots.release(slot)
 
+    def reserve(self, headers: Sequence[Header], *, deadline: float) -> ReservedSlots:
+        """As in the contract. A block that another thread is writing at this moment has no slot and is not counted."""
+        lengths = [HEADER_BYTES + header.length for header in headers]
+        with self._lock:
+            arena, slots, found, present, full = self._take(headers, lengths, deadline)
+        stride = slots.slot_bytes or 1
+        reserved = ReservedSlots(
+            arena.view[: arena.size // stride * stride],
+            stride,
+            list(found),
+            [lengths[at] for at in found.values()],
+            list(found.values()),
+            present,
+            full,
+        )
+        if found:
+            # Without the lock: this thread may hold it when the garbage collector runs.
+            reserved.unused = weakref.finalize(reserved, self._lost.append, (slots, reserved.slots))
+            reserved.unused.atexit = False
+        return reserved
+
+    def publish(self, reserved: ReservedSlots, chosen: Collection[int] | None = None) -> int:
+        with self._lock:
+            self._open(math.inf)
+            return self._end(reserved, chosen)
+
+    def abandon(self, reserved: ReservedSlots) -> None:
+        with self._lock:
+            self._end(reserved, ())
+
+    def _end(self, reserved: ReservedSlots, chosen: Collection[int] | None) -> int:
+        """End a reservation and publish its blocks, or the chosen ones. Under the lock."""
+        ended = None if reserved.unused is None else reserved.unused.detach()
+        if ended is None:
+            return 0
+        ((slots, taken),) = ended[2]
+        if chosen is None:
+            return sum([slots.publish(slot) for slot in taken])
+        published, wanted = 0, frozenset(chosen)
+        for index, slot in enumerate(taken):
+            if index in wanted:
+                published += slots.publish(slot)
+            else:
+                slots.abort_write(slot)
+        return published
+
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another thread is writing at this moment are not counted."""
+        headers, lengths = [one.header for one in frames], [len(one.data) for one in frames]
         with self._lock:
-            arena = self._open(deadline)
-            slots = self._slots_for(frames)
-            reserved, present, full = self._reserve(slots, frames)
-            if reserved:
-                self._populator.extend((max(slot for slot, _ in reserved) + 1) * slots.slot_bytes)
-        written = 0
+            arena, slots, found, present, full = self._take(headers, lengths, deadline)
+        reserved = [(slot, frames[at]) for slot, at in found.items()]
+        done = written = 0
         try:
             for run in _adjacent(reserved, slots.slot_bytes):
                 time_left(deadline)
                 size = sum(one.data.nbytes for _, one in run)
                 arena.write(run[0][0] * slots.slot_bytes, run[0][1].data, size)
                 with self._lock:
-                    for slot, _ in run:
-                        slots.publish(slot)
-                written += len(run)
+                    written += sum(slots.publish(slot) for slot, _ in run)
+                done += len(run)
         finally:
-            if written < len(reserved):
+            if done < len(reserved):
                 with self._lock:
-                    for slot, _ in reserved[written:]:
+                    for slot, _ in reserved[done:]:
                         slots.abort_write(slot)
         if full and not present + written:
-            raise StoreFull("all blocks that could be evicted are pinned or in use")
+            raise StoreFull(_FULL)
         return present + written
 
-    def _slots_for(self, frames: Sequence[Frame]) -> SlotTable:
-        """The slots, as long as the longest frame so far that fits into the store. Under the lock."""
+    def _take(
+        self, headers: Sequence[Header], lengths: Sequence[int], deadline: float
+    ) -> tuple[MemoryArena, SlotTable, dict[int, int], int, bool]:
+        """Slots for new frames of these lengths, by slot the index of the header; and how many are present, and whether one
+        found no slot. Under the lock."""
+        arena = self._open(deadline)
+        while self._lost:  # reservations that ended with their last reference
+            table, lost = self._lost.popleft()
+            for slot in lost:
+                table.abort_write(slot)
+        slots = self._slots_for(lengths)
+        found, present, full = self._reserve(slots, headers, lengths)
+        if found:
+            self._populator.extend((max(found) + 1) * slots.slot_bytes)
+        return arena, slots, found, present, full
+
+    def _slots_for(self, lengths: Sequence[int]) -> SlotTable:
+        """The slots, as long as the longest frame so far that fits into the store, given lengths of frames. Under the lock."""
         slots = self._slots
         if self._fixed:
             return slots
-        longest = max((length for one in frames if (length := len(one.data)) <= self._size), default=0)
+        longest = max((length for length in lengths if length <= self._size), default=0)
         # Blocks of several KV groups differ in length, and so do outputs of encoders. A block that is read, written or pinned
         # stays where it is. By a quarter at least: else frames that grow by a byte would empty the store each time.
         if longest > slots.slot_bytes and not slots.held:
@@ -421,12 +511,29 @@ class MemoryStore(LocalRecords):
         return self._slots
 
     def delete(self, names: Sequence[Name], *, deadline: float) -> int:
+        """As in the contract. Blocks that are being written do not appear, and do not count."""
         with self._lock:
             self._open(deadline)
-            found = self._find(names)
+            slots = self._slots
+            found = {slot for name in names if (slot := slots.chains.index.get(name)) is not None}
+            count = len(found - slots.writing)
             for slot in found:
-                self._slots.remove(slot)
-            return len(found)
+                slots.remove(slot)
+            return count
+
+    def erase_steps(
+        self, layout: bytes = b"", root: bytes = b"", *, chosen: Collection[Name] | None = None, deadline: float
+    ) -> Iterator[Erased]:
+        try:  # those that are published before this are listed
+            with self._lock:
+                self._open(deadline)
+                self._slots.remove_writing(
+                    lambda name: has_prefix(name, layout, root) and (chosen is None or name in chosen)
+                )
+        except StoreError as error:
+            yield Erased.failed(error)
+            return
+        yield from super().erase_steps(layout, root, chosen=chosen, deadline=deadline)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         with self._lock:
@@ -504,24 +611,26 @@ class MemoryStore(LocalRecords):
         found = (slots.chains.index.get(name) for name in dict.fromkeys(names))
         return [slot for slot in found if slot is not None and slot not in slots.writing]
 
-    def _reserve(self, slots: SlotTable, frames: Sequence[Frame]) -> tuple[list[tuple[int, Frame]], int, bool]:
+    def _reserve(
+        self, slots: SlotTable, headers: Sequence[Header], lengths: Sequence[int]
+    ) -> tuple[dict[int, int], int, bool]:
         """Allocate slots for new frames, in use and not published. Evicts nothing that this call has used.
 
-        Returns the slots and the frames to write there, the number of frames that are present or repeated in the batch,
-        and whether a frame found no slot.
+        Returns the index of the header by slot, the number of frames that are present or repeated in the batch, and whether a
+        frame found no slot.
         """
         chains = slots.chains
         now = chains.tick()
-        reserved: dict[int, Frame] = {}
+        reserved: dict[int, int] = {}
         present, full = 0, False
-        slots.touch(frames, now)
-        for one in frames:
-            name = one.name
+        pairs = [(header.name, header.parent_name) for header in headers]
+        slots.touch(itertools.chain.from_iterable(pairs), now)
+        for at, (name, parent) in enumerate(pairs):
             slot = chains.index.get(name)
             if slot is not None:
                 present += slot in reserved or slot not in slots.writing
                 continue
-            if len(one.data) > slots.slot_bytes:
+            if lengths[at] > slots.slot_bytes:
                 self._refused += 1
                 continue
             slot = None if full else slots.allocate(now, name)
@@ -532,6 +641,6 @@ class MemoryStore(LocalRecords):
                 self._evictions += 1
                 if self.on_evicted is not None:
                     self.on_evicted(chains.evicted)
-            slots.begin_write(slot, name, one, now)
-            reserved[slot] = one
-        return list(reserved.items()), present, full
+            slots.begin_write(slot, name, parent, headers[at].depth, lengths[at], now)
+            reserved[slot] = at
+        return reserved, present, full
