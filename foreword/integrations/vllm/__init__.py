@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
     from foreword.integrations.vllm_extras.encoder_cache import ForewordECConnector
-    from foreword.integrations.vllm_offload.tier import ForewordTier
+    from foreword.integrations.vllm_offload.offload_tier import ForewordTier
 
 __all__ = ["ForewordConnector", "ForewordECConnector", "ForewordTier", "NamedPrefixes"]
 
@@ -24,7 +24,7 @@ NEWEST_TESTED: Final = (0, 33)
 _MODULES: Final = {
     "ForewordConnector": "vllm.connector",
     "ForewordECConnector": "vllm_extras.encoder_cache",
-    "ForewordTier": "vllm_offload.tier",
+    "ForewordTier": "vllm_offload.offload_tier",
     "NamedPrefixes": "vllm_middleware.middleware",
 }
 

@@ -106,7 +106,7 @@ def block_groups(model: bytes, offloading: Any, row_bytes: int) -> dict[int, Blo
 
 
 def _shape(offloading: Any) -> str:
-    """What blocks look like, without what only says which engine it is."""
+    """The shape of blocks, without what only says which engine it is."""
     parallel = replace(
         offloading.parallel, rank=0, data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None
     )
@@ -118,7 +118,7 @@ def _shape(offloading: Any) -> str:
 
 
 def _seed(algorithm: str) -> str:
-    """What vLLM's chains of hashes begin with."""
+    """The seed of vLLM's chains of hashes."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
