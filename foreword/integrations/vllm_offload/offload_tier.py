@@ -52,8 +52,6 @@ logger = logging.getLogger("vllm.foreword")
 _BLOCKS: Final = "vllm:foreword_offload_blocks"
 _LOOKUPS: Final = 4  # threads
 _MOST_LOOKUPS: Final = 256  # stretches of blocks that wait for a thread
-# Methods of `EngineCore` of which the first call brings vLLM's configuration: at the end of its start, or with a request.
-_FIRST_CALLS: Final = ("_initialize_effective_attention_block_size", "add_request")
 
 
 class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
@@ -99,8 +97,9 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         self._version = WeightsVersion(self._settings.weights_version)
         self._used = False  # vLLM may have KV that was computed since its last reset
         self._core: Any = None
-        for method in _FIRST_CALLS:
-            follow_engines(self._is_mine, method, self.engine_calls, before=True)
+        # Of these the first call brings vLLM's configuration: at the end of the engine's start, or with a request.
+        follow_engines(self._is_mine, "_initialize_effective_attention_block_size", self.engine_calls, before=True)
+        follow_engines(self._is_mine, "add_request", self.engine_calls, before=True)
 
     def _is_mine(self, vllm_config: Any) -> bool:
         transfer = vllm_config.kv_transfer_config
@@ -109,7 +108,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
     # From vLLM's engine
 
     def engine_calls(self, core: Any, request: Any = None, *_: Any, **__: Any) -> None:
-        """`EngineCore` makes one of `_FIRST_CALLS`, or adds a request."""
+        """`EngineCore` ends its start, or adds a request."""
         if self._core is None:
             self._begin(core)
         if request is not None:
