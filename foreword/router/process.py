@@ -45,7 +45,7 @@ _MIN_OPEN_FILES = 4096
 def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
     """Run the router until a signal; returns the exit status. `current`: as for `Tenants`. Raises ConfigError before anything
     is started."""
-    configure_logging(config.server.log_level)
+    configure_logging(config.server.log_level, config.server.log_format)
     specs = configured_replicas(config.router)
     given = config.router
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):

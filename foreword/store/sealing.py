@@ -108,10 +108,11 @@ class KeyRing:
 
     @classmethod
     def from_environment(cls, encryption: EncryptionConfig | None = None) -> KeyRing | None:
-        """The keys in FOREWORD_STORE_INTEGRITY_SECRETS and FOREWORD_ENCRYPTION_*, for tools and connectors without a
-        configuration file. `encryption`: in place of the latter."""
+        """The keys in FOREWORD_STORE_INTEGRITY_SECRETS, or in the file of FOREWORD_STORE_INTEGRITY_SECRETS_FILE, and in
+        FOREWORD_ENCRYPTION_*, for tools and connectors without a configuration file. `encryption`: in place of the latter."""
+        names = ("integrity_secrets", "integrity_secrets_file")
         secrets = build(
-            StoreConfig, "store", {"integrity_secrets": os.environ.get(f"{ENV_PREFIX}STORE_INTEGRITY_SECRETS", "")}
+            StoreConfig, "store", {name: os.environ.get(f"{ENV_PREFIX}STORE_{name.upper()}", "") for name in names}
         )
         return cls.of(secrets, EncryptionConfig.from_environment() if encryption is None else encryption)
 
