@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -72,10 +73,17 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         tier_type: str,
         backpressure_detector: Any = None,
         queue: str | int = "auto",
+        locality: str | None = None,
         **given: Any,
     ) -> None:
-        """`queue`: bytes of vLLM's host memory that may wait to be saved; "auto" is a quarter. `given`: see `read_settings`."""
+        """
+        Args:
+            queue: bytes of vLLM's host memory that may wait to be saved; "auto" is a quarter.
+            locality: LOCAL or REMOTE, for vLLM's filters of tiers.
+            given: see `read_settings`.
+        """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
         self.degraded, self.namespace = "", b""
         self.counts: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()

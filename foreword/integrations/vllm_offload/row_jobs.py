@@ -111,11 +111,6 @@ class RowJobs:
         with self._changed:
             self._queue(self._loads, self._job(number, rows, () if self._closing else names))
 
-    def refuse(self, number: int, blocks: int) -> None:
-        """End a job of which nothing is to be moved."""
-        with self._changed:
-            self._ended.append(EndedJob(number, [False] * blocks, 0.0))
-
     def _job(self, number: int, rows: Sequence[int], names: Sequence[Name], headers: Sequence[Header] = ()) -> _Job:
         return _Job(number, rows, names, headers, self._epoch, [False] * len(rows))
 
