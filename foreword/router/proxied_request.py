@@ -120,7 +120,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         self.ask = Ask(self.router.suspects, asked_of(self.request, self.pool.model), self.request_id)
-        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
+        self.cache_salt = self.router.audit.salts_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
 
