@@ -15,9 +15,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from foreword.offload.slots import StagingSlots
 from foreword.store.background import lower_priority, use_background_cores
@@ -39,6 +39,24 @@ _LONGEST_PAUSE: Final = 2.0
 _WRITE_NICE: Final = 5
 
 
+class SlotPool(Protocol):
+    """Where slots come from."""
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Return slots."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LentSlots:
+    """Slots of a tier, which are lent until all of them were written further."""
+
+    end: Callable[[], None]
+
+    def give(self, slots: Iterable[int]) -> None:
+        self.end()
+
+
 @dataclass(slots=True, eq=False)
 class WriteBatch:
     """Blocks that wait to be written.
@@ -50,17 +68,19 @@ class WriteBatch:
         promotion: the blocks came from a slower tier.
         latest: when a promotion is written although blocks are being loaded.
         kept: largest number of these blocks that one tier has stored.
+        lent: the frames, if they lie in a tier, which has counted them, and not in the staging arena.
     """
 
     headers: list[Header]
     slots: list[int]
-    pool: StagingSlots
+    pool: SlotPool
     pending: set[int]
     writing: int = 0
     sealed: bool = False
     promotion: bool = False
     latest: float = -math.inf
     kept: int = 0
+    lent: list[Frame] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_stored(self) -> bool:
@@ -76,7 +96,7 @@ class WriteBehind:
     """Writes staged blocks into every tier, with one thread per tier: a slow tier does not delay the others.
 
     Attributes:
-        dropped: blocks that were never written because the queue was full.
+        dropped: blocks that were never written, or not by every tier, because the queue was full.
         dropped_promotions: promotions that were not written because loads needed their slots.
         saved, failed: blocks (without promotions) that at least one tier has stored, and blocks that no tier has stored.
     """
@@ -123,6 +143,20 @@ class WriteBehind:
         batch = WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
         self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, started)
+
+    def add_lent(
+        self, frames: list[Frame], end: Callable[[], None], tiers: Iterable[int], began: float, most: int
+    ) -> None:
+        """Queue frames that lie in a tier for further ones, unless they were erased since `began`, when they were saved, or
+        more than `most` would wait: a slow tier gets the starts of chains then. `end` ends the loan."""
+        headers = [frame.header for frame in frames]
+        batch = WriteBatch(headers, [*range(len(frames))], LentSlots(end), set(tiers), sealed=True, lent=frames)
+        with self._changed:
+            held = sum(len(one.slots) for one in self._batches if one.lent is not None)
+            if held + len(frames) > most:
+                self.dropped += len(frames)
+                batch.pending.clear()
+        self._queue(batch, began)
 
     def _queue(self, batch: WriteBatch, started: float = math.inf) -> None:
         with self._changed:
@@ -241,6 +275,8 @@ class WriteBehind:
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums."""
+        if batch.lent is not None:
+            return batch.lent
         # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
         buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
@@ -263,7 +299,7 @@ class WriteBehind:
                     self._batches.remove(batch)
                     done.append(batch)
             for batch in done:
-                if not batch.promotion:
+                if not batch.promotion and batch.lent is None:
                     self.saved += batch.kept
                     self.failed += len(batch.slots) - batch.kept
             self._changed.notify_all()
