@@ -140,7 +140,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> Any:
         engine.close()
 
 
-def small_pieces(monkeypatch: pytest.MonkeyPatch, blocks: int = 3, *, tests: bool = False) -> None:
+def small_pieces(monkeypatch: pytest.MonkeyPatch, blocks: int = 4, *, tests: bool = False) -> None:
     """Pieces of the ring have room for so many blocks, and small blocks are copied directly; with the test at the start, which
     takes seconds in the interpreter, or without and with quick checksums."""
     if not tests:

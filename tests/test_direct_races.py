@@ -78,7 +78,7 @@ class Copies:
         self.chance, self.queues = random.Random(seed), LazyQueues(seed)
         self.blocks = torch.arange(BLOCKS).repeat_interleave(BYTES).view(BLOCKS, BYTES).to(torch.uint8)
         group = RowGroup([self.blocks])
-        self.ring = ring([group.planes()], [BYTES], torch.device("cpu"), self.queues, 2 * FRAME)
+        self.ring = ring([group.planes()], [BYTES], torch.device("cpu"), self.queues, 4 * FRAME)
         table = QuickCopies(torch.zeros(0), 0, 0)
         object.__setattr__(table, "blocks", self.blocks)
         self.ring._tables = [table]
@@ -180,7 +180,7 @@ class Copies:
         """Of blocks that no other load has, since a damaged one would be damaged for both."""
         taken = {name for one in self.loading for name in one.loan[2]}
         names = [block.name for block in self.store.scan(deadline=soon()) if block.name not in taken]
-        piece = self.ring.take() if names and self.units else None
+        piece = self.ring.wait_for(0.0) if names and self.units else None
         if piece is None:
             return
         units = self.some(2)[: len(names)]
@@ -502,7 +502,7 @@ class LoadEndsWithTheLoadBefore(Planted):
 
 
 class PieceIsGivenTwice(Planted):
-    def take(self) -> Piece | None:
+    def wait_for(self, deadline: float) -> Piece | None:
         return self._free[0] if self._free else None
 
     def give(self, piece: Piece) -> None: ...

@@ -228,8 +228,8 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
         monkeypatch.setattr(module, "SMALLEST_PAYLOAD", BYTES + 1)
         return "too small"
     if how == "large blocks":
-        monkeypatch.setattr(module, "PIECE_BYTES", FRAME - 1)
-        return "larger than a piece"
+        monkeypatch.setattr(module, "PIECE_BYTES", 2 * FRAME - 1)
+        return "larger than half a piece"
     if how == "it seals wrongly":
         seal = DeviceChecksums.seal
         monkeypatch.setattr(

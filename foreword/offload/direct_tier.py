@@ -126,6 +126,7 @@ class DirectTier:
         self._changed = threading.Condition()
         self._copies: queue.SimpleQueue[tuple[list[_Save], Event] | None] = queue.SimpleQueue()
         self._pinned: PinnedMemory | None = None
+        self._memory: TierMemory | None = None
         self._thread = threading.Thread(target=self._run, name="foreword-publish", daemon=True)
         self._thread.start()
         if pinning is None:
@@ -203,7 +204,11 @@ class DirectTier:
         return ""
 
     def _tier_memory(self, memory: memoryview | bytes, stride: int) -> TierMemory:
-        return TierMemory.of(memory, stride, sys.maxsize if self._pinned is None else PIN_BYTES)
+        known = self._memory
+        if known is None or known.stride != stride:
+            cut = sys.maxsize if self._pinned is None else PIN_BYTES
+            self._memory = known = TierMemory.of(memory, stride, cut)
+        return known
 
     def _is_pinned(self, slots: Sequence[int], stride: int) -> bool:
         return self._pinned is None or not slots or (max(slots) + 1) * stride <= self._pinned.end
@@ -386,8 +391,8 @@ def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) 
         reason = "the first store is not memory://"
     elif min(staging.block_bytes) < SMALLEST_PAYLOAD or any(size % _WORD for size in staging.block_bytes):
         reason = f"blocks of {min(staging.block_bytes)} bytes are too small, or no multiple of {_WORD}"
-    elif HEADER_BYTES + max(staging.block_bytes) > PIECE_BYTES:
-        reason = f"blocks of {max(staging.block_bytes)} bytes are larger than a piece of the ring"
+    elif HEADER_BYTES + max(staging.block_bytes) > PIECE_BYTES // 2:
+        reason = f"blocks of {max(staging.block_bytes)} bytes are larger than half a piece of the ring"
     elif not importlib.util.find_spec("triton"):
         reason = "Triton is not installed"
     elif torch.version.hip:

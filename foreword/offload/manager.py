@@ -35,6 +35,7 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
+from foreword.offload.ring import PIECES_OF_A_LOAD
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -248,7 +249,7 @@ class OffloadManager:
             count = min(max(size // frame_bytes, 1), requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
-            if directly := self._load_direct(store_load, done, size, deadline, queued):
+            if directly := self._load_direct(store_load, done, deadline, queued, known=known):
                 done += directly
                 continue
             loaded = self._load_lent(store_load, done, count, deadline)
@@ -263,18 +264,19 @@ class OffloadManager:
                 return
 
     def _load_direct(
-        self, store_load: StoreLoad, done: int, size: int, deadline: float, queued: deque[_GroupCopy]
+        self, store_load: StoreLoad, done: int, deadline: float, queued: deque[_GroupCopy], *, known: bool
     ) -> int:
-        """Queue the copies of the next blocks, up to so many bytes, from the memory of the first tier straight into the device,
-        and return how many there are: 0 if that is not possible. Whether they are right is known when they are copied."""
+        """Queue the copies of the next blocks from the memory of the first tier straight into the device, and return how many
+        there are: 0 if that is not possible. Whether they are right is known when they are copied."""
         direct = self._direct
+        size = sys.maxsize if known else _PROBE_BYTES
         count = 0 if direct is None else direct.count(store_load.places, done, size)
         if direct is None or not count:
             return 0
         # Pieces of the ring come back when the copies through them have ended: first those of this load.
-        while (piece := direct.ring.take()) is None and queued:
+        while queued and (len(queued) >= PIECES_OF_A_LOAD or not direct.ring.free):
             self._await_copy(store_load, queued)
-        piece = piece or direct.ring.wait_for(deadline)
+        piece = direct.ring.wait_for(deadline)
         if piece is None:
             return 0
         end, began = done + count, False

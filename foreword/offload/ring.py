@@ -28,10 +28,11 @@ from foreword.offload.device import Event, Plane, PlaneTable, Queues, Stream, to
 from foreword.offload.device_checksum import DeviceChecksums, heads
 from foreword.store.frame import HEADER_BYTES, Header
 
-PIECE_BYTES: Final = 16 << 20
-_SAVE_PIECES: Final = 2
-_LOAD_PIECES: Final = 4
-RING_BYTES: Final = PIECE_BYTES * (_SAVE_PIECES + _LOAD_PIECES)
+PIECE_BYTES: Final = 32 << 20
+_SAVE_PIECES: Final = 2  # of half the size: a save's pieces follow each other faster than a load's
+_LOAD_PIECES: Final = 3
+PIECES_OF_A_LOAD: Final = _LOAD_PIECES - 1  # that one load has at once: another one need not wait for it
+RING_BYTES: Final = PIECE_BYTES * _LOAD_PIECES + PIECE_BYTES // 2 * _SAVE_PIECES
 # Blocks of one group: the group, the coordinates of each unit as int64 `[units, 3]`, and the names.
 Units = np.ndarray[Any, Any]
 Part = tuple[int, Units, Sequence[bytes]]
@@ -80,7 +81,7 @@ class DeviceRing:
     Args:
         groups: the planes of each group.
         block_bytes: bytes of a payload, by group.
-        piece_bytes: of a piece.
+        piece_bytes: of a piece for loads; those for saves have half of it.
     """
 
     def __init__(
@@ -97,18 +98,20 @@ class DeviceRing:
         self._tables = [PlaneTable.of(planes, device) for planes in groups]
         self._checksums = DeviceChecksums(device)
         self._queues = queues
-        pieces = [
-            Piece(torch.empty(piece_bytes, dtype=torch.uint8, device=device))
-            for _ in range(_SAVE_PIECES + _LOAD_PIECES)
+        self._saving = [
+            self._piece(max(piece_bytes // 2, HEADER_BYTES + max(block_bytes))) for _ in range(_SAVE_PIECES)
         ]
-        self._saving = pieces[:_SAVE_PIECES]
-        self._free = pieces[_SAVE_PIECES:]
+        self._free = [self._piece(piece_bytes) for _ in range(_LOAD_PIECES)]
+        self._numbers = torch.arange(piece_bytes // HEADER_BYTES, device=device)
         self._next = 0
         self._changed = threading.Condition()
 
+    def _piece(self, size: int) -> Piece:
+        return Piece(torch.empty(size, dtype=torch.uint8, device=self.device))
+
     def room(self, stride: int) -> int:
-        """Frames of a piece."""
-        return self.piece_bytes // stride
+        """Frames that are saved through one piece."""
+        return max(len(piece.memory) for piece in self._saving) // stride
 
     # Saving: on the engine's thread only.
 
@@ -149,14 +152,14 @@ class DeviceRing:
         packed = torch.frombuffer(bytearray(b"".join([header.pack() for header in headers])), dtype=torch.uint8)
         packed = to_device(packed, self.device).view(len(headers), _SUMMED)
         frames[: len(headers), size : size + _SUMMED].copy_(packed)
-        self._checksums.seal(frames, torch.arange(len(headers), device=self.device), size)
+        self._checksums.seal(frames, self._numbers[: len(headers)], size)
 
     # Loading: a thread takes a piece, queues one load through it, and gives it back when the copies have ended.
 
-    def take(self) -> Piece | None:
-        """A piece that no load has."""
-        with self._changed:
-            return self._free.pop() if self._free else None
+    @property
+    def free(self) -> bool:
+        """Whether a piece is free now."""
+        return bool(self._free)
 
     def wait_for(self, deadline: float) -> Piece | None:
         """A piece, or None if none is free until the deadline."""
@@ -266,7 +269,7 @@ class DeviceRing:
 
     @torch.inference_mode()
     def _verdicts(self, frames: Tensor, low: int, size: int, names: Sequence[bytes]) -> Tensor:
-        places = torch.arange(low, low + len(names), device=self.device)
+        places = self._numbers[low : low + len(names)]
         return self._checksums.check(frames, places, size, to_device(heads(names), self.device))
 
     def _places(self, units: Units, low: int) -> Tensor:

@@ -184,7 +184,7 @@ def loads(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
 def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks go straight to and from a memory tier, after the test at the start; then copies cannot all be queued."""
     monkeypatch.setattr(direct_tier, "SMALLEST_PAYLOAD", 0)
-    monkeypatch.setattr(direct_tier, "PIECE_BYTES", 3 * (LAYOUT.block_bytes + HEADER_BYTES))
+    monkeypatch.setattr(direct_tier, "PIECE_BYTES", 4 * (LAYOUT.block_bytes + HEADER_BYTES))
     blocks = torch.zeros(BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8)
     with ThreadPoolExecutor(
         1
