@@ -47,6 +47,8 @@ class ServerConfig:
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
         drain_seconds: seconds that running requests may take after SIGTERM.
         log_level: lowest level of log lines: debug, info, warning or error.
+        log_format: `text`, or `json` for an object per line; that of a request has its id, tenant, model, replica, tokens,
+            cached tokens and time to first token.
         tenant_secret: secret from which each tenant's cache salt is derived; by default random, different for each server.
         role: `prefill` (computes prompts for others), `decode` (takes prompts computed by others, and migrated requests) or
             `both`; each listens for transfers at --transfer-bind. By default the server works alone.
@@ -97,6 +99,7 @@ class ServerConfig:
     max_queue: int = at_least(1, 256)
     drain_seconds: float = not_negative(30.0)
     log_level: str = one_of(("debug", "info", "warning", "error"), "info")
+    log_format: str = one_of(("text", "json"), "text")
     tenant_secret: str | None = field(default=None, repr=False)
     role: str | None = one_of(ROLES, None)
     admin_key: str | None = field(default=None, repr=False)
@@ -203,8 +206,11 @@ class RouterConfig:
             it gets requests; 0: none.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
-        tokenize_timeout: seconds to tokenize a prompt; after that it is compared as text. If a response can only be continued
-            with a replica's tokenizer, replicas get up to 25 times as long.
+        tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
+            replica's tokenizer, replicas get up to 25 times as long.
+        tokenize_patience: seconds that a request waits for its tokens, however little a hit could save; it waits longer, up to
+            tokenize_timeout, while computing what is not known of its prompt would take longer. Then its known part, or its
+            text, is compared.
         picker: `HOST:PORT` on which a gateway, such as Envoy, asks where to send requests that it forwards itself (external
             processing over gRPC); by default none may.
         picker_timeout: seconds that a gateway's request may wait until a replica is chosen.
@@ -247,6 +253,7 @@ class RouterConfig:
     min_prefill: int = at_least(0, 512)
     directory_blocks: int = at_least(1, 4_000_000)
     tokenize_timeout: float = positive(1.0)
+    tokenize_patience: float = not_negative(0.05)
     picker: str | None = None
     picker_timeout: float = positive(10.0)
     picker_streams: int = at_least(1, 8192)

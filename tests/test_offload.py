@@ -128,7 +128,7 @@ def with_slow_tier(
 ) -> tuple[Device, Gated, MemoryStore]:
     """A device with chains in its slow tier. Its fast tier is empty, and its gate is closed."""
     slow = MemoryStore(1 << 20, label="slow")
-    other = Device(slow)
+    other = Device(slow, slots=max(32, 2 * count))
     for chain in range(chains):
         other.save(chain, chain * count, count)
         assert other.offload.flush(PATIENCE)
@@ -211,22 +211,65 @@ def test_a_load_from_lent_memory_ends_before_a_bad_block(made: Callable[..., Dev
 
 
 def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
-    """While the faster tier blocks, loads continue: promotions hold a bounded number of slots and dropped ones are counted.
-    Afterwards every slot is free again."""
+    """While the faster tier blocks, loads continue: promotions give their slots to them. When it works again, it gets all
+    blocks of all loads. Afterwards every slot is free again."""
     device, fast, _ = with_slow_tier(made, 8, 8, slots=16)
     try:
         for chain in range(8):
             first = chain * 8
             assert device.load(chain, first, 8).loaded == 8
             assert torch.equal(device.blocks[first : first + 8], device.computed[first : first + 8])
-        dropped = device.offload.status().dropped_promotions
-        assert dropped > 0
+        assert device.offload.status().queued == 64
     finally:
         fast.gate.set()
     assert device.offload.flush(PATIENCE)
-    assert fast.inner.status().blocks == 64 - dropped
-    assert device.load(0, 0, 8).loaded == 8
+    assert (device.offload.status().dropped_promotions, fast.inner.status().blocks) == (0, 64)
+    assert device.load(0, 0, 8).tiers == [0] * 8
     assert torch.equal(device.blocks, device.computed)
+
+
+@pytest.mark.parametrize("slots", [4, 16, 256])
+def test_all_of_a_load_is_promoted(made: Callable[..., Device], slots: int) -> None:
+    """After a load of many blocks from a slower tier all of them are in the faster one, however few slots there are."""
+    device, fast, _ = with_slow_tier(made, 1, 64, slots=slots)
+    fast.gate.set()
+    assert device.load(0, 0, 64).loaded == 64
+    assert device.offload.flush(PATIENCE)
+    assert fast.inner.lookup(device.names(0, 64), deadline=soon()) == 64
+    assert device.load(0, 0, 64).tiers == [0] * 64 and torch.equal(device.blocks[:64], device.computed[:64])
+    assert device.offload.status().dropped_promotions == 0
+
+
+def test_what_waits_for_a_promotion_is_erased(made: Callable[..., Device]) -> None:
+    """Blocks that would be read again for a promotion are not read after an erasure."""
+    device, fast, slow = with_slow_tier(made, 4, 8, slots=16)
+    reads: list[Name] = []
+    try:
+        for chain in range(4):
+            assert device.load(chain, 8 * chain, 8).loaded == 8
+        slow.get = lambda names, *_, **__: reads.extend(names) or [0] * len(names)  # type: ignore[method-assign]
+        assert fast.waiting.wait(PATIENCE)
+        writing = device.offload.erase_queued([ROOT[:8]], 0.0)
+        assert 0 < writing <= 4 and device.offload.status().queued == writing
+    finally:
+        fast.gate.set()
+    assert device.offload.flush(PATIENCE) and not reads
+    assert fast.inner.status().blocks <= writing
+
+
+def test_a_small_tier_keeps_the_first_blocks_of_a_load(made: Callable[..., Device]) -> None:
+    """Of a load that a faster tier has no room for, it gets the first blocks, and loads after it push none of them out."""
+    slow, fast = MemoryStore(1 << 20, label="slow"), MemoryStore(10 * (LAYOUT.block_bytes + 192), label="fast")
+    other = Device(slow, slots=128)
+    other.save(0, 0, 64)
+    assert other.offload.flush(PATIENCE)
+    device = made(fast, slow, slots=16)
+    for _ in range(3):
+        assert device.load(0, 0, 64).loaded == 64
+        assert device.offload.flush(PATIENCE)
+        assert torch.equal(device.blocks[:64], device.computed[:64])
+    assert fast.lookup(device.names(0, 64), deadline=soon()) >= 8
+    assert fast.status().evictions == 0
 
 
 def test_closing_writes_promotions(made: Callable[..., Device]) -> None:

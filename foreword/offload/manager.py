@@ -80,7 +80,7 @@ class OffloadStatus:
     Attributes:
         queued: blocks that wait to be written.
         dropped: blocks that were never written because the queue was full.
-        dropped_promotions: loaded blocks that were not written into faster tiers because loads needed their slots.
+        dropped_promotions: loaded blocks that were not written into faster tiers, which had no room, or at the end.
         saved, failed: blocks that at least one tier has stored, and blocks that no tier has stored.
         loaded: blocks that were loaded.
         cut: loads that brought fewer blocks than requested.
@@ -149,7 +149,7 @@ class OffloadManager:
         self._saving_slots = StagingSlots(range(half))
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
-        self._writer = WriteBehind(store, staging)
+        self._writer = WriteBehind(store, staging, self._read_again)
         self._direct: DirectTier | None = None
         if direct:
             from foreword.offload.direct_tier import open_direct
@@ -440,6 +440,12 @@ class OffloadManager:
                 freed = [slot for _, slot in pairs[low:high]]
                 self._writer.promote(headers[low:high], freed, self._loading_slots, tiers, started)
 
+    def _read_again(
+        self, names: Sequence[Name], slots: Sequence[int], deadline: float
+    ) -> tuple[Sequence[FetchedBlock | None], set[int]]:
+        """Read blocks of a promotion that was postponed."""
+        return self._reader.read(names, slots, deadline=deadline, blocking=True)
+
     def _count_usable(self, frames: Iterable[Frame], groups: Sequence[int]) -> int:
         """How many of these frames of blocks, up to the first that is not, are as long as the blocks are and not encoded."""
         lengths = (self._staging.block_bytes[group] for group in groups)
@@ -661,6 +667,7 @@ class OffloadManager:
         if self._closed:
             return
         self._closed = True
+        self._writer.drop_postponed()
         self.flush(timeout)
         self.store.write_held(timeout)
         self._writer.close()

@@ -5,12 +5,18 @@ tier is idle, and what has come during a write together as the next. A slot is f
 block, or when the queue is full and the block is dropped for new ones because a tier has it (`drop_stored`).
 
 Loading threads add blocks that came from a slower tier and belong into faster ones (`promote`). Such promotions are written
-when nothing has been loaded for a moment: they take no processor from a load and from the step behind it. Together they hold a
-bounded number of slots, and are dropped where loads need these: the slower tier still has the blocks.
+when nothing has been loaded for a moment: they take no processor from a load and from the step behind it. Where they hold many
+slots they are written at once, and where a load needs their slots they are *postponed*: the slots are given back, and the
+blocks are read from the slower tier once more, into slots that no load needs. So all of a load reaches the faster tiers,
+however few slots there are. A tier that has no room for blocks of a load gets no more of it.
+
+    slots:  the queue's while a tier is pending, given back at the latest when a load needs them;  headers: until all is written
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import logging
 import math
 import threading
@@ -22,10 +28,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 from foreword.offload.slots import StagingSlots
 from foreword.store.background import lower_priority, use_background_cores
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
-from foreword.store.tiered import TieredStore
+from foreword.store.tiered import FetchedBlock, TieredStore
 
 if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
+    from foreword.store.base import Name
 
 WRITE_BLOCKS: Final = 32  # blocks per write
 WRITE_TIMEOUT: Final = 30.0  # seconds
@@ -35,12 +42,22 @@ _LONGEST_LOAD: Final = 600.0  # seconds
 # takes about the first.
 _PROMOTION_PAUSE: Final = 0.25  # seconds
 _LONGEST_PAUSE: Final = 2.0
+_MOST_POSTPONED: Final = 16_384  # blocks: their headers take about 8 MiB
+_ROOM_POLL: Final = 0.05  # seconds between two looks for slots that no load needs
 # Writing threads run at a slightly lower priority than compute threads. Not much lower: a full queue drops blocks.
 _WRITE_NICE: Final = 5
 
 
+# Reads one block into each slot before a deadline, as `SlotReader.read` does: what was read, and the slots to keep.
+ReadBlocks = Callable[["Sequence[Name]", Sequence[int], float], tuple[Sequence[FetchedBlock | None], set[int]]]
+
+
 class SlotPool(Protocol):
     """Where slots come from."""
+
+    def take(self, count: int) -> list[int] | None:
+        """Slots, or None if there are too few."""
+        ...
 
     def give(self, slots: Iterable[int]) -> None:
         """Return slots."""
@@ -52,6 +69,9 @@ class LentSlots:
     """Slots of a tier, which are lent until all of them were written further."""
 
     end: Callable[[], None]
+
+    def take(self, count: int) -> list[int] | None:
+        return None
 
     def give(self, slots: Iterable[int]) -> None:
         self.end()
@@ -66,7 +86,10 @@ class WriteBatch:
         pending: tiers that have not started to write the blocks; `writing` tiers are writing them now.
         sealed: headers and checksums are written into the slots.
         promotion: the blocks came from a slower tier.
+        postponed: there are no slots: the blocks are read again when they are written.
         latest: when a promotion is written although blocks are being loaded.
+        load: when the load of a promotion began, which tells loads apart.
+        number: the order in which promotions came.
         kept: largest number of these blocks that one tier has stored.
         lent: the frames, if they lie in a tier, which has counted them, and not in the staging arena.
     """
@@ -78,14 +101,17 @@ class WriteBatch:
     writing: int = 0
     sealed: bool = False
     promotion: bool = False
+    postponed: bool = False
     latest: float = -math.inf
+    load: float = math.inf
+    number: int = 0
     kept: int = 0
     lent: list[Frame] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_stored(self) -> bool:
         """Whether a tier has all of the blocks, and none is writing them."""
-        return not self.writing and (self.promotion or self.kept == len(self.slots))
+        return not self.writing and not self.postponed and (self.promotion or self.kept == len(self.slots))
 
     def is_of(self, roots: tuple[bytes, ...]) -> bool:
         """Whether some of the blocks have a root that begins with one of these bytes."""
@@ -97,13 +123,14 @@ class WriteBehind:
 
     Attributes:
         dropped: blocks that were never written, or not by every tier, because the queue was full.
-        dropped_promotions: promotions that were not written because loads needed their slots.
+        dropped_promotions: promotions that were not written: the faster tier had no room, or too many were postponed.
         saved, failed: blocks (without promotions) that at least one tier has stored, and blocks that no tier has stored.
     """
 
-    def __init__(self, store: TieredStore, staging: StagingArena) -> None:
+    def __init__(self, store: TieredStore, staging: StagingArena, read: ReadBlocks) -> None:
         self._store = store
         self._staging = staging
+        self._read = read
         # A store whose write hangs keeps these slots; others remain for the writes to other tiers.
         self._max_write_slots = min(WRITE_BLOCKS, max(staging.slots // 4, 1))
         self._max_promotion_slots = max(staging.slots // 4, 1)
@@ -111,6 +138,7 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._closing = False
         self._flushing = 0
+        self._promoted = 0
         self._quiet = -math.inf  # when nothing has been loaded for `_PROMOTION_PAUSE`
         self._erased: list[tuple[tuple[bytes, ...], float]] = []  # newest last, for loads that began before
         self.dropped = 0
@@ -127,7 +155,7 @@ class WriteBehind:
     @property
     def queued(self) -> int:
         with self._changed:
-            return sum(len(batch.slots) for batch in self._batches)
+            return sum(len(batch.headers) for batch in self._batches)
 
     def add(self, batches: Iterable[WriteBatch]) -> None:
         """Queue blocks whose payloads are in their slots, without headers and checksums yet."""
@@ -137,10 +165,11 @@ class WriteBehind:
     def promote(
         self, headers: list[Header], slots: list[int], pool: StagingSlots, tiers: Iterable[int], started: float
     ) -> None:
-        """Queue complete frames in `slots` for faster tiers, unless promotions hold too many slots already, or the blocks were
-        erased since `started`, when their load began."""
+        """Queue complete frames in `slots` for faster tiers, unless the blocks were erased since `started`, when their load
+        began."""
         now = time.monotonic()
         batch = WriteBatch(headers, slots, pool, set(tiers), sealed=True, promotion=True, latest=now + _LONGEST_PAUSE)
+        batch.load = started
         self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, started)
 
@@ -162,32 +191,50 @@ class WriteBehind:
         with self._changed:
             if any(started <= at and batch.is_of(roots) for roots, at in self._erased):
                 batch.pending.clear()
-            if batch.promotion and batch.pending and not self._has_promotion_slots(batch):
-                self.dropped_promotions += len(batch.slots)
-            elif batch.pending and not self._closing:
+            if batch.pending and not self._closing:
+                batch.number = self._promoted = self._promoted + 1
                 self._batches.append(batch)
                 self._changed.notify_all()
                 return
         batch.pool.give(batch.slots)
 
-    def _has_promotion_slots(self, batch: WriteBatch) -> bool:
-        held = sum(len(one.slots) for one in self._batches if one.promotion)
-        return held + len(batch.slots) <= self._max_promotion_slots
+    def _is_crowded(self) -> bool:
+        """Whether promotions hold so many slots that they are written although blocks are being loaded."""
+        return sum(len(one.slots) for one in self._batches if one.promotion) > self._max_promotion_slots
 
     def drop_stored(self, pool: StagingSlots) -> bool:
         """Drop the newest batch in slots of `pool` that is not being written and whose blocks a tier has: a slower tier gets
-        the first blocks of chains, without which no lookup finds the rest. False if there is none."""
+        the first blocks of chains, without which no lookup finds the rest. A promotion is postponed. False if there is none."""
         with self._changed:
             batch = next((one for one in reversed(self._batches) if one.pool is pool and one.is_stored()), None)
             if batch is None:
                 return False
             self._batches.remove(batch)
+            slots, batch.slots = batch.slots, []
             if batch.promotion:
-                self.dropped_promotions += len(batch.slots)
+                self._postpone(batch)
             else:
-                self.dropped += len(batch.slots)
-        pool.give(batch.slots)
+                self.dropped += len(slots)
+        pool.give(slots)
         return True
+
+    def _postpone(self, batch: WriteBatch) -> None:
+        """Let a promotion wait without slots, behind those that came before it: first blocks of chains are written first."""
+        waiting = sum(len(one.headers) for one in self._batches if one.postponed)
+        if waiting + len(batch.headers) > _MOST_POSTPONED or self._closing:
+            self.dropped_promotions += len(batch.headers)
+            return
+        batch.postponed = True
+        batch.latest = time.monotonic() + _LONGEST_PAUSE
+        bisect.insort(self._batches, batch, key=lambda one: one.number)
+
+    def drop_postponed(self) -> None:
+        """Read nothing again for a promotion, since the process is about to end."""
+        with self._changed:
+            late = [one for one in self._batches if one.postponed and not one.writing]
+            self._batches = [one for one in self._batches if one not in late]
+            self.dropped_promotions += sum(len(one.headers) for one in late)
+            self._changed.notify_all()
 
     def erase(self, roots: Sequence[bytes], timeout: float) -> int:
         """Drop the blocks whose roots begin with one of these bytes, and promotions of such blocks that were loaded before, and
@@ -209,7 +256,7 @@ class WriteBehind:
         busy = [batch for batch in mine if batch.writing]
         with self._changed:
             self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
-            return sum(len(batch.slots) for batch in busy if batch.writing)
+            return sum(len(batch.headers) for batch in busy if batch.writing)
 
     def flush(self, timeout: float) -> bool:
         """Wait until the queue is empty. False if that takes longer than `timeout` seconds."""
@@ -234,11 +281,12 @@ class WriteBehind:
             kept = 0
             try:
                 frames = [frame for batch in taken for frame in self._sealed(batch)]
-                kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
+                if frames:
+                    kept = self._store.tiers[tier].put(frames, time.monotonic() + WRITE_TIMEOUT)
             except Exception:  # stores fail with a StoreError, which the tier counts; this thread outlives all else
                 logger.exception("%s: blocks were not written", self._store.tiers[tier].label)
             finally:
-                self._finish(taken, kept)
+                self._finish(tier, taken, kept)
 
     def _take(self, tier: int) -> list[WriteBatch] | None:
         """Wait for batches that this tier has not written, and take the oldest, up to `_max_write_slots`. None at the end."""
@@ -246,11 +294,13 @@ class WriteBehind:
             while True:
                 mine = [batch for batch in self._batches if tier in batch.pending]
                 wait = self._pause(mine)
-                if due := [batch for batch in mine if not wait or not batch.promotion]:
-                    return self._claim(tier, due)
+                crowded = bool(wait) and self._is_crowded()
+                due = [one for one in mine if not wait or not one.promotion or (crowded and not one.postponed)]
+                if taken := self._claim(tier, due):
+                    return taken
                 if self._closing:
                     return None
-                self._changed.wait(wait or None)
+                self._changed.wait(_ROOM_POLL if due else wait or None)
 
     def _pause(self, batches: Sequence[WriteBatch]) -> float:
         """Seconds until promotions among these may be written."""
@@ -265,21 +315,28 @@ class WriteBehind:
         taken: list[WriteBatch] = []
         size = 0
         for batch in mine:
-            if taken and size + len(batch.slots) > self._max_write_slots:
+            if taken and size + len(batch.headers) > self._max_write_slots:
                 break
+            if batch.postponed and not batch.slots:
+                slots = batch.pool.take(len(batch.headers))
+                if slots is None:  # loads have them
+                    break
+                batch.slots = slots
             batch.pending.discard(tier)
             batch.writing += 1
             taken.append(batch)
-            size += len(batch.slots)
+            size += len(batch.headers)
         return taken
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
-        """The batch's frames. The first tier that writes the batch adds headers and checksums."""
+        """The batch's frames. The first tier that writes the batch adds headers and checksums, or reads what was postponed."""
         if batch.lent is not None:
             return batch.lent
         # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
-        buffers = [self._staging.buffer(slot) for slot in batch.slots]
         with batch.lock:
+            if batch.postponed:
+                self._read_again(batch)
+            buffers = [self._staging.buffer(slot) for slot in batch.slots]
             if not batch.sealed:
                 for header, buffer in zip(batch.headers, buffers, strict=True):
                     seal(header, buffer)
@@ -287,17 +344,34 @@ class WriteBehind:
         pairs = zip(batch.headers, buffers, strict=True)
         return [Frame(header, buffer[: HEADER_BYTES + header.length]) for header, buffer in pairs]
 
-    def _finish(self, taken: Sequence[WriteBatch], kept: int) -> None:
+    def _read_again(self, batch: WriteBatch) -> None:
+        """Read the blocks of a postponed promotion into its slots, up to the first that is not there any more."""
+        # The batch counts as being written: an erasure waits for it, and so does what erases the blocks from the tiers.
+        slots, batch.slots, batch.postponed = batch.slots, [], False
+        kept, usable = set(slots), list[Frame]()
+        try:
+            names = [header.name for header in batch.headers]
+            found, kept = self._read(names, slots, time.monotonic() + WRITE_TIMEOUT)
+            usable = [one.frame for one in itertools.takewhile(bool, found) if one is not None]
+        finally:
+            batch.headers = [frame.header for frame in usable]
+            batch.slots = slots[: len(usable)]
+            batch.pool.give(slot for slot in slots[len(usable) :] if slot not in kept)
+
+    def _finish(self, tier: int, taken: Sequence[WriteBatch], kept: int) -> None:
         """A tier has written these batches and stored `kept` of their blocks: the first ones, since stores keep prefixes."""
         done: list[WriteBatch] = []
         with self._changed:
             for batch in taken:
-                batch.kept = max(batch.kept, min(kept, len(batch.slots)))
+                stored = min(kept, len(batch.slots))
+                batch.kept = max(batch.kept, stored)
                 kept = max(kept - len(batch.slots), 0)
                 batch.writing -= 1
-                if not batch.writing and not batch.pending:
-                    self._batches.remove(batch)
-                    done.append(batch)
+                if batch.promotion and stored < len(batch.slots) and self._store.tiers[tier].held is None:
+                    self._give_up(tier, batch.load)
+                    self.dropped_promotions += len(batch.slots) - stored
+            done = [one for one in self._batches if not one.writing and not one.pending]
+            self._batches = [one for one in self._batches if one.writing or one.pending]
             for batch in done:
                 if not batch.promotion and batch.lent is None:
                     self.saved += batch.kept
@@ -305,3 +379,11 @@ class WriteBehind:
             self._changed.notify_all()
         for batch in done:
             batch.pool.give(batch.slots)
+
+    def _give_up(self, tier: int, load: float) -> None:
+        """A tier has no room for blocks of a load: it gets no later ones, which would push out the first."""
+        for batch in self._batches:
+            if batch.promotion and batch.load == load and tier in batch.pending:
+                batch.pending.discard(tier)
+                if not batch.pending and not batch.writing:
+                    self.dropped_promotions += len(batch.headers)

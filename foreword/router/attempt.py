@@ -177,6 +177,8 @@ def in_words(attempt: Attempt, previous: str = "") -> str:
         text += f"; queued {attempt.queued:.2f} s"
     if attempt.prompt.source == "text" and attempt.query.keys:
         text += "; compared as text"
+    elif attempt.prompt.source == "known":
+        text += f"; compared as text behind {len(attempt.prompt.tokens)} known tokens"
     return f"{previous}: {text}" if previous else text
 
 

@@ -19,6 +19,7 @@ from foreword.api.front import Answer, Call, Handler, Reply
 from foreword.api.outcomes import ClientGone
 from foreword.api.request import GenerateRequest
 from foreword.api.routes import ClientQuery, JsonBody, Meter, Right, Routes
+from foreword.blocks.salt import Salt
 from foreword.errors import BadRequest, DeadlineExceeded, NoReplica
 from foreword.router.passthrough import send_to_one
 from foreword.router.prompts import TokenizedPrompt
@@ -35,7 +36,6 @@ from foreword.router.replica_body import (
 )
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
-from foreword.router.router_prefixes import with_messages
 from foreword.router.service import Router
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
@@ -92,10 +92,9 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)
         call.check_fields(messages.MessagesBody, given.body.fields)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
-        prompt = await router.prompts.tokenize(request, pool)
+        prompt = await router.prompts.tokenize(request, pool, needed=True)
         if not prompt.exact:
-            if request.prefix is not None:  # they refuse an unknown name, and text before messages
-                with_messages(router.prefixes.registry.get(call.tenant.name, request.prefix), request)
+            router.prefixes.check(call.tenant, request)
             raise NoReplica("No replica of this model can count tokens now")
         return {"input_tokens": len(prompt.tokens)}
 
@@ -157,7 +156,9 @@ async def _proxy(
         async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - clock()) as limit:
             read = clock()
             if pool.needs_prompts:
-                prompt = await router.prompts.tokenize(rendered or request, pool)
+                prompt = await router.prompts.tokenize(
+                    rendered or request, pool, Salt.of(tenant.salt, request.cache_salt or None)
+                )
             else:
                 prompt = TokenizedPrompt((), "unread")
             session = request.session_name(call.headers)
@@ -178,13 +179,13 @@ async def _proxy(
             )
             proxied.span = call.span
             if proxied.span is not None and prompt.source != "unread":
-                proxied.span.part("tokenize", read, clock(), {"gen_ai.usage.prompt_tokens": len(prompt.tokens)})
+                proxied.span.part("tokenize", read, clock(), {"gen_ai.usage.prompt_tokens": prompt.count})
             try:
                 return await proxy_response(proxied)
             except (asyncio.CancelledError, ClientGone):
                 # How far the replica came is not known: it computes a prompt before its answer begins.
                 if proxied.was_sent and not proxied.usage.prompt:
-                    proxied.usage = replace(proxied.usage, prompt=len(prompt.tokens) or len(call.raw) // TOKEN_BYTES)
+                    proxied.usage = replace(proxied.usage, prompt=prompt.count or len(call.raw) // TOKEN_BYTES)
                 raise
             finally:
                 call.charge(proxied.named(proxied.usage))

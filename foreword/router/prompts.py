@@ -1,7 +1,9 @@
 """Tokenizes prompts as the replicas do, so that they can be compared with what replicas hold.
 
-The router uses its own tokenizer (`--tokenizer`) on threads, or else a replica's endpoint, with a cache. If neither works,
-it compares prompts as text, four bytes per token: then they match each other, but not the replicas' KV events.
+The router uses its own tokenizer (`--tokenizer`) on threads, or else a replica's endpoint, with a cache. A request waits for a
+replica's answer no longer than a hit in what is not known yet could save. Without an answer it is placed by the tokens of its
+known part, which its bytes tell (`routing.known_prompts`). If there is none, it is compared as text, four bytes per token: such
+prompts match each other, but not the replicas' KV events.
 
 Successive turns of a conversation repeat earlier messages, and many conversations share a system prompt. A chat text may be
 split before special tokens without changing its tokens (`Tokenizer.cuts`), so each message is tokenized once.
@@ -28,11 +30,14 @@ from foreword.api.dialects.chat_request import ReplicaKind
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
+from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED
-from foreword.router.replicas import CONNECTION_ERRORS, Upstream
-from foreword.tasks import shared
+from foreword.router.replicas import CONNECTION_ERRORS, Upstream, clock
+from foreword.routing.known_prompts import KnownPrefix, KnownPrompts, PromptChain
+from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
     from foreword.tokens.tokenizer import Tokenizer
@@ -57,8 +62,12 @@ _CHAT_FIELDS: Final = (
 _CONTEXT: Final = 8
 # Maximum number of tokens whose text a server holds back; more than a few only if a model writes no characters.
 _MAX_HELD_BACK: Final = 64
-# Replicas asked to tokenize one prompt.
+# Replicas asked to tokenize one prompt: the second if the first has not answered after this time.
 _MAX_ASKED: Final = 2
+_HEDGE_SECONDS: Final = 0.02
+# Of a text of which nothing is known.
+_BYTES_PER_TOKEN: Final = 4
+_NO_SALT: Final = Salt()
 # Factors of the time limit when replicas are asked repeatedly to detokenize. A prompt without tokens is compared as text, but a
 # broken stream cannot be continued without the text of its tokens.
 _TIMEOUT_FACTORS: Final = (1, 5, 25)
@@ -149,10 +158,17 @@ class MessageTokenizer:
 class TokenizingPool(Protocol):
     """The part of `replica_pool.ReplicaPool` that tokenizing needs."""
 
+    model: str
+    known: KnownPrompts
+
     @property
     def kind(self) -> ReplicaKind: ...
     def tokenizing_replicas(self) -> Sequence[Upstream]:
         """The least loaded first."""
+        ...
+
+    def worth_waiting(self, tokens: int, before: int) -> float:
+        """Seconds that a request may wait to learn the last `tokens` tokens of its prompt, which has `before` others."""
         ...
 
 
@@ -167,15 +183,27 @@ class TokenizedPrompt(Struct, frozen=True):
     """A prompt as tokens.
 
     Attributes:
-        source: `client`, `tokenizer`, `replica`, `unread` (not tokenized), or `text` if these are not the replica's tokens.
+        source: `client`, `tokenizer`, `replica`, `unread` (not tokenized), `known` if these are the tokens of its known part
+            only, or `text` if they are not the replica's tokens.
+        chain: by which its bytes are recognized; None if they are not.
+        length: estimated number of all tokens, if only some are known.
+        held: see `KnownPrefix`.
     """
 
     tokens: Sequence[int]
     source: str
+    chain: PromptChain | None = None
+    length: int = 0
+    held: Mapping[str, int] = {}
 
     @property
     def exact(self) -> bool:
-        return self.source != "text"
+        return self.source not in ("text", "known")
+
+    @property
+    def count(self) -> int:
+        """Its tokens, as far as is known."""
+        return self.length or len(self.tokens)
 
 
 class PromptTokenizer:
@@ -205,15 +233,24 @@ class PromptTokenizer:
     def close(self) -> None:
         self._work.close()
 
-    async def tokenize(self, request: GenerateRequest, pool: TokenizingPool) -> TokenizedPrompt:
-        """The tokens of the request's prompt, of the first one if it has several."""
+    async def tokenize(
+        self, request: GenerateRequest, pool: TokenizingPool, salt: Salt = _NO_SALT, *, needed: bool = False
+    ) -> TokenizedPrompt:
+        """The tokens of the request's prompt, of the first one if it has several.
+
+        Args:
+            salt: of its blocks; only prompts with an equal one are compared.
+            needed: wait for the tokens as long as a replica may take.
+        """
         prompt = request.prompts[0] if request.prompts else None
         if isinstance(prompt, tuple):
             are_ids = bool(prompt) and 0 <= min(prompt) <= max(prompt) < 2**32
             return TokenizedPrompt(prompt, "client") if are_ids else TokenizedPrompt((), "text")
+        chain = prompt_chain(request, request.model or pool.model, salt)
+        found = pool.known.find(chain, clock()) if chain is not None else None
         body = _tokenize_body(request, prompt)
         if body is None or (request.refusal is not None and pool.kind == "foreword"):
-            return TokenizedPrompt(text_as_tokens(request), "text")
+            return _without_tokens(request, chain, found)
         data = msgspec.json.encode(body)
         name = digest(data)
         local = self._is_local(request, pool.kind)
@@ -222,10 +259,21 @@ class PromptTokenizer:
             tokens = self._tokenize_locally(request, prompt)
             self._keep(name, tokens)
         elif tokens is None:
-            tokens = await self._tokenize_once(name, partial(self._tokenize, request, prompt, data, local, pool))
+            pending = self._tokenize_once(name, partial(self._tokenize, request, prompt, data, local, pool))
+            seconds = None if local or needed else _worth(pool, len(data), found)
+            # The first request may be cancelled while others still wait.
+            await asyncio.wait((pending,), timeout=seconds)
+            if not pending.done():
+                if chain is not None:
+                    pending.add_done_callback(partial(_learn_late, pool.known, chain))
+                return _without_tokens(request, chain, found)
+            tokens = pending.result()
         if tokens is None:
-            return TokenizedPrompt(text_as_tokens(request), "text")
-        return TokenizedPrompt(tokens, "tokenizer" if local else "replica")
+            return _without_tokens(request, chain, found)
+        if chain is not None:
+            pool.known.learn(chain, tokens)
+        held = found.held if found is not None else {}
+        return TokenizedPrompt(tokens, "tokenizer" if local else "replica", chain, held=held)
 
     async def text_of(
         self, before: Sequence[int], tokens: Sequence[int], sent: str, replicas: Sequence[Upstream]
@@ -256,16 +304,15 @@ class PromptTokenizer:
 
     # Internals
 
-    async def _tokenize_once(
+    def _tokenize_once(
         self, name: bytes, tokenize: Callable[[], Coroutine[Any, Any, array[int] | None]]
-    ) -> array[int] | None:
-        """Concurrent requests with the same prompt share one call."""
+    ) -> asyncio.Future[array[int] | None]:
+        """Concurrent requests with the same prompt share one call, which goes on when they do not wait any more."""
         pending = self._pending.get(name)
         if pending is None:
             pending = self._pending[name] = shared(tokenize())
             pending.add_done_callback(partial(self._tokenized, name))
-        # The first request may be cancelled while others still wait.
-        return await asyncio.shield(pending)
+        return pending
 
     def _tokenized(self, name: bytes, pending: asyncio.Future[array[int] | None]) -> None:
         del self._pending[name]
@@ -277,14 +324,17 @@ class PromptTokenizer:
     ) -> array[int] | None:
         if local:
             return await self._work.run(len(data), self._tokenize_locally, request, prompt)
-        for upstream in pool.tokenizing_replicas()[:_MAX_ASKED]:
-            assert upstream.info is not None and upstream.info.tokenize_path is not None
-            try:
-                found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
-                return array("I", found["tokens"])
-            except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
-                continue
-        return None
+        asked = pool.tokenizing_replicas()[:_MAX_ASKED]
+        return await _first_answer([partial(self._ask, upstream, data) for upstream in asked], _HEDGE_SECONDS)
+
+    async def _ask(self, upstream: Upstream, data: bytes) -> array[int] | None:
+        """The tokens that a replica makes of a prompt; None if it does not say."""
+        assert upstream.info is not None and upstream.info.tokenize_path is not None
+        try:
+            found = await self._post(upstream, upstream.info.tokenize_path, data, self._timeout)
+            return array("I", found["tokens"])
+        except (*CONNECTION_ERRORS, ReplicaFailed, KeyError, TypeError, ValueError, OverflowError):
+            return None
 
     def _is_local(self, request: GenerateRequest, kind: ReplicaKind) -> bool:
         """Whether the router's own tokenizer gives the tokens of the replicas. Foreword's servers render as the router does;
@@ -365,11 +415,52 @@ def _checked(text: str, sent: str) -> str:
     return text
 
 
+async def _first_answer(
+    asks: Sequence[Callable[[], Coroutine[Any, Any, array[int] | None]]], after: float
+) -> array[int] | None:
+    """The first answer that there is. Each is asked `after` seconds after the one before, or once those before have failed."""
+    running: set[asyncio.Task[array[int] | None]] = set()
+    left = list(asks)
+    try:
+        while left or running:
+            if left:
+                running.add(background(left.pop(0)(), "tokenizing"))
+            done, running = await asyncio.wait(
+                running, timeout=after if left else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            for one in done:
+                if (found := one.result()) is not None:
+                    return found
+        return None
+    finally:
+        for one in running:
+            one.cancel()
+
+
+def _worth(pool: TokenizingPool, size: int, found: KnownPrefix | None) -> float:
+    """Seconds that it is worth to wait for tokens: the time to compute what is not known yet, of a body of `size` bytes."""
+    if found is None:
+        return pool.worth_waiting(size // _BYTES_PER_TOKEN, 0)
+    known = min(len(found.tokens), found.total)
+    return pool.worth_waiting(found.total - known, known)
+
+
+def _learn_late(known: KnownPrompts, chain: PromptChain, pending: asyncio.Future[array[int] | None]) -> None:
+    """The tokens of a prompt that was placed without them."""
+    if not pending.cancelled() and pending.exception() is None and (tokens := pending.result()) is not None:
+        known.learn(chain, tokens)
+
+
+def _without_tokens(request: GenerateRequest, chain: PromptChain | None, found: KnownPrefix | None) -> TokenizedPrompt:
+    """A prompt by its known part, or else as text."""
+    if found is not None and found.tokens:
+        return TokenizedPrompt(found.tokens, "known", chain, found.total, found.held)
+    return TokenizedPrompt(text_as_tokens(request), "text", chain)
+
+
 def text_as_tokens(request: GenerateRequest) -> array[int]:
     """A prompt as numbers that are equal where its text is equal: four bytes per number, of 4 MiB."""
-    prompt = request.prompts[0] if request.prompts else None
-    said = ((one.role, one.reasoning, one.content, one.tool_calls) for one in request.messages)
-    text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else b"".join(map(msgspec.json.encode, said))
+    text = b"".join(prompt_parts(request))
     if request.prefix is not None:
         text = request.prefix.encode("utf-8", "replace") + b"\x00" + text
     words = array("I")

@@ -120,7 +120,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         self.ask = Ask(self.router.suspects, asked_of(self.request, self.pool.model), self.request_id)
-        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
+        self.cache_salt = self.router.audit.salts_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
 
@@ -154,7 +154,7 @@ class RoutedRequest:
         avoid = tuple({*self.avoid, *router.not_serving(pool, request.model)})
         name = router.attempt_name(self.request_id)
         overhead = clock() - self.arrived if not self.attempts else 0.0
-        repeated = pool.repeats(query)
+        repeated = prompt.source != "known" and pool.repeats(query)
         await self.ask.wait(self.avoid, lambda: pool.free(avoid, self.weights))
         attempt = await pool.place(PlacementRequest(name, self.tenant.name, query, prompt, avoid, self.ask))
         try:
@@ -174,6 +174,8 @@ class RoutedRequest:
             router.warm_up.record(self.tenant, request.model, self.cache_salt, prompt.tokens)
         if (attempt.decision.home is None or repeated) and not self.attempts and query.keys:
             pool.shared_prefixes.record(self.request_id, self.tenant.name, request.prefix, query, attempt.decision)
+        if prompt.chain is not None:
+            pool.known.placed(prompt.chain, query.tokens, attempt.upstream.url, clock(), by_keys=prompt.exact)
         self.decision_text = router.decisions.record(
             self.request_id, self.tenant.name, self.dialect, attempt, self.previous
         )
@@ -255,6 +257,11 @@ class ProxiedRequest(RoutedRequest):
             return self.translation.request.cache_report
         return self.request.cache_report
 
+    def noted_first(self, now: float) -> None:
+        """A token has come from a replica: of the first one the log says when."""
+        if self.call.first_token_at() is None:
+            self.call.first_token_at = lambda: now
+
     def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """Headers for a replica."""
         client = self.call.headers
@@ -278,6 +285,7 @@ class ProxiedRequest(RoutedRequest):
         Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
         """
         url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
+        self.call.replica = upstream.url
         # A retry has a connection of its own: others of the same age may be as dead as that of the attempt before.
         session = self.router.fresh_session if self.attempts else self.router.session
         post = partial(session.post, url, data=body, headers=headers, allow_redirects=False)

@@ -30,6 +30,7 @@ from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
+from foreword.routing.known_prompts import KnownPrompts
 from foreword.routing.placement import KeySpace, PlacementQuery
 from foreword.routing.policies import policy_named
 from foreword.routing.queue import FairQueue, QueueEntry
@@ -74,6 +75,8 @@ class ReplicaPool:
             disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
         )
         self.upstreams: dict[str, Upstream] = {}
+        self.known = KnownPrompts(ttl=config.session_ttl)
+        self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
         self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
         # Requests that wait for particular replicas, before the queue and in order: those with the weights that began their
@@ -95,6 +98,7 @@ class ReplicaPool:
         assert info is not None
         if upstream.url in self.upstreams:
             self.fleet.remove(upstream.url)
+        self.known.removed(upstream.url)
         self.upstreams[upstream.url] = upstream
         self.fleet.add(
             upstream.url,
@@ -111,6 +115,7 @@ class ReplicaPool:
         """Streams from the replica continue to their end."""
         if self.upstreams.pop(upstream.url, None) is not None:
             self.fleet.remove(upstream.url)
+            self.known.removed(upstream.url)
             self.serve_queue()
 
     def refresh(self, upstream: Upstream) -> None:
@@ -219,7 +224,7 @@ class ReplicaPool:
         weights, size = main
         return PlacementQuery(
             keys,
-            max(len(prompt.tokens), 1),
+            max(prompt.count, 1),
             size,
             session,
             max_output,
@@ -227,7 +232,23 @@ class ReplicaPool:
             weights,
             required_weights,
             self._public_keys(prompt, name, (main, *others), salt),
+            self._held(prompt),
         )
+
+    def _held(self, prompt: TokenizedPrompt) -> Mapping[str, int]:
+        """Which replica has a part of the prompt that keys do not tell. Of one that sends events exact keys tell all."""
+        states = self.fleet.replicas
+        known = {url: tokens for url, tokens in prompt.held.items() if url in states}
+        return {url: tokens for url, tokens in known.items() if not (prompt.exact and states[url].sends_events)}
+
+    def worth_waiting(self, tokens: int, before: int) -> float:
+        """Seconds that a request may wait to learn the last `tokens` tokens of its prompt: what it would take to compute them.
+        A recorded request waits as long as a replica may take to tokenize it."""
+        if self.fleet.on_finished is not None:
+            return self._timeout
+        now = clock()
+        slowest = max((one.costs(now).compute(tokens, before) for one in self.fleet.replicas.values()), default=0.0)
+        return min(max(slowest, self._patience), self._timeout)
 
     def _key_spaces(self, required_weights: str | None) -> list[KeySpace]:
         """Weights and block sizes of the replicas: those of most of them first, for every router the same."""
@@ -481,7 +502,9 @@ class ReplicaPool:
         self, attempt: Attempt, cached: int | None, output: int | None, prompt_tokens: int | None = None
     ) -> None:
         """The attempt succeeded. `cached` and `prompt_tokens` are as reported by the replica."""
-        if cached is not None and not attempt.prompt.exact:
+        if prompt_tokens and attempt.prompt.chain is not None and not attempt.prompt.exact:
+            self.known.counted(attempt.prompt.chain, prompt_tokens)
+        if cached is not None and attempt.prompt.source == "text":
             # The prompt was compared as text: convert to its units.
             cached = round(cached * attempt.query.tokens / prompt_tokens) if prompt_tokens else None
         if not attempt.prompt.tokens or attempt.prefill is not None:

@@ -323,6 +323,7 @@ class _ResponseProxy:
     def _first_token(self, attempt: Attempt) -> None:
         proxied, upstream = self.proxied, attempt.upstream
         attempt.begun, attempt.first_token_at = True, clock()
+        proxied.noted_first(attempt.first_token_at)
         proxied.router.stamped(upstream, self.stream.last_stamp)
         proxied.began_stream()
         if upstream.trial and self._migrated_to is None:
@@ -468,7 +469,7 @@ class _ResponseProxy:
     def _translate(self, translation: Translation, data: bytes) -> bytes:
         begin = b""
         if not self._translated:
-            begin = translation.begin(len(self.stream.prompt_ids) or len(self.proxied.prompt.tokens))
+            begin = translation.begin(len(self.stream.prompt_ids) or self.proxied.prompt.count)
         self._translated = True
         try:
             return begin + translation.events(data)

@@ -31,6 +31,7 @@ class RouterMetrics(FrontRegistry):
         self._migrated = counter("moved", "Streams that migrated to another server and were followed.")
         self._rejected = counter("rejected", "Requests rejected by the router.", "tenant", "code")
         self._tokens = counter("prompt_tokens", "Prompt tokens placed, by the source of their token ids.", "source")
+        self._placed = counter("placed_prompts", "Prompts placed, by the source of their token ids.", "source")
         self._first = histogram("time_to_first_token_seconds", "Time to first token (TTFT).", _SECONDS, "replica")
         self._next = histogram(
             "time_per_output_token_seconds", "Mean inter-token latency (ITL) of a streamed request.", _TOKEN_SECONDS
@@ -48,6 +49,7 @@ class RouterMetrics(FrontRegistry):
     def decision(self, replica: str, reason: str, source: str, tokens: int, overhead: float, queued: float) -> None:
         self.child(self._decisions, replica, reason).inc()
         self.child(self._tokens, source).inc(tokens)
+        self.child(self._placed, source).inc()
         self._overhead.observe(overhead)
         if queued:
             self._queued.observe(queued)

@@ -343,7 +343,7 @@ class Fleet:
     ) -> list[Candidate]:
         """The present state of the replicas that may be the best for this request: a bounded number (`shortlist`)."""
         lookups: dict[KeySpace, Holdings] = {}
-        held: dict[str, int] = {}
+        held = {name: tokens for name, tokens in query.held.items() if name in self.replicas}
         own = int(CacheTier.DISK)
         for space in {query.key_space, *query.other_keys}:
             keys = query.keys_in(space)
@@ -356,7 +356,7 @@ class Fleet:
                     name for name in found if name in self.replicas and self.replicas[name].key_space(query) == space
                 }
                 found = {name: blocks for name, blocks in found.items() if name in same}
-            held.update([(name, blocks * space[1]) for name, blocks in found.items() if blocks])
+            held.update([(name, max(blocks * space[1], held.get(name, 0))) for name, blocks in found.items() if blocks])
         return self._candidates(query, now, unsuited, self._shortlist.choose(held, home, unsuited), lookups)
 
     def _lookup(self, query: PlacementQuery, space: KeySpace) -> Holdings:
@@ -388,8 +388,9 @@ class Fleet:
             reach = lookups[space].of(name)
             # Many replicas hold the same part of the prompt, so the last result is a good guess.
             leading = replica.leading_without_events(keys, reach[0], leading)
-            if leading > reach[0]:
-                reach = tuple([max(one, leading) for one in reach])
+            known = max(leading, query.held.get(name, 0) // space[1]) if query.held else leading
+            if known > reach[0]:
+                reach = tuple([max(one, known) for one in reach])
             found.append(_candidate(replica, resident, reach, space[1], replica.costs(now), now, weight))
         return found
 

@@ -78,6 +78,7 @@ class PlacementQuery(Struct, frozen=True):
         other_keys: keys for replicas with other weights or block sizes.
         weights: of the replicas that `keys` are for.
         public_keys: of prompts that begin with public blocks, by key space: the keys of the chain that begins with those.
+        held: leading tokens that replicas were sent beyond what the keys tell: their bytes were the same.
         required_weights: a replica with these weights has sent output already, so only one with the same may serve it.
     """
 
@@ -90,6 +91,7 @@ class PlacementQuery(Struct, frozen=True):
     weights: str = ""
     required_weights: str | None = None
     public_keys: Mapping[KeySpace, Sequence[bytes]] = {}
+    held: Mapping[str, int] = {}
 
     @property
     def key_space(self) -> KeySpace:

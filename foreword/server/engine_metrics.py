@@ -158,7 +158,7 @@ def _offload_metrics(model: str, offload: OffloadManager) -> Iterator[Metric]:
         ("store_dropped_blocks", "Blocks not written because the write queue was full.", status.dropped),
         (
             "store_dropped_promotions",
-            "Blocks of a slower tier not written into the faster ones because loads needed the memory.",
+            "Blocks of a slower tier not written into the faster ones, which had no room, or since the process ended.",
             status.dropped_promotions,
         ),
         ("store_loaded_blocks", "Blocks loaded to the device.", status.loaded),

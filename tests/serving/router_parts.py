@@ -33,6 +33,7 @@ R = TypeVar("R", bound="RunningRouter")
 # Probes come often; how long an answer to one may take has nothing to do with what most tests promise.
 QUICK = ["--health-interval", "0.2"]
 QUICK += [part for name in ("health", "connect", "tokenize") for part in (f"--{name}-timeout", "60")]
+QUICK += ["--tokenize-patience", "60"]
 
 
 class RunningRouter:

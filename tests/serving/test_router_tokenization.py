@@ -114,4 +114,5 @@ def test_the_first_of_two_equal_prompts_disconnects(shared: SharedServers, loop:
             relay.speak()
         with second:
             assert second.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-        assert sum(relay.asked for relay in relays) == 1
+        # Both requests share one question at each replica.
+        assert max(relay.asked for relay in relays) == 1

@@ -28,6 +28,7 @@ from foreword.process_config import ServerConfig
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_body import PATHS, TRANSLATED, chat_request, parse_request
 from foreword.router.replicas import Upstream
+from foreword.routing.known_prompts import KnownPrompts
 from foreword.server.app import ServerApp
 from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.prepare import count_prompt
@@ -60,6 +61,13 @@ class Pool:
     """A pool of servers like this one, none of which is asked."""
 
     kind: Any = "foreword"
+    model = "m"
+
+    def __init__(self) -> None:
+        self.known = KnownPrompts()
+
+    def worth_waiting(self, tokens: int, before: int) -> float:
+        raise AssertionError("the router has a tokenizer")
 
     def tokenizing_replicas(self) -> Sequence[Upstream]:
         raise AssertionError("the router has a tokenizer")

@@ -151,7 +151,7 @@ class Instance:
         self.store = TieredStore(sealed, locations=locations)
         arena = StagingArena([[torch.zeros(2, SIZE, dtype=torch.uint8)]], SLOTS)
         self._arena, self._slots = arena, StagingSlots(range(SLOTS))
-        self.queue = WriteBehind(self.store, arena)
+        self.queue = WriteBehind(self.store, arena, lambda names, slots, deadline: ([], set()))  # nothing is promoted
         self.erasures = OpenErasures(self.store, partial(self.queue.erase, timeout=0.2), keys, pause=PAUSE)
 
     def write(self, frames: Sequence[Frame]) -> int:

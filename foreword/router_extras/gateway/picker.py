@@ -243,7 +243,7 @@ class Picker:
         if head.outcome in TRANSLATED and request.refusal is None:
             request = chat_request(request, pool.kind)
         if pool.needs_prompts:
-            prompt = await router.prompts.tokenize(request, pool)
+            prompt = await router.prompts.tokenize(request, pool, Salt.of(tenant.salt, request.cache_salt or None))
         session = request.session_name(head.headers)
         name = f"{tenant.name}/{session}" if session is not None else None
         routed = RoutedRequest(router, request, tenant, head.id, pool, prompt, name, arrived, span=head.span)

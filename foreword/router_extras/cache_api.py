@@ -73,7 +73,7 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
     everything = bytes(request.body.fields.get("all", b"")) == b"true"
     if everything:
         call.require(Right.OWNER, "releasing everything")
-    salt = router.audit.salts.all_of(call.tenant.salt, request.cache_salt or None)[-1]
+    salt = router.audit.salts_of(call.tenant.salt, request.cache_salt or None)[-1]
     targets, tokens = await _targets(router, call, request, salt, "release" if everything else verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid
         call.charge(TokenUsage(tokens * len(targets)))
@@ -103,12 +103,12 @@ async def _targets(
         raise NoReplica("No replica of this model takes requests now")
     if verb == "release" or not pool.needs_prompts:
         return dict.fromkeys(able, "all replicas"), 0
-    prompt = await router.prompts.tokenize(request, pool)
+    prompt = await router.prompts.tokenize(request, pool, Salt.of(call.tenant.salt, salt), needed=True)
     session = request.session_name(call.headers)
     name = f"{call.tenant.name}/{session}" if session is not None else None
     known = pool.likely_replicas(pool.query(prompt, request.model, Salt.of(call.tenant.salt, salt), name, None))
     found = {one: f"holds {known[one.url]} tokens" for one in able if one.url in known}
-    return found or dict.fromkeys(able, "all replicas: none is known to hold it"), len(prompt.tokens)
+    return found or dict.fromkeys(able, "all replicas: none is known to hold it"), prompt.count
 
 
 async def _ask(

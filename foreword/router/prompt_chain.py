@@ -1,0 +1,66 @@
+"""The bytes of a request by which its prompt is recognized, and their chain of hashes (`routing.known_prompts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import takewhile
+from typing import Any, Final
+
+import msgspec
+
+from foreword.api.request import GenerateRequest
+from foreword.blocks.salt import Salt
+from foreword.decoders import decode_json
+from foreword.errors import BadRequest
+from foreword.routing.known_prompts import PromptChain
+
+_LINK_BYTES: Final = 16
+# Of a prompt that is one text: its pieces, each of which is a link.
+_PIECE: Final = 4096
+# Fields beside messages and tools that change how a template renders all of a chat.
+_SETTINGS: Final = ("documents", "chat_template", "chat_template_kwargs", "add_special_tokens")
+
+
+def prompt_chain(request: GenerateRequest, model: str, salt: Salt) -> PromptChain | None:
+    """The chain of a request's prompt, of the first one if it has several; None for token ids, and without a prompt."""
+    given = tuple(map(bytes, request.body.only(*_SETTINGS).values()))
+    scope = (model.encode(), salt.tenant, salt.client, (request.prefix or "").encode("utf-8", "surrogatepass"), *given)
+    state = blake2b(msgspec.json.encode([request.dialect, repr(request.template_options)]), digest_size=_LINK_BYTES)
+    for part in scope:
+        state.update(b"%d:" % len(part) + part)
+    links, sizes, size = list[bytes](), list[int](), 0
+    for part in prompt_parts(request):
+        state.update(b"%d:" % len(part))
+        state.update(part)
+        size += len(part)
+        links.append(state.digest())
+        sizes.append(size)
+    return PromptChain(salt.tenant, tuple(links), tuple(sizes)) if size else None
+
+
+def prompt_parts(request: GenerateRequest) -> Iterator[bytes]:
+    """The bytes of a prompt as the client sent them, in the order in which templates render them: system messages, tools,
+    other messages. Nothing for token ids."""
+    if request.prompts:
+        prompt = request.prompts[0]
+        text = prompt.encode("utf-8", "surrogatepass") if isinstance(prompt, str) else b""
+        yield from (text[at : at + _PIECE] for at in range(0, len(text), _PIECE))
+        return
+    messages = _messages(request)
+    leading = sum(1 for _ in takewhile(lambda one: one.role == "system", request.messages))
+    yield from messages[:leading]
+    yield from map(bytes, request.body.only("tools").values())
+    yield from messages[leading:]
+
+
+def _messages(request: GenerateRequest) -> list[bytes]:
+    """As they came; of other dialects, as they were read."""
+    raw = request.body.only("messages").get("messages") if request.dialect == "chat" else None
+    if raw is not None:
+        try:
+            return [bytes(one) for one in decode_json(raw, list[msgspec.Raw])]
+        except (msgspec.MsgspecError, BadRequest):
+            return [bytes(raw)]
+    read: tuple[Any, ...] = request.messages
+    return [msgspec.json.encode(one) for one in read]

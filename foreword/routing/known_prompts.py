@@ -1,0 +1,243 @@
+"""Prompts that were placed, recognized by their bytes: where a prefix is, and how long, while its tokens are not known. Pure;
+times are given.
+
+A prompt has two identities. Replicas know its *blocks*, which need its tokens. Its *chain* has a hash for each message, over
+the bytes of all parts up to it in the order in which templates render them, and needs nothing else:
+
+    scope | system messages | tools | message | message ...      each link: its hash, and the bytes up to it
+
+Each prompt leaves both, so one whose tokens come late, or never, still finds the replica that has its prefix, and has a length
+and a price: the tokens of the longest known link, and for what follows as many per byte as before.
+
+How many tokens a link has is exact only where a prompt ended: a template may render a message otherwise when others follow. For
+other links it follows from the bytes, less a tenth. An error costs time and never correctness.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from msgspec import Struct
+
+from foreword.blocks.bounded import Bounded
+
+_MAX_BYTES: Final = 64 << 20
+_MOST: Final = 8192
+# Of a conversation the first links are kept, which others share, and the last ones, from which it goes on or branches.
+_FIRST: Final = 4
+_LAST: Final = 60
+_TOKEN_BYTES: Final = 4
+_LINK_BYTES: Final = 400
+# A text of which nothing is known.
+_BYTES_PER_TOKEN: Final = 4
+# Of an estimated length: behind the true one the blocks are not those of the prompt.
+_SURE: Final = 0.9
+
+
+class PromptChain(Struct, frozen=True):
+    """A prompt as hashes.
+
+    Attributes:
+        owner: whose it is, for fair shares of the memory. The first link depends on it, too.
+        links: a hash of 16 bytes for each part, over all parts up to it.
+        sizes: bytes up to the end of each part.
+    """
+
+    owner: bytes
+    links: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+
+
+class KnownPrefix(NamedTuple):
+    """The known part of a prompt.
+
+    Attributes:
+        tokens: leading tokens of it. exact: they are certain to be those of the prompt, if its template is one that only
+            adds to what it has rendered.
+        length: tokens of its known part, at least as many as `tokens`.
+        total: estimated tokens of all of it.
+        held: the replica to which the known part was sent when its tokens were not known, with its length: no table of blocks
+            has it. At most one.
+    """
+
+    tokens: array[int]
+    exact: bool
+    length: int
+    total: int
+    held: Mapping[str, int]
+
+
+class _Link(NamedTuple):
+    """`tokens` of the `size` bytes up to its end; exact for a `whole` prompt."""
+
+    size: int
+    tokens: int
+    whole: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    """Prompts that continue each other. `links`: in order. `tokens`: of the longest that is known.
+
+    `replica`, `joined`, `placed_at`: where and when the last one was placed; `by_keys`: with its blocks.
+    """
+
+    links: dict[bytes, _Link] = field(default_factory=dict)
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    replica: str = ""
+    joined: int = 0
+    placed_at: float = 0.0
+    by_keys: bool = True
+
+    @property
+    def weight(self) -> int:
+        """Bytes that it takes, about."""
+        return _TOKEN_BYTES * len(self.tokens) + _LINK_BYTES * (1 + len(self.links))
+
+    def trim(self) -> list[bytes]:
+        """Drop the links in the middle of a long conversation, and return them."""
+        names = list(self.links)
+        gone = names[_FIRST : max(len(names) - _LAST, _FIRST)]
+        for name in gone:
+            del self.links[name]
+        return gone
+
+    def rate(self) -> float:
+        """Tokens per byte."""
+        last = max(self.links.values(), key=lambda one: (one.whole, one.size), default=None)
+        return last.tokens / last.size if last is not None and last.size and last.tokens else 1 / _BYTES_PER_TOKEN
+
+
+_Key = tuple[bytes, int]
+
+
+class KnownPrompts:
+    """The most recent conversations of all tenants, which have equal shares of `max_bytes`. Not thread-safe.
+
+    Args:
+        ttl: seconds after which a replica is not believed to have what was sent there.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_BYTES, ttl: float = 3600.0) -> None:
+        self.ttl = ttl
+        self._kept: Bounded[_Key, _Conversation] = Bounded(
+            max_bytes,
+            size=lambda _, one: one.weight,
+            owner=lambda key: key[0],
+            most=_MOST,
+            dropped=self._unlink,
+        )
+        self._by_link: dict[bytes, _Key] = {}
+        self._numbers = itertools.count()
+        self._joined = Counter[str]()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes kept, about."""
+        return self._kept.bytes
+
+    def __len__(self) -> int:
+        """Number of links by which a prompt can be found."""
+        return len(self._by_link)
+
+    def find(self, chain: PromptChain, now: float) -> KnownPrefix | None:
+        """The longest known part of a prompt."""
+        found = self._find(chain)
+        if found is None:
+            return None
+        at, key = found
+        one = self._kept[key]
+        link = one.links[chain.links[at]]
+        length = link.tokens if link.whole else int(_SURE * link.tokens)
+        rest = round((chain.sizes[-1] - link.size) * one.rate())
+        fresh = one.replica and one.joined == self._joined[one.replica] and now - one.placed_at <= self.ttl
+        held = {one.replica: length} if fresh and not one.by_keys and length else {}
+        return KnownPrefix(one.tokens[:length], link.whole, length, max(link.tokens + rest, 1), held)
+
+    def learn(self, chain: PromptChain, tokens: array[int]) -> None:
+        """A prompt has these tokens. They may become known after it was placed."""
+        key, one = self._begin(chain)
+        if len(tokens) > len(one.tokens) or chain.links[-1] == next(reversed(one.links)):
+            one.tokens = tokens
+        self._counted(chain, one, len(tokens))
+        self._keep(key, one)
+
+    def counted(self, chain: PromptChain, tokens: int) -> None:
+        """A replica says how many tokens a prompt had."""
+        found = self._find(chain)
+        if found is not None and found[0] == len(chain.links) - 1:
+            one = self._kept[found[1]]
+            if not one.links[chain.links[-1]].whole:
+                self._counted(chain, one, tokens)
+
+    def placed(self, chain: PromptChain, tokens: int, replica: str, now: float, *, by_keys: bool) -> None:
+        """A prompt of about so many tokens was sent to a replica. `by_keys`: all of its blocks are known."""
+        key, one = self._begin(chain)
+        end = one.links[chain.links[-1]]
+        if not end.whole:
+            one.links[chain.links[-1]] = end._replace(tokens=tokens)
+        one.replica, one.joined, one.placed_at, one.by_keys = replica, self._joined[replica], now, by_keys
+        self._keep(key, one)
+
+    def removed(self, replica: str) -> None:
+        """A replica was removed, or has lost what it had."""
+        self._joined[replica] += 1
+
+    # Internals
+
+    def _find(self, chain: PromptChain) -> tuple[int, _Key] | None:
+        by_link = self._by_link
+        for at in range(len(chain.links) - 1, -1, -1):
+            key = by_link.get(chain.links[at])
+            if key is not None:
+                self._kept.use(key)
+                return at, key
+        return None
+
+    def _begin(self, chain: PromptChain) -> tuple[_Key, _Conversation]:
+        """The conversation of a prompt, with its links: the one that it continues or repeats, or a new one."""
+        found, last = self._find(chain), len(chain.links) - 1
+        at = -1
+        if found is None:
+            key, one = (chain.owner, next(self._numbers)), _Conversation()
+        else:
+            at, key = found
+            one = self._kept[key]
+            ends_there = chain.links[at] == next(reversed(one.links))
+            if at < last and not ends_there:  # a branch
+                known = one
+                key, one = (chain.owner, next(self._numbers)), _Conversation()
+                one.links = {name: known.links[name] for name in chain.links[: at + 1] if name in known.links}
+        rate = one.rate()
+        for new in range(at + 1, last + 1):
+            if new < _FIRST or new > last - _LAST:
+                size = chain.sizes[new]
+                one.links[chain.links[new]] = _Link(size, round(size * rate), False)
+        return key, one
+
+    def _counted(self, chain: PromptChain, one: _Conversation, tokens: int) -> None:
+        """The tokens of a whole prompt; those of its other links follow from their bytes."""
+        whole = chain.sizes[-1]
+        one.links[chain.links[-1]] = _Link(whole, tokens, True)
+        for name in chain.links[:-1]:
+            link = one.links.get(name)
+            if link is not None and not link.whole:
+                one.links[name] = link._replace(tokens=round(tokens * link.size / max(whole, 1)))
+
+    def _keep(self, key: _Key, one: _Conversation) -> None:
+        for name in one.trim():
+            if self._by_link.get(name) == key:
+                del self._by_link[name]
+        for name in one.links:
+            self._by_link[name] = key
+        self._kept[key] = one
+
+    def _unlink(self, key: _Key, one: _Conversation) -> None:
+        for name in one.links:
+            if self._by_link.get(name) == key:
+                del self._by_link[name]

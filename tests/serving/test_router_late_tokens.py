@@ -1,0 +1,197 @@
+"""Replicas whose `/tokenize` answers late or never: no conversation loses its prefix, and none waits longer than it pays."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import http_client
+import pytest
+from aiohttp import web
+from router_parts import Loop, RouterThread
+from scripted_replica import ScriptedReplica
+from shared_server import until
+
+BLOCK = 16
+TURNS, CONVERSATIONS = 6, 4
+
+
+def ids_of(body: dict[str, Any]) -> list[int]:
+    """Tokens of two bytes, of what a template that renders one message after another would write."""
+    text = "".join(f"<{one['role']}>{one['content']}" for one in body["messages"]) + str(body.get("tools", ""))
+    data = text.encode()
+    return [int.from_bytes(data[at : at + 2], "big") for at in range(0, len(data), 2)]
+
+
+class CountingReplica(ScriptedReplica):
+    """Reports which leading tokens of a prompt it has had before. It tokenizes while `speaks`; `asked` counts."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._speaks = asyncio.Event()
+        self._speaks.set()
+        self._cached: set[tuple[int, ...]] = set()
+        self.asked = 0
+        super().__init__(loop)
+
+    def speaks(self, whether: bool) -> None:
+        self._loop.call(self._speaks.set if whether else self._speaks.clear)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/tokenize", self._tokenize), web.post("/v1/chat/completions", self._chat)]
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        tokens = ids_of(await request.json())
+        self.asked += 1
+        await self._speaks.wait()
+        return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": 100_000})
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        tokens = ids_of(await request.json())
+        heads = [tuple(tokens[:end]) for end in range(BLOCK, len(tokens) + 1, BLOCK)]
+        hit = BLOCK * next((at for at, one in enumerate(heads) if one not in self._cached), len(heads))
+        self._cached.update(heads)
+        usage = {
+            "prompt_tokens": len(tokens),
+            "completion_tokens": 2,
+            "total_tokens": len(tokens) + 2,
+            "prompt_tokens_details": {"cached_tokens": min(hit, len(tokens) - 1)},
+        }
+        message = {"role": "assistant", "content": "ok"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+        )
+
+
+@pytest.fixture(scope="module")
+def loop() -> Loop:
+    return Loop()
+
+
+@contextmanager
+def routed(loop: Loop, count: int, *more: str) -> Iterator[tuple[RouterThread, list[CountingReplica]]]:
+    """A router in front of replicas that waits for tokens only as long as a hit can save."""
+    replicas = [CountingReplica(loop) for _ in range(count)]
+    urls = [part for one in replicas for part in ("--replica", one.url)]
+    router = RouterThread(*urls, "--tokenize-patience", "0", *more)
+    try:
+        yield router.wait_for(count), replicas
+    finally:
+        for one in replicas:
+            one.speaks(True)
+        router.kill()
+
+
+def ask(router: RouterThread, messages: Sequence[dict[str, str]], **more: Any) -> tuple[int, int]:
+    """Prompt tokens and cached ones of a turn."""
+    body = {"model": "m", "messages": messages, **more}
+    usage = http_client.post(f"{router.url}/v1/chat/completions", json=body).json()["usage"]
+    return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def lost_turns(router: RouterThread, replicas: Sequence[CountingReplica], late: Sequence[int]) -> list[tuple[int, ...]]:
+    """Conversation, turn, prompt tokens and cached ones of each turn that recomputed what the one before had. In the turns
+    `late` nobody tokenizes."""
+    lost = list[tuple[int, ...]]()
+    for number in range(CONVERSATIONS):
+        messages = [{"role": "system", "content": f"conversation {number}. " + "You are a helpful agent. " * 400}]
+        before = 0
+        for turn in range(1, TURNS + 1):
+            messages.append({"role": "user", "content": f"turn {turn}: " + "please go on. " * 20})
+            for one in replicas:
+                one.speaks(turn not in late)
+            prompt, cached = ask(router, messages)
+            if cached < before - 2 * BLOCK:
+                lost.append((number, turn, prompt, cached))
+            before = prompt
+            messages.append({"role": "assistant", "content": "ok"})
+        for one in replicas:
+            one.speaks(True)
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("count", "late"), [(2, (4,)), (8, (4,)), (2, (1,)), (2, (3, 4, 5)), (2, (1, 3, 5)), (3, tuple(range(1, 7)))]
+)
+def test_no_turn_loses_its_prefix(loop: Loop, count: int, late: tuple[int, ...]) -> None:
+    """Conversations of six turns find all of the turn before, whichever turns are not tokenized before they are answered: these
+    are placed without waiting for an answer."""
+    with routed(loop, count, "--tokenize-timeout", "0.05" if 1 in late else "60") as (router, replicas):
+        assert lost_turns(router, replicas, late) == []
+        assert router.metric("foreword:router_placed_prompts_total", source="known") >= (late == (4,)) * CONVERSATIONS
+
+
+def test_a_second_replica_is_asked_beside_a_silent_one(loop: Loop) -> None:
+    """While one replica does not tokenize, another one is asked, and its answer counts at once: the first one's time limit is a
+    minute."""
+    with routed(loop, 2, "--tokenize-patience", "60") as (router, replicas):
+        first = min(replicas, key=lambda one: one.url)
+        first.speaks(False)
+        ask(router, [{"role": "user", "content": "once " * 200}])
+        assert [one.asked for one in replicas] == [1, 1]
+        assert router.metric("foreword:router_placed_prompts_total", source="replica") == 1
+
+
+def test_late_answers_are_used_for_the_next_turn(loop: Loop) -> None:
+    """Tokens that come when their request has been placed are known for the next turn, which is not tokenized either."""
+    with routed(loop, 2) as (router, replicas):
+        messages = [{"role": "system", "content": "rules " * 100}, {"role": "user", "content": "one"}]
+        for one in replicas:
+            one.speaks(False)
+        ask(router, messages)
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == 1
+        for speaks in (True, False):
+            for one in replicas:
+                one.speaks(speaks)
+        messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "two"}]
+
+        def known() -> bool:
+            ask(router, messages)
+            return router.metric("foreword:router_placed_prompts_total", source="known") > 0
+
+        until(known)
+
+
+def test_prompts_with_the_same_bytes_have_one_price(loop: Loop) -> None:
+    """The decision for a turn whose tokens are not known counts what is cached and what is new, and says so."""
+    with routed(loop, 2) as (router, replicas):
+        messages = [{"role": "system", "content": "rules " * 2000}, {"role": "user", "content": "one"}]
+        before, _ = ask(router, messages)
+        for one in replicas:
+            one.speaks(False)
+        messages += [{"role": "assistant", "content": "ok"}, {"role": "user", "content": "two " * 100}]
+        prompt, _ = ask(router, messages)
+        [decision] = http_client.get(f"{router.url}/v1/router/decisions?last=1").json()["data"]
+        assert decision["tokens_from"] == "known" and f"behind {before} known tokens" in decision["in_words"]
+        assert decision["expected_cached_tokens"] == before // BLOCK * BLOCK
+        assert abs(decision["prompt_tokens"] - prompt) < 0.1 * prompt
+
+
+def test_tenants_do_not_find_each_others_prompts(loop: Loop) -> None:
+    """A prompt whose bytes another tenant has sent is compared as text: nothing is known of it."""
+    keys = (
+        "--api-keys",
+        "a=alice",
+        "--api-keys",
+        "b=bob",
+        "--tenant-secret",
+        "a secret of the tests",
+        "--replica-key",
+        "r",
+    )
+    with routed(loop, 2, *keys) as (router, replicas):
+
+        def ask_as(key: str, question: str) -> None:
+            messages = [{"role": "system", "content": "the same " * 200}, {"role": "user", "content": question}]
+            body, headers = {"model": "m", "messages": messages}, {"authorization": f"Bearer {key}"}
+            http_client.request("POST", f"{router.url}/v1/chat/completions", json=body, headers=headers)
+
+        ask_as("alice", "one")
+        for one in replicas:
+            one.speaks(False)
+        ask_as("bob", "two")
+        assert router.metric("foreword:router_placed_prompts_total", source="known") == 0
+        assert router.metric("foreword:router_placed_prompts_total", source="text") == 1
