@@ -100,7 +100,7 @@ class DirectTier:
         pinning: page-locks the tier's memory; None: it is not necessary.
 
     Attributes:
-        usable: the device has passed the test.
+        usable: the device has passed the test. `state`: "on" then, or why not; "" as long as it is being tested.
         saved, failed: blocks that the tier has stored or had, and that it has not.
     """
 
@@ -117,6 +117,7 @@ class DirectTier:
     ) -> None:
         self.ring = ring
         self.usable = False
+        self.state = ""
         self.saved = self.failed = 0
         self.tier: StoreTier = store.tiers[self.place]
         self._places = places
@@ -152,6 +153,7 @@ class DirectTier:
         except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises: blocks take the other way
             reason = f"the device failed: {type(error).__name__}: {error}"
         self.usable = not reason
+        self.state = reason or "on"
         if reason:
             self.ring.close()
             log.warning(

@@ -639,6 +639,13 @@ class OffloadManager:
                 self._counts[name] += amount
 
     @property
+    def direct_state(self) -> str:
+        """Whether blocks are copied straight to and from the first tier: "on", or why not; "" while that is being tested."""
+        if self._direct is None:
+            return "it was not asked for, or something is missing: see the log"
+        return self._direct.state
+
+    @property
     def queued(self) -> int:
         """Blocks that wait to be written."""
         return self._writer.queued + (0 if self._direct is None else self._direct.pending)
