@@ -17,13 +17,17 @@ from example_counts import represented
 
 import foreword.offload.direct_tier
 import foreword.offload.ring
+from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
+from foreword.engine.engine_stores import EngineStores
 from foreword.offload.device_checksum import DeviceChecksums
 from foreword.offload.pinned import PinnedMemory
+from foreword.offload.staging import StagingArena
 from foreword.store import frame as frames_module
 from foreword.store.frame import RAW, Header, check, seal
 from foreword.store.memory import memory_store
 from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
 
 pytest.importorskip("triton")
 assert direct  # a fixture
@@ -175,6 +179,19 @@ def test_a_tier_that_is_full_of_what_is_in_flight(direct: Make) -> None:
     assert engine.offload.status().saved == 6 and not engine.offload.status().dropped
 
 
+def test_a_tier_that_is_full_of_pins(direct: Make) -> None:
+    """Blocks for which nothing in flight will make room are done with, and counted: they are not given again for ever."""
+    engine = direct(tier_blocks=8)
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
+    assert engine.save(8, range(10)) == 4
+    engine.offload.await_room(60.0)
+    assert engine.save(8, range(4, 10), done=4) == 6
+    status = engine.offload.status()
+    assert (status.saved, status.failed) == (8, 6)
+    assert engine.memory.lookup(names_of_chain(8, 10), deadline=soon()) == 4
+
+
 def test_tiers_behind_get_blocks_from_the_slots(direct: Make) -> None:
     """A further tier is given the frames where they lie; while it hangs they are not evicted, and afterwards they may be."""
     behind = FlakyStore(MemoryStore(1 << 20, label="behind"))
@@ -265,6 +282,19 @@ def test_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
     finally:
         engine.close()
+
+
+def test_kv_on_a_processor(caplog: pytest.LogCaptureFixture) -> None:
+    """The setting has no effect there, and the log says so."""
+    blocks = torch.full((4, 32 << 10), 7, dtype=torch.uint8)
+    layout = Layout(b"m" * 32, 16, (LayerLayout(1, 1024, 1024),), "uint8")
+    offload = EngineStores(
+        TieredStore([MemoryStore(1 << 20)]), StagingArena([[blocks]], 8), [layout], lookup_timeout=60.0, direct=True
+    )
+    assert "KV is on the CPU" in caplog.text and offload.direct_state != "on"
+    assert offload.save(ROOT, keys_of(7, 2), ROOT, 0, range(2)) == 2 and offload.flush(60)
+    assert offload.status().saved == 2
+    offload.close(60)
 
 
 def test_the_first_store_is_no_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -48,6 +48,7 @@ SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through t
 _CALL_SECONDS: Final = 5.0
 _TESTED: Final = 3  # frames of each group in the test at the start
 _CLOSE_SECONDS: Final = 5.0
+_ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
 _WORD: Final = 8
 
 
@@ -124,6 +125,7 @@ class DirectTier:
         self._writer = writer
         self._waiting: list[_Save] = []
         self._pending = 0
+        self._full = False
         self._changed = threading.Condition()
         self._copies: queue.SimpleQueue[tuple[list[_Save], Event] | None] = queue.SimpleQueue()
         self._pinned: PinnedMemory | None = None
@@ -166,7 +168,7 @@ class DirectTier:
         return self.usable
 
     def _test(self) -> str:
-        """What is wrong with frames that the device seals and checks, through the tier's own memory; "" if nothing is."""
+        """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""
         for size in sorted(set(self.ring.block_bytes)):
             made = [_made_up(size) for _ in range(_TESTED)]
             reserved = self.tier.reserve(made, time.monotonic() + _CALL_SECONDS)
@@ -215,7 +217,7 @@ class DirectTier:
     def _is_pinned(self, slots: Sequence[int], stride: int) -> bool:
         return self._pinned is None or not slots or (max(slots) + 1) * stride <= self._pinned.end
 
-    # Saving, on the engine's thread
+    # Saving, on the engine's thread or, as the caller takes care, one at a time
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> int | None:
         """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room; None if
@@ -227,10 +229,22 @@ class DirectTier:
         done = len(headers)
         if reserved.full:
             done = reserved.positions[-1] + 1 if reserved.slots else 0
+        in_flight = reserved.slots or self._waiting or self.pending or self._writer.lent or self.ring.loading
+        refused = 0
+        if done < len(headers) and not in_flight:
+            # Nothing is in flight that would make room: these blocks are not given again.
+            refused = len(headers) - done
+            self.failed += refused
+        self._full = done + refused < len(headers)
         taken = np.asarray(units, np.int64)[np.asarray(reserved.positions, np.int64)]
         others = tuple(tier for tier in tiers if tier != self.place)
         self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others))
-        return done
+        return done + refused
+
+    def await_room(self, timeout: float) -> None:
+        """Wait until `save` may find room, if it found none: for the copies in flight, or a moment for further tiers."""
+        if self.flush(timeout) and self._full:
+            time.sleep(min(timeout, _ROOM_PAUSE))
 
     def launch(self) -> None:
         """Queue the copies of what was reserved. On return the blocks may be overwritten by work that is queued after."""

@@ -522,8 +522,8 @@ class OffloadManager:
     def await_room(self, timeout: float) -> None:
         """Wait until `save` may find room, for at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        if self._direct is not None and not self._direct.flush(timeout):
-            return
+        if self._direct is not None:
+            self._direct.await_room(timeout)
         self._saving_slots.wait_for_room(self._write_step, deadline)
 
     def note_dropped(self, blocks: int) -> None:

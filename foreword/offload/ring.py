@@ -113,7 +113,7 @@ class DeviceRing:
         """Frames that are saved through one piece."""
         return max(len(piece.memory) for piece in self._saving) // stride
 
-    # Saving: on the engine's thread only.
+    # Saving: on one thread at a time.
 
     def save(
         self, group: int, units: Units, headers: Sequence[Header], memory: TierMemory, slots: Sequence[int]
@@ -251,7 +251,7 @@ class DeviceRing:
             self.give(piece)
 
     def verdicts(self, size: int, names: Sequence[bytes], memory: TierMemory, slots: Sequence[int]) -> list[int]:
-        """What the device finds of frames in slots of a tier: 1 for each that is right."""
+        """Check frames in slots of a tier on the device: 1 for each that is right, else 0."""
         piece = self._borrowed()
         try:
             frames, queues, found = piece.frames(memory.stride), self._queues, list[Tensor]()
@@ -296,7 +296,7 @@ class TierMemory:
 
     @classmethod
     def of(cls, memory: Any, stride: int, cut: int = sys.maxsize) -> TierMemory:
-        """Of a store's memory, which is not copied."""
+        """A store's memory as the device uses it; nothing is copied."""
         return cls(torch.frombuffer(memory, dtype=torch.uint8), stride, cut)
 
     def spans(self, slots: Sequence[int]) -> Iterator[tuple[slice, slice]]:

@@ -157,6 +157,12 @@ class WriteBehind:
         with self._changed:
             return sum(len(batch.headers) for batch in self._batches)
 
+    @property
+    def lent(self) -> int:
+        """Blocks that wait in the slots of a tier."""
+        with self._changed:
+            return sum(len(batch.headers) for batch in self._batches if batch.lent is not None)
+
     def add(self, batches: Iterable[WriteBatch]) -> None:
         """Queue blocks whose payloads are in their slots, without headers and checksums yet."""
         for batch in batches:
