@@ -91,6 +91,7 @@ class DiskType(StoreType):
         "read_only": parse_flag,
         "journal": str,
         "sync_records": parse_flag,
+        "pieces": parse_bytes,
         "owner": parse_owner,
     }
 

@@ -8,6 +8,8 @@ of eviction."""
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import threading
 import time
 from collections import Counter
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
+from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreError, StoreFull
 from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
@@ -23,10 +26,11 @@ from foreword.store.disk.files import BlockFiles, DiskFull, is_name
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id, tenant_id
 from foreword.store.disk.locks import LivenessLock
+from foreword.store.disk.pieces import BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
-_GROUP_FRAMES: Final = 64  # limits of one transaction: other processes wait while it removes files
+_GROUP_FRAMES: Final = 256  # limits of one transaction: other processes wait while it removes files
 _GROUP_BYTES: Final = 64 << 20
 _UNUSUAL: Final = 8  # more than this part of the budget over it: the index's totals may be wrong
 _FEW: Final = 4  # a file system may have no room for further files rather than bytes
@@ -110,7 +114,7 @@ class BlockBudget:
 
     def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
         """Remove a block whose file is missing or has the wrong length."""
-        self._files.remove(row.name)
+        self._files.remove(row.name, place=row.place)
         transaction.remove(row)
         self._notes["missing"] += 1
 
@@ -131,7 +135,7 @@ class BlockBudget:
         unlisted = transaction.unlisted() > 0
         for id_, one in zip(ids, frames, strict=True):
             row = rows.get(id_)
-            if row is not None and self._files.size(row.name) == row.size:
+            if row is not None and self._files.size(row.name, row.place) == row.size:
                 admitted.present += row.name == one.name
                 continue
             if row is not None:
@@ -194,7 +198,7 @@ class BlockBudget:
             if row is None:
                 return False
             try:
-                self._files.remove(row.name, prune=prune)
+                self._files.remove(row.name, prune=prune, place=row.place)
             except StoreError:
                 self._notes["stuck"] += 1
                 transaction.touch([row.id], now)
@@ -235,7 +239,7 @@ class UpdateBatch:
                 transaction.note_tenant(tenant, now - (here - used_at))
         if self.removed:
             for gone in transaction.find(block_id(name) for name in self.removed).values():
-                if files.size(gone.name) < 0:
+                if files.size(gone.name, gone.place) < 0:
                     transaction.remove(gone)
         if not self.written and not self.dropped:
             return
@@ -247,10 +251,11 @@ class UpdateBatch:
             return
         # The index was rebuilt in the meantime from the files that were complete then. Remove files that it does not count.
         ids = [row.id for row in self.written]
-        known = transaction.find(ids).keys() | transaction.find_pending(ids).keys()
+        known, pending = transaction.find(ids), transaction.find_pending(ids)
         for row in self.written:
-            if row.id not in known:
-                files.remove(row.name)
+            counted = row.id in known and known[row.id].place == row.place
+            if not counted and (row.piece or row.id not in known.keys() | pending.keys()):
+                files.remove(row.name, place=row.place)
 
 
 class PendingUpdates:
@@ -331,8 +336,10 @@ class BlockWriter:
         totals: blocks, bytes and pinned bytes when they were last known.
     """
 
-    def __init__(self, files: BlockFiles, index: DiskIndex, budget: BlockBudget) -> None:
+    def __init__(self, files: BlockFiles, index: DiskIndex, budget: BlockBudget, piece_bytes: int = 0) -> None:
         self.totals = (-1, 0, 0)
+        self._piece_bytes = piece_bytes
+        self._makes_holes: bool | None = None  # not known yet
         self._files = files
         self._index = index
         self._budget = budget
@@ -434,17 +441,53 @@ class BlockWriter:
             now = now or transaction.tick()
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
-                admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
+                places = self._places(admitted.frames)
+                admitted.rows = transaction.add(admitted.frames, now, writer, time.time(), places)
         self._writer = writer
         return admitted, now
+
+    def _places(self, frames: Mapping[int, Frame]) -> dict[int, BlockPlace]:
+        """Where the blocks will lie that are written as pieces: those in succession with the same layout and root, some MiB in
+        each. A block that is alone has a file of its own."""
+        places: dict[int, BlockPlace] = {}
+        if not self._piece_bytes or len(frames) < 2 or not self._can_make_holes():
+            return places
+        for _, members in itertools.groupby(frames.items(), key=lambda one: one[1].name[:PREFIX_BYTES]):
+            run = list(members)
+            while run:
+                sizes = itertools.accumulate(len(one.data) for _, one in run)
+                count = min(1 + sum(size < self._piece_bytes for size in sizes), len(run))
+                part, run = run[:count], run[count:]
+                if count > 1:
+                    piece = secrets.randbits(62) + 1
+                    _, offsets = layout_of([len(one.data) for _, one in part])
+                    places |= {id_: BlockPlace(piece, at) for (id_, _), at in zip(part, offsets, strict=True)}
+        return places
+
+    def _can_make_holes(self) -> bool:
+        """Whether the file system frees parts of files. Else evicted blocks of a piece would take room until all have gone."""
+        if self._makes_holes is None:
+            with contextlib.suppress(StoreError):
+                self._makes_holes = self._files.makes_holes(self.token())
+        return bool(self._makes_holes)
 
     def _write(self, admitted: AdmittedBlocks, now: int, deadline: float) -> int:
         """Write files and make the blocks visible. Returns how many: fewer if the disk is full."""
         if not admitted.rows:
             return 0
         token = self.token()
-        pairs = list(zip(admitted.rows, admitted.frames.values(), strict=True))
+        everything = list(zip(admitted.rows, admitted.frames.values(), strict=True))
+        pairs = [pair for pair in everything if not pair[0].piece]
+        grouped = itertools.groupby((pair for pair in everything if pair[0].piece), key=lambda pair: pair[0].piece)
+        in_pieces = [list(members) for _, members in grouped]
         written: list[PendingRow] = []
+
+        def write_pieces(part: slice) -> None:
+            for members in in_pieces[part]:
+                time_left(deadline)
+                if not self._write_piece(members, token, now, deadline):
+                    return
+                written.extend(row for row, _ in members)
 
         def write(part: slice) -> None:
             left = pairs[part]
@@ -460,7 +503,10 @@ class BlockWriter:
                 left = left[done + 1 :]
 
         try:
-            at_once([partial(write, part) for part in divide([row.size for row in admitted.rows], _WRITERS)])
+            sizes = [sum(row.size for row, _ in members) for members in in_pieces]
+            calls = [partial(write_pieces, part) for part in divide(sizes, _WRITERS) if in_pieces]
+            calls += [partial(write, part) for part in divide([row.size for row, _ in pairs], _WRITERS) if pairs]
+            at_once(calls)
         finally:
             complete = {row.id for row in written}
             self._updates.note_writes(written, [row for row in admitted.rows if row.id not in complete])
@@ -471,7 +517,7 @@ class BlockWriter:
                 self.with_room(partial(self._settle, settled), settled, names)
             except DiskFull:  # not even for the index: keep nothing that it does not know
                 for row in written:
-                    self._files.remove(row.name)
+                    self._files.remove(row.name, place=row.place)
                 self._updates.give_up(written)
                 written = []
                 with contextlib.suppress(DiskFull):
@@ -480,13 +526,23 @@ class BlockWriter:
 
     def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
         """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""
+        return self._write_with_room(partial(self._files.write, name, one.data, token), [one], now, deadline)
+
+    def _write_piece(self, members: Sequence[tuple[PendingRow, Frame]], token: str, now: int, deadline: float) -> bool:
+        """Write a piece, as `_write_file` does."""
+        files, frames = [(row.name, one.data) for row, one in members], [one for _, one in members]
+        call = partial(self._files.write_piece, members[0][0].piece, files, token)
+        return self._write_with_room(call, frames, now, deadline)
+
+    def _write_with_room(self, write: Callable[[], None], frames: Sequence[Frame], now: int, deadline: float) -> bool:
+        size = sum(len(one.data) for one in frames)
         for attempt in range(_ROOM_ATTEMPTS):
             try:
-                self._files.write(name, one.data, token)
+                write()
             except DiskFull:
-                self._note_full(len(one.data))
-                need = max(len(one.data), self.totals[1] // _ROOM_SHARE) << attempt
-                keep = {one.name, one.header.parent_name}
+                self._note_full(size)
+                need = max(size, self.totals[1] // _ROOM_SHARE) << attempt
+                keep = {name for one in frames for name in (one.name, one.header.parent_name)}
                 if not self.with_room(partial(self._evict, need, now, deadline), deadline, keep):
                     return False
             except StoreFull:
@@ -521,9 +577,13 @@ class BlockWriter:
 
     def remove_files(self, names: Sequence[Name]) -> int:
         """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
-        count = 0
+        found = [(name, self._files.remove(name, prune=True)) for name in names]
+        count = sum(removed for _, removed in found)
+        # A place that a broken index names is not believed: pieces say themselves what they have.
+        in_pieces = self._files.find([name for name, removed in found if not removed])
+        for name, (place, _) in in_pieces.items():
+            count += self._files.remove(name, prune=True, place=place)
         for name in names:
-            count += self._files.remove(name, prune=True)
             self._updates.note_removed(name)
         return count
 
@@ -537,5 +597,5 @@ class BlockWriter:
             self._flushed = time.monotonic()
             with self.transaction(deadline) as transaction:
                 for row in transaction.find(listed).values():
-                    if self._files.size(row.name) < 0:
+                    if self._files.size(row.name, row.place) < 0:
                         self._budget.discard(transaction, row)
