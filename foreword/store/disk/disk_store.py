@@ -227,13 +227,10 @@ class DiskStore(Store):
                 if complete:
                     self._read_known(deadline)
                     return known
-        in_pieces: dict[Name, tuple[BlockPlace, int]] | None = None
         for count in range(known, len(names)):
             if self._files.size(names[count]) < 0:
-                if in_pieces is None:
-                    in_pieces = self._files.find(names[count:], skip)
-                if names[count] not in in_pieces:
-                    return count
+                rest = itertools.takewhile(lambda length: length >= 0, self._files.lengths(names[count:]))
+                return count + sum(1 for _ in rest)
             if time.monotonic() >= deadline:
                 return count
         return len(names)
@@ -245,9 +242,7 @@ class DiskStore(Store):
                 found = self._index.present(ids, deadline)
                 self._read_known(deadline)
                 return [one in found for one in ids]
-        alone = [self._files.size(name) >= 0 for name in names]
-        in_pieces = self._files.find([name for name, there in zip(names, alone, strict=True) if not there], skip)
-        return [there or name in in_pieces for name, there in zip(names, alone, strict=True)]
+        return [length >= 0 for length in self._files.lengths(names)]
 
     def _read_known(self, deadline: float) -> None:
         self._index.read_known(min(deadline, time.monotonic() + _KNOWN_SECONDS))
@@ -302,10 +297,15 @@ class DiskStore(Store):
 
     def _places(self, names: Sequence[Name], deadline: float) -> dict[Name, tuple[BlockPlace, int]]:
         """Places and sizes of blocks in pieces."""
-        if self._index.usable():
-            with contextlib.suppress(StoreError):
-                return self._index.places(names, deadline)
-        return self._files.find(names, skip)
+        places: dict[Name, tuple[BlockPlace, int]] = {}
+        complete = False
+        with contextlib.suppress(StoreError):
+            if self._index.usable():
+                places = self._index.places(names, deadline)
+                complete = self._opener.was_complete or (self.read_only and self._index.compared(deadline))
+        if not complete and len(places) < len(names):
+            places |= self._files.find([name for name in names if name not in places], skip)
+        return places
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
@@ -313,7 +313,8 @@ class DiskStore(Store):
         Nothing is written while the files are listed for a new index. A file that could not be read is written again.
         """
         if not self._ready_to_write(deadline):
-            return sum(self._files.size(one.name) == len(one.data) for one in frames)
+            lengths = self._files.lengths([one.name for one in frames])
+            return sum(length == len(one.data) for one, length in zip(frames, lengths, strict=True))
         for frame in frames if self._unreadable else ():
             if frame.name in self._unreadable:
                 self._unreadable.discard(frame.name)
@@ -340,22 +341,30 @@ class DiskStore(Store):
         return self._writer.with_room(partial(self._delete, wanted, deadline), deadline)
 
     def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
-        count = 0
+        count, problem = 0, None
         with self._writer.transaction(deadline) as transaction:
             rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
             for id_, name in wanted.items():
                 if id_ in pending:  # not present yet, and its writer could not tell that it was deleted
                     continue
                 row = rows.get(id_)
-                listed = row is not None and row.name == name
-                place = row.place if row is not None and listed else ALONE
-                removed = self._files.remove(name, prune=True, place=place)
-                if not removed and not listed:
-                    for place, _ in self._files.find([name]).values():
-                        removed |= self._files.remove(name, prune=True, place=place)
+                if row is not None and row.name != name:
+                    row = None
+                try:
+                    removed = self._files.remove(name, prune=True, place=ALONE if row is None else row.place)
+                    if not removed and row is None:
+                        for place, _ in self._files.find([name]).values():
+                            removed |= self._files.remove(name, prune=True, place=place)
+                except DiskFull:
+                    raise
+                except StoreError as error:  # the index learns of those that are gone
+                    problem = error
+                    continue
                 count += removed
-                if row is not None and listed:
+                if row is not None:
                     transaction.remove(row)
+        if problem is not None:
+            raise copy_error(problem)
         return count
 
     def _remove_copies(self, found: Sequence[BlockFile], deadline: float) -> None:

@@ -126,16 +126,13 @@ class BlockFiles:
     def find(self, names: Iterable[Name], on_error: OnError = raise_error) -> dict[Name, tuple[BlockPlace, int]]:
         """Place and length of those of these blocks that lie in pieces, by the tables of all pieces of their roots: where no
         index knows it."""
+        wanted = {name for name in names if is_name(name)}
         found: dict[Name, tuple[BlockPlace, int]] = {}
-        for name in names:
-            if name not in found and is_name(name):
-                prefix, wanted = name[:PREFIX_BYTES], frozenset(names)
-                for file in self._walk_pieces(os.path.dirname(self.piece_path(name, 0)), prefix, on_error):
-                    if file.token is None and not file.broken and file.name in wanted:
-                        found[file.name] = file.place, file.size
-                if name not in found:
-                    found[name] = ALONE, -1
-        return {name: where for name, where in found.items() if where[1] >= 0}
+        for prefix in {name[:PREFIX_BYTES] for name in wanted}:
+            for file in self._walk_pieces(os.path.dirname(self.piece_path(prefix, 0)), prefix, on_error):
+                if file.token is None and file.name in wanted:
+                    found[file.name] = file.place, file.size
+        return found
 
     def read_piece(self, piece: int, wanted: Sequence[tuple[Name, int, int, memoryview]]) -> list[int]:
         """Read blocks of one piece, given their names, offsets and lengths, into buffers. Returns lengths, as `read` does."""
@@ -149,7 +146,8 @@ class BlockFiles:
                 return [BAD] * len(wanted)
             for _, at, size, buffer in wanted:
                 try:
-                    length = _read_all(handle, buffer, size, at) if size <= buffer.nbytes else 0
+                    os.lseek(handle, at, os.SEEK_SET)
+                    length = _read_all(handle, buffer, size) if size <= buffer.nbytes else 0
                     lengths.append(length or BAD)
                 except OSError as error:
                     lengths.append(_failed_read(error))
@@ -256,6 +254,12 @@ class BlockFiles:
         except OSError:
             return 0
         return found.f_bavail * found.f_frsize if found.f_favail or not found.f_files else 0
+
+    def lengths(self, names: Sequence[Name]) -> list[int]:
+        """Lengths of blocks wherever they lie, -1 for each that is missing: where no index can be asked."""
+        alone = [self.size(name) for name in names]
+        inside = self.find([name for name, length in zip(names, alone, strict=True) if length < 0], skip)
+        return [inside[name][1] if name in inside else length for name, length in zip(names, alone, strict=True)]
 
     def size(self, name: Name, place: BlockPlace = ALONE) -> int:
         """Length of a block, in a file of its own or at this place, -1 if no regular file that its owner may read has it."""
@@ -424,6 +428,9 @@ def _remove_from_piece(path: str, key: bytes) -> bool:
     try:
         handle = os.open(path, _CHANGE)
         try:
+            if [one.key for one in pieces.entries(handle)] == [key]:  # the file goes at once, or not at all
+                os.unlink(path)
+                return True
             removed, more = pieces.remove_block(handle, key)
         finally:
             os.close(handle)
@@ -551,11 +558,11 @@ def _failed_read(error: OSError) -> int:
     return UNREADABLE if error.errno in _UNREADABLE else FAILED
 
 
-def _read_all(handle: int, buffer: memoryview, size: int, at: int = 0) -> int:
-    """Read up to `size` bytes from the offset `at`. The file may have become shorter since its size was read."""
-    done = os.preadv(handle, [buffer[:size]], at)
+def _read_all(handle: int, buffer: memoryview, size: int) -> int:
+    """Read up to `size` bytes. The file may have become shorter since its size was read."""
+    done = os.readv(handle, [buffer[:size]])
     while 0 < done < size:
-        more = os.preadv(handle, [buffer[done:size]], at + done)
+        more = os.readv(handle, [buffer[done:size]])
         if not more:
             break
         done += more

@@ -32,6 +32,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
@@ -161,6 +162,10 @@ class PendingRow(NamedTuple):
     def place(self) -> BlockPlace:
         return BlockPlace(self.piece, self.at)
 
+    def is_at(self, place: BlockPlace) -> bool:
+        """Whether this, as the table has it, is what is being written there."""
+        return self.id == place.piece if self.is_piece else not place.piece
+
     @property
     def is_piece(self) -> bool:
         """Whether this is the row of a piece."""
@@ -180,16 +185,19 @@ def tenant_id(name: Name) -> int:
     return xxhash.xxh3_64_intdigest(tenant_of(name)) >> 1
 
 
-def parent_id(header: Header) -> int:
-    """The id of a block's parent, 0 for the first block of a chain."""
-    return block_id(header.parent_name) if header.depth and header.parent != header.key else 0
+def parent_id(header: Header, known: Mapping[Name, int] = MappingProxyType({})) -> int:
+    """The id of a block's parent, 0 for the first block of a chain. `known`: ids by name."""
+    if not header.depth or header.parent == header.key:
+        return 0
+    name = header.parent_name
+    return known.get(name) or block_id(name)
 
 
 def pending_row(
-    id_: int, head: Header, size: int, used: int, stored_at: float, writer: int = 0, place: BlockPlace = ALONE
+    id_: int, head: Header, size: int, used: int, stored_at: float, place: BlockPlace = ALONE
 ) -> PendingRow:
-    """The row of a block of `size` bytes with this header."""
-    return PendingRow(id_, writer, used, size, parent_id(head), head.depth, stored_at, head.name, head.parent, *place)
+    """The row of a block of `size` bytes with this header, which is complete."""
+    return PendingRow(id_, 0, used, size, parent_id(head), head.depth, stored_at, head.name, head.parent, *place)
 
 
 class IndexTransaction:
@@ -280,14 +288,21 @@ class IndexTransaction:
         return rows
 
     def add(
-        self, frames: dict[int, Frame], used: int, writer: int, clock: float, places: Mapping[int, BlockPlace]
+        self,
+        frames: Mapping[int, Frame],
+        parents: Mapping[int, int],
+        used: int,
+        writer: int,
+        clock: float,
+        places: Mapping[int, BlockPlace],
     ) -> list[PendingRow]:
-        """Note the blocks that `writer` is going to write, by id, and where those will lie that have no file of their own. None
-        of them is in the index."""
-        rows = [
-            pending_row(id_, one.header, len(one.data), used, clock, writer, places.get(id_, ALONE))
-            for id_, one in frames.items()
-        ]
+        """Note the blocks that `writer` is going to write, by id, the ids of their parents, and where those will lie that have
+        no file of their own. None of them is in the index."""
+        rows = []
+        for id_, one in frames.items():
+            head, place = one.header, places.get(id_, ALONE)
+            facts = len(one.data), parents[id_], head.depth, clock, head.name, head.parent
+            rows.append(PendingRow(id_, writer, used, *facts, *place))
         noted, sizes = list[Sequence[object]](), dict[bytes, int]()
         for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
             some = list(members)
@@ -298,7 +313,8 @@ class IndexTransaction:
                 ids = struct.pack(f"<{len(some)}q", *(row.id for row in some))
                 noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, name, ids))
             for row in some:
-                sizes[row.name[:PREFIX_BYTES]] = sizes.get(row.name[:PREFIX_BYTES], 0) + row.size
+                prefix = row.name[:PREFIX_BYTES]
+                sizes[prefix] = sizes.get(prefix, 0) + row.size
         self._insert_rows(f"writing ({_PENDING})", noted)
         for prefix, size in sizes.items():
             self._add_bytes(prefix, size)
@@ -384,10 +400,11 @@ class IndexTransaction:
                 children[row.parent_id] = children.get(row.parent_id, 0) + 1
             elif row.parent_id:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
+        tenants = {prefix: tenant_id(prefix) for prefix in {row.name[:PREFIX_BYTES] for row in rows.values()}}
         self._insert_rows(
             _INSERTED,
             [
-                (row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenant_id(row.name), 0, 0)
+                (row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenants[row.name[:PREFIX_BYTES]], 0, 0)
                 for row in rows.values()
             ],
         )

@@ -223,7 +223,8 @@ class FolderScan:
         with self._index.write(_soon()) as transaction:
             rows, pending = transaction.find(ids), transaction.find_pending(ids)
             for id_, file in zip(ids, found, strict=True):
-                if id_ not in pending and id_ in rows and rows[id_].place != file.place:
+                same = id_ in pending and pending[id_].is_at(file.place)
+                if not same and id_ in rows and rows[id_].place != file.place:
                     with contextlib.suppress(StoreError):
                         self._files.remove(file.name, place=file.place)
 
@@ -235,12 +236,11 @@ class FolderScan:
             pending = transaction.find_pending(ids)
             found: list[PendingRow] = []
             for id_, file, header in zip(ids, batch, headers, strict=True):
-                # Written or removed in the meantime.
-                if id_ in pending or self._files.size(file.name, file.place) != file.size:
+                if self._files.size(file.name, file.place) != file.size:  # removed in the meantime
                     continue
-                if known.get(id_) == file.place:
+                if known.get(id_) == file.place or (id_ in pending and pending[id_].is_at(file.place)):
                     continue
-                if header is None or id_ in known:  # damaged, or a second copy
+                if header is None or id_ in known or id_ in pending:  # damaged, or a second copy
                     with contextlib.suppress(StoreError):
                         self._files.remove(file.name, place=file.place)
                     continue

@@ -13,18 +13,25 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
-from foreword.blocks.layout import PREFIX_BYTES
 from foreword.errors import StoreError, StoreFull
 from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id, tenant_id
+from foreword.store.disk.index_rows import (
+    BlockRow,
+    BrokenIndex,
+    IndexTransaction,
+    PendingRow,
+    block_id,
+    parent_id,
+    tenant_id,
+)
 from foreword.store.disk.locks import LivenessLock
 from foreword.store.disk.pieces import BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
@@ -43,11 +50,13 @@ class AdmittedBlocks:
 
     Attributes:
         frames: frames to write, by block id, and their rows in the index.
+        parents: the ids of their parents.
         present: number of frames that were present.
         full: whether there was no room for a frame.
     """
 
     frames: dict[int, Frame] = field(default_factory=dict)
+    parents: dict[int, int] = field(default_factory=dict)
     rows: list[PendingRow] = field(default_factory=list)
     present: int = 0
     full: bool = False
@@ -95,7 +104,11 @@ class BlockBudget:
         """
         admitted = AdmittedBlocks()
         to_write: dict[int, int] = {}  # bytes by tenant
-        for id_, one in self._new_frames(transaction, frames, admitted, now, writer).items():
+        new = self._new_frames(transaction, frames, admitted, now, writer)
+        if self._quota >= self.size and transaction.bytes + sum(len(one.data) for one in new.values()) <= self.size:
+            admitted.frames = new
+            return admitted
+        for id_, one in new.items():
             tenant = tenant_id(one.name)
             more = {**to_write, tenant: to_write.get(tenant, 0) + len(one.data)}
             if not self._make_room(transaction, more, now, writer):
@@ -114,6 +127,8 @@ class BlockBudget:
 
     def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
         """Remove a block whose file is missing or has the wrong length."""
+        if row.piece and block_id(row.name) != row.id:  # its copy in the piece would stay, and not be counted
+            raise BrokenIndex("a row of the index has no valid name")
         self._files.remove(row.name, place=row.place)
         transaction.remove(row)
         self._notes["missing"] += 1
@@ -125,7 +140,8 @@ class BlockBudget:
         self, transaction: IndexTransaction, frames: Sequence[Frame], admitted: AdmittedBlocks, now: int, writer: int
     ) -> dict[int, Frame]:
         """The frames that have to be written, by id. Counts those present, and notes a use of them and of all parents."""
-        ids = [block_id(one.name) for one in frames]
+        names = [one.name for one in frames]
+        ids = [block_id(name) for name in names]
         pending = transaction.find_pending(ids)
         if any(row.writer != writer for row in pending.values()):
             self._recover(transaction, writer)
@@ -133,21 +149,23 @@ class BlockBudget:
         rows = transaction.find(ids)
         new: dict[int, Frame] = {}
         unlisted = transaction.unlisted() > 0
-        for id_, one in zip(ids, frames, strict=True):
+        for id_, name, one in zip(ids, names, frames, strict=True):
             row = rows.get(id_)
             if row is not None and self._files.size(row.name, row.place) == row.size:
-                admitted.present += row.name == one.name
+                admitted.present += row.name == name
                 continue
             if row is not None:
                 self.discard(transaction, row)
                 del rows[id_]
             if id_ in new:
-                admitted.present += new[id_].name == one.name
-            elif unlisted and self._files.size(one.name) == len(one.data):
+                admitted.present += new[id_].name == name
+            elif unlisted and self._files.lengths([name]) == [len(one.data)]:
                 admitted.present += 1
-            elif id_ not in pending and len(one.data) <= self.size and is_name(one.name):
+            elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_] = one
-        transaction.touch(rows.keys() | {parent_id(one.header) for one in new.values()} - new.keys(), now)
+        known = dict(zip(names, ids, strict=True))
+        admitted.parents = {id_: parent_id(one.header, known) for id_, one in new.items()}
+        transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
 
     def _make_room(self, transaction: IndexTransaction, to_write: Mapping[int, int], now: int, writer: int) -> bool:
@@ -427,8 +445,7 @@ class BlockWriter:
 
         `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
         """
-        keep = {name for one in frames for name in (one.name, one.header.parent_name)}
-        admitted, now = self.with_room(partial(self._admit, frames, now, deadline), deadline, keep)
+        admitted, now = self.with_room(partial(self._admit, frames, now, deadline), deadline, frames)
         return admitted, self._write(admitted, now, deadline), now
 
     def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int]:
@@ -442,7 +459,8 @@ class BlockWriter:
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
                 places = self._places(admitted.frames)
-                admitted.rows = transaction.add(admitted.frames, now, writer, time.time(), places)
+                parents = admitted.parents
+                admitted.rows = transaction.add(admitted.frames, parents, now, writer, time.time(), places)
         self._writer = writer
         return admitted, now
 
@@ -452,16 +470,18 @@ class BlockWriter:
         places: dict[int, BlockPlace] = {}
         if not self._piece_bytes or len(frames) < 2 or not self._can_make_holes():
             return places
-        for _, members in itertools.groupby(frames.items(), key=lambda one: one[1].name[:PREFIX_BYTES]):
+        for _, members in itertools.groupby(frames, key=lambda id_: frames[id_].header.prefix):
             run = list(members)
-            while run:
-                sizes = itertools.accumulate(len(one.data) for _, one in run)
-                count = min(1 + sum(size < self._piece_bytes for size in sizes), len(run))
-                part, run = run[:count], run[count:]
-                if count > 1:
+            lengths = [len(frames[id_].data) for id_ in run]
+            low = 0
+            while low < len(run):
+                sizes = itertools.accumulate(lengths[low:])
+                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), len(run))
+                if high - low > 1:
                     piece = secrets.randbits(62) + 1
-                    _, offsets = layout_of([len(one.data) for _, one in part])
-                    places |= {id_: BlockPlace(piece, at) for (id_, _), at in zip(part, offsets, strict=True)}
+                    _, offsets = layout_of(lengths[low:high])
+                    places |= {id_: BlockPlace(piece, at) for id_, at in zip(run[low:high], offsets, strict=True)}
+                low = high
         return places
 
     def _can_make_holes(self) -> bool:
@@ -512,9 +532,7 @@ class BlockWriter:
             self._updates.note_writes(written, [row for row in admitted.rows if row.id not in complete])
             settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
             try:
-                # The names of blocks that are written, and of their parents.
-                names = {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
-                self.with_room(partial(self._settle, settled), settled, names)
+                self.with_room(partial(self._settle, settled), settled, list(admitted.frames.values()))
             except DiskFull:  # not even for the index: keep nothing that it does not know
                 for row in written:
                     self._files.remove(row.name, place=row.place)
@@ -542,8 +560,7 @@ class BlockWriter:
             except DiskFull:
                 self._note_full(size)
                 need = max(size, self.totals[1] // _ROOM_SHARE) << attempt
-                keep = {name for one in frames for name in (one.name, one.header.parent_name)}
-                if not self.with_room(partial(self._evict, need, now, deadline), deadline, keep):
+                if not self.with_room(partial(self._evict, need, now, deadline), deadline, frames):
                     return False
             except StoreFull:
                 return False
@@ -561,15 +578,17 @@ class BlockWriter:
         with self.transaction(deadline):
             pass
 
-    def with_room(self, call: Callable[[], Result], deadline: float, keep: Collection[Name] = ()) -> Result:
-        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it."""
+    def with_room(self, call: Callable[[], Result], deadline: float, keep: Sequence[Frame] = ()) -> Result:
+        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it.
+        `keep`: neither these nor their parents."""
         for attempt in range(_ROOM_ATTEMPTS):
             try:
                 return call()
             except DiskFull:
                 self._note_full(_INDEX_BYTES)
                 leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
-                oldest = [name for name in leaves if name not in keep]
+                needed = {name for one in keep for name in (one.name, one.header.parent_name)}
+                oldest = [name for name in leaves if name not in needed]
                 self.remove_files(oldest)
                 self._budget.note_evicted(oldest)
                 self._index.shrink_log(deadline)
