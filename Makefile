@@ -124,7 +124,7 @@ matrix: setup
 	.ci/vllm .venv-vllm
 	.ci/vllm .venv-vllm-0.31 0.31.0 --share .venv-vllm
 	.ci/vllm .venv-vllm-0.33 0.33.0 --over 0.32.0 --share .venv-vllm
-	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json results/conform.json \
+	PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(BIN)/foreword conform --json-file results/conform.json \
 	  $(MATRIX:%=--matrix %/bin/python) --page dev/conformance.md
 
 # What a tier is worth on a GPU, in below eight minutes (seven more if it has vLLM), with the Python of the machine:

@@ -1,6 +1,6 @@
-"""Draws the README's picture from the figures of `foreword demo --json FILE`.
+"""Draws the README's picture from the figures of `foreword demo --json-file FILE`.
 
-    foreword demo --json demo.json && python -m benchmarks.picture demo.json docs/pictures/demo.svg
+    foreword demo --json-file demo.json && python -m benchmarks.picture demo.json docs/pictures/demo.svg
 
 An SVG written by hand: three bars need no plotting library.
 """

@@ -1,7 +1,8 @@
 """Write the pages that are made from something else: docs/reference/cli.md from the commands, docs/reference/configuration.md
-from the configuration's dataclasses, docs/benchmarks.md and dev/benchmarks.md from the files of docs/figures and dev/figures,
-in dev/paths.md what each file of its list does, in docs/reference/http.md the table of all routes, in README.md that of the
-engines, from docs/engines.json, and the picture of the products, from packages/products.toml.
+from the configuration's dataclasses, docs/reference/python.md from the public classes, docs/benchmarks.md and
+dev/benchmarks.md from the files of docs/figures and dev/figures, in dev/paths.md what each file of its list does, in
+docs/reference/http.md the table of all routes, in README.md that of the engines, from docs/engines.json, the picture of the
+products, from packages/products.toml, and README's chart, from docs/figures/10-vllm.json.
 
 python docs/generate.py            write the pages
 python docs/generate.py --check    status 1 if a page is not up to date
@@ -32,7 +33,6 @@ from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
-from foreword.dashboard.metric_history import MetricsHistory
 from foreword.router.app import routes_of as router_routes
 from foreword.router.service import Router
 from foreword.server.admission import Admission
@@ -52,6 +52,8 @@ ENGINES_MARK = "<!-- Written by docs/generate.py from docs/engines.json"
 PRODUCTS = Path(__file__).parents[1] / "packages" / "products.toml"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
+# Of the bars of README's chart, by the first word of their name.
+_BAR_COLORS = {"vLLM": "#9aa3ad", "LMCache": "#5b8fd6", "Foreword": "#1f6f43"}
 
 CLI_INTRODUCTION = """
 Every command describes its common options with `--help`, and all with `--help-all`.
@@ -183,6 +185,41 @@ def products_picture() -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def comparison_picture(figures: dict[str, Any]) -> str:
+    """Groups of bars beside each other, from the rows of a file of figures that have `compared`: the values, and below them the
+    date and the processor of their run."""
+    rows = [row for row in figures["rows"] if "compared" in row]
+    panel, top, row_height, longest = 430, 72, 38, 150
+    height = top + row_height * max(len(row["compared"]["values"]) for row in rows) + 34
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {panel * len(rows)} {height}" font-family="sans-serif" '
+        'role="img" aria-label="vLLM alone, LMCache and Foreword after a restart, and with nothing to reuse">',
+        "<!-- Written by docs/generate.py from docs/figures/10-vllm.json -->",
+        f'<rect width="{panel * len(rows)}" height="{height}" rx="8" fill="white"/>',
+    ]
+    for at, row in enumerate(rows):
+        group, left = row["compared"], 16 + at * panel
+        unit, most = group["unit"], max(group["values"].values())
+        better = "less is better" if unit == "s" else "more is better"
+        parts += [
+            f'<text x="{left}" y="28" font-size="17" font-weight="bold" fill="#222">{group["title"]}</text>',
+            f'<text x="{left}" y="50" font-size="12" fill="#555">{group["text"]} ({better})</text>',
+        ]
+        for number, (name, value) in enumerate(group["values"].items()):
+            y, color = top + row_height * number, _BAR_COLORS[name.partition(",")[0].partition(" ")[0]]
+            shown = f"{value:,.1f} s" if unit == "s" else f"{value:g} %"
+            length = max(value / most * longest, 2)
+            parts += [
+                f'<text x="{left + 172}" y="{y + 17}" font-size="13" text-anchor="end" fill="#222">'
+                f"{xml.sax.saxutils.escape(name)}</text>",
+                f'<rect x="{left + 180}" y="{y}" width="{length:.1f}" height="24" rx="3" fill="{color}"/>',
+                f'<text x="{left + 188 + length:.1f}" y="{y + 17}" font-size="13" fill="#222">{shown}</text>',
+            ]
+        about = f"{row['date']}, {row.get('processor') or figures['processor']}, two cores"
+        parts.append(f'<text x="{left}" y="{height - 12}" font-size="11" fill="#777">{about}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
 def _first_sentence(path: Path) -> str:
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
@@ -197,7 +234,9 @@ def readme() -> str:
         cannot = [f"{name.removeprefix('test_')}: {why}" for name, why in row["tests"].items() if why != "passed"]
         found = "; ".join([f"{passed} of {len(row['tests'])}", *cannot])
         rows.append((f"[{row['engine']}](docs/guides/{row['guide']})", row["version"], row["how"], found, row["date"]))
-    return _with_table(README, ENGINES_MARK, _table(("engine", "tested", "Foreword is", "contract", "run"), rows))
+    return _with_table(
+        README, ENGINES_MARK, _table(("engine", "tested release", "Foreword is", "tests passed", "date"), rows)
+    )
 
 
 def _with_table(page: Path, mark: str, table: str) -> str:
@@ -211,7 +250,7 @@ def _with_table(page: Path, mark: str, table: str) -> str:
 def http_page() -> str:
     """The page about the HTTP API, with the table of all routes of a server and a router."""
     server = ServerApp(Admission(1), PrometheusObserver(), Config()).front.routes
-    router = router_routes(Router(Config()), MetricsHistory(lambda: ()))
+    router = router_routes(Router(Config()))
     tables = [{(route.shown_path, route.method): route for route in table.shown} for table in (server, router)]
     rows = [
         (
@@ -313,6 +352,177 @@ def configuration_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# The public classes and functions of Python, and the files below foreword/ that have them. They are read, not imported: some
+# need packages that few users have.
+PYTHON_NAMES = (
+    ("Cache", "cache.py"),
+    ("LLM", "entrypoints/llm.py"),
+    ("AsyncEngine", "entrypoints/async_engine.py"),
+    ("SamplingParams", "engine/request.py"),
+    ("Request", "engine/request.py"),
+    ("RequestOutput", "engine/request.py"),
+    ("Completion", "engine/request.py"),
+    ("CacheReport", "engine/request.py"),
+    ("EngineConfig", "engine_config.py"),
+    ("PrefixCache", "blocks/prefix_cache.py"),
+    ("attach", "integrations/transformers.py"),
+    ("AttachedStore", "integrations/transformers.py"),
+    ("ForewordCache", "integrations/llama_cpp.py"),
+)
+PYTHON_INTRODUCTION = """
+All names of the first part are in `foreword`, and are typed: `mypy --strict` and editors know the
+options of `LLM`. `LLM` and `AsyncEngine` need the extra `engine` (`pip install '.[engine]'` in a
+checkout); `Cache` and `PrefixCache` need no torch. Seconds are `float`, sizes are text such as
+`4GiB` unless a name ends with `bytes`, tokens are token ids.
+"""
+_SECTION = re.compile(r"^(Args|Attributes|Raises|Examples|Returns):$", re.MULTILINE)
+
+
+def python_page() -> str:
+    """The reference of Python: constructors with types, and what each parameter and method means."""
+    parts = [NOTE, "# Python API", PYTHON_INTRODUCTION.strip()]
+    for name, file in PYTHON_NAMES:
+        tree = ast.parse((PACKAGE / file).read_text(encoding="utf-8"))
+        node = next(one for one in tree.body if isinstance(one, ast.ClassDef | ast.FunctionDef) and one.name == name)
+        home = "foreword" if name in _exported() else "foreword." + file.removesuffix(".py").replace("/", ".")
+        parts.append(f"## {home}.{name}")
+        parts += _python_class(node) if isinstance(node, ast.ClassDef) else _python_function(node, name)
+    parts += ["## Errors", "Every error that a public function raises is a `foreword.ForewordError`."]
+    tree = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
+    errors = [node for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    rows = [(f"`{node.name}`", f"`{ast.unparse(node.bases[0])}`", _flowing(_summary(node))) for node in errors]
+    return "\n\n".join([*parts, _table(("Error", "is a", "Meaning"), rows)]) + "\n"
+
+
+def _exported() -> set[str]:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def _python_class(node: ast.ClassDef) -> list[str]:
+    functions = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    constructor = next((one for one in functions if one.name == "__init__"), None)
+    fields = [
+        one for one in node.body if isinstance(one, ast.AnnAssign) and not ast.unparse(one.target).startswith("_")
+    ]
+    types: dict[str, tuple[str, str]]
+    if constructor is not None:
+        shown, types = _signature(node.name, constructor), _parameters(constructor)
+    else:
+        types = {ast.unparse(one.target): (ast.unparse(one.annotation), _field_default(one)) for one in fields}
+        listed = [f"{name}: {kind}" + (f" = {default}" if default else "") for name, (kind, default) in types.items()]
+        shown = _call(node.name, listed, "")
+    parts = [f"```python\n{shown}\n```", *_documented(_doc(node), types)]
+    if constructor is not None and _doc(constructor):
+        parts += _documented(_doc(constructor), types)
+    for one in functions:
+        if not one.name.startswith("_"):
+            parts += [f"### {node.name}.{one.name}", *_python_function(one, one.name)]
+    return parts
+
+
+def _python_function(node: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> list[str]:
+    decorators = {ast.unparse(one) for one in node.decorator_list}
+    if "property" in decorators:
+        shown = f"{name}: {ast.unparse(node.returns) if node.returns else 'Any'}"
+    else:
+        shown = _signature(("await " if isinstance(node, ast.AsyncFunctionDef) else "") + name, node)
+    return [f"```python\n{shown}\n```", *_documented(_doc(node), _parameters(node))]
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, tuple[str, str]]:
+    """Type and default of each parameter."""
+    given, found = node.args, {}
+    places = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(places) - len(given.defaults)) + [*given.defaults]
+    for one, default in [*zip(places, defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]:
+        if one.arg not in ("self", "cls"):
+            kind = ast.unparse(one.annotation) if one.annotation else ""
+            found[one.arg] = (kind, ast.unparse(default) if default else "")
+    for more in (given.vararg, given.kwarg):
+        if more is not None:
+            found[more.arg] = (ast.unparse(more.annotation) if more.annotation else "", "")
+    return found
+
+
+def _signature(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    given = node.args
+    types, listed = _parameters(node), list[str]()
+    for one in (*given.posonlyargs, *given.args, "*", *given.kwonlyargs, "**"):
+        if one == "*" and (given.vararg or given.kwonlyargs):
+            listed.append(f"*{given.vararg.arg}: {types[given.vararg.arg][0]}" if given.vararg else "*")
+        elif one == "**" and given.kwarg:
+            listed.append(f"**{given.kwarg.arg}: {types[given.kwarg.arg][0]}")
+        elif isinstance(one, ast.arg) and one.arg in types:
+            kind, default = types[one.arg]
+            listed.append(one.arg + (f": {kind}" if kind else "") + (f" = {default}" if default else ""))
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns and node.name != "__init__" else ""
+    return _call(name, listed, returns)
+
+
+def _call(name: str, listed: list[str], returns: str) -> str:
+    line = f"{name}({', '.join(listed)}){returns}"
+    return line if len(line) <= WIDTH else f"{name}(\n" + "".join(f"    {one},\n" for one in listed) + f"){returns}"
+
+
+def _field_default(node: ast.AnnAssign) -> str:
+    """The default of a dataclass's field. The checks of `foreword.config` take it as their last argument."""
+    value = node.value
+    if isinstance(value, ast.Call):
+        named = {one.arg: one.value for one in value.keywords}
+        if "default" in named:
+            value = named["default"]
+        elif "default_factory" in named:
+            return f"{ast.unparse(named['default_factory'])}()"
+        elif isinstance(value.func, ast.Name) and value.func.id == "checked":
+            value = value.args[0]
+        elif value.args:
+            value = value.args[-1]
+    return "" if value is None else ast.unparse(value)
+
+
+def _doc(node: ast.AST) -> str:
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    return ast.get_docstring(node) or ""
+
+
+def _summary(node: ast.ClassDef) -> str:
+    return _SECTION.split(_doc(node))[0]
+
+
+def _flowing(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _documented(doc: str, types: dict[str, tuple[str, str]]) -> list[str]:
+    """A docstring as paragraphs, a table of its parameters or attributes, and examples as code."""
+    first, *rest = _SECTION.split(doc)
+    parts = []
+    for paragraph in filter(None, map(str.strip, first.split("\n\n"))):
+        parts.append(_wrap(_flowing(paragraph)))
+    for title, text in zip(rest[::2], rest[1::2], strict=True):
+        if title == "Examples":
+            code = "\n".join(line.strip().removeprefix(">>> ") for line in text.strip().splitlines())
+            parts.append(f"```python\n{code}\n```")
+            continue
+        rows = []
+        for entry in re.split(r"\n(?=    \S)", "\n" + text.strip("\n")):
+            names, colon, meaning = entry.strip().partition(":")
+            if not colon:
+                continue
+            for one in names.split(", "):
+                kind, default = types.get(one, ("", ""))
+                cells = (f"`{kind}`" if kind else "", f"`{default}`" if default else "") if title != "Raises" else ()
+                rows.append((f"`{one}`", *cells, _flowing(meaning)))
+        heads = (
+            ("Raises", "when")
+            if title == "Raises"
+            else ({"Args": "Parameter"}.get(title, title.removesuffix("s")), "Type", "Default", "Meaning")
+        )
+        parts.append(_table(heads, rows))
+    return parts
+
+
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
@@ -337,6 +547,10 @@ def pages() -> dict[Path, str]:
         ),
         PATHS: paths_page(),
         REFERENCE.parent / "pictures" / "products.svg": products_picture(),
+        REFERENCE.parent / "pictures" / "vllm-compared.svg": comparison_picture(
+            json.loads((FIGURES / "10-vllm.json").read_text(encoding="utf-8"))
+        ),
+        REFERENCE / "python.md": python_page(),
         HTTP: http_page(),
         README: readme(),
     }

@@ -11,7 +11,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 # How much a page counts in the site's search, by the start of its path; the first that fits. A user's word stands on many
 # pages of the reference, and is answered on one of the guides.
-BOOSTS = {"design": 0.1, "reference/": 0.15, "benchmarks": 0.15, "concepts/": 0.4, "glossary": 0.4}
+BOOSTS = {
+    "design": 0.1,
+    "operations/alerts": 0.1,
+    "reference/": 0.15,
+    "benchmarks": 0.15,
+    "concepts/": 0.4,
+    "glossary": 0.4,
+}
 _LINK = re.compile(r"\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
 
 

@@ -64,6 +64,11 @@ class Cache:
         digest = sha256(b"foreword/cache\x00" + model.encode()).digest()
         layout = Layout(digest, block_tokens, (), "uint8", order="opaque", opaque_bytes=block_bytes)
         self._blocks = EngineStore(layout, stores, tenant.encode())
+        self._model = model
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(tier.label for tier in self._blocks.store.tiers)
+        return f"Cache({self._model!r}, blocks of {self.block_tokens} tokens and {self.block_bytes:,} bytes; {tiers})"
 
     def find(self, tokens: Sequence[int]) -> int:
         """How many of the leading tokens the stores have KV for, a multiple of `block_tokens`. Nothing is read or verified."""

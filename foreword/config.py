@@ -3,8 +3,8 @@
 A section is a frozen dataclass. An unknown key or a wrong value is an error that says what was expected.
 
 The docstring of a key is the help text of its flag. Keys with `repr=False` are secret or may contain a secret: neither the
-`repr` of a configuration nor an error message shows their values. A secret may be written `file:PATH`, so that it is neither on
-the command line nor in the environment.
+`repr` of a configuration nor an error message shows their values. Each of them has a second key `NAME_file` (`file_keys`): the
+file that contains it, so that it is neither on the command line nor in the environment. `file:PATH` as its value is the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from pathlib import Path
@@ -180,7 +180,7 @@ class EncryptionConfig:
     def from_environment(cls, given: Mapping[str, Any] = MappingProxyType({})) -> EncryptionConfig:
         """The section as FOREWORD_ENCRYPTION_* give it, for tools and connectors without a configuration file. What is given
         here has precedence. Raises ConfigError."""
-        return build(cls, "encryption", {**encryption_variables(), **given})
+        return build(cls, "encryption", merged_layers(cls, (encryption_variables(), given)))
 
 
 SHORTEST_SECRET = 16
@@ -210,18 +210,46 @@ def check_secret(key: str, text: str) -> None:
         )
 
 
+def file_keys(kind: type[Any]) -> dict[str, str]:
+    """`NAME_file` of each secret key of a section, and its NAME. A section that has a key for the file itself, as `secret_file`
+    for `secret` and `api_key_file` for `api_keys`, reads it in its own way."""
+    names = {item.name for item in fields(kind)}
+    secret = [item.name for item in fields(kind) if not item.repr]
+    return {f"{name}_file": name for name in secret if not {f"{name}_file", f"{name.removesuffix('s')}_file"} & names}
+
+
+def merged_layers(kind: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A section's values from several places, the last one strongest. A secret and the file with it are one setting: the later
+    place decides which is given."""
+    files = file_keys(kind)
+    other = files | {name: file for file, name in files.items()}
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key in layer:
+            merged.pop(other.get(key, ""), None)
+        merged |= layer
+    return merged
+
+
 def build(kind: type[T], where: str, values: Mapping[str, Any]) -> T:
     """Create a configuration dataclass from untyped values. Raises ConfigError for an unknown key or a wrong value."""
     hints = get_type_hints(kind)
     secret = {item.name for item in fields(cast(Any, kind)) if not item.repr}
-    values = {
-        key: _from_file(f"{where}.{key}", hints.get(key), value) if key in secret else value
-        for key, value in values.items()
-    }
-    for key in values:
+    files = file_keys(kind)
+    for file, key in files.items():
+        if values.get(file) and values.get(key):
+            raise ConfigError(f"give {where}.{key} or {where}.{file}, not both")
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in files:
+            found[key] = _from_file(f"{where}.{key}", hints.get(key), value) if key in secret else value
+        elif value:
+            text = read_secret(f"file:{value}", f"{where}.{files[key]}")
+            found[files[key]] = text.splitlines() if get_origin(hints[files[key]]) is tuple else text
+    for key in found:
         if key not in hints:
-            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, hints)}")
-    return kind(**{key: _coerce(f"{where}.{key}", hints[key], values[key], secret=key in secret) for key in values})
+            raise ConfigError(f"unknown configuration key {where}.{key}{did_you_mean(key, [*hints, *files])}")
+    return kind(**{key: _coerce(f"{where}.{key}", hints[key], found[key], secret=key in secret) for key in found})
 
 
 def _from_file(where: str, hint: Any, value: Any) -> Any:
@@ -231,7 +259,7 @@ def _from_file(where: str, hint: Any, value: Any) -> Any:
     if isinstance(value, list | tuple):
         lists = [_from_file(where, str, item) for item in value]
         return [line for one in lists for line in (one.splitlines() if isinstance(one, str) else [one])]
-    # `file://` is the URL of a store.
+    # `file://` begins no path but a URL, such as that of a store.
     if not isinstance(value, str) or not value.startswith("file:") or value.startswith("file://"):
         return value
     return read_secret(value, where)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from foreword.config import EncryptionConfig, build, encryption_variables, read_text
+from foreword.config import EncryptionConfig, build, encryption_variables, merged_layers, read_text
 from foreword.errors import ConfigError
 
 
@@ -25,4 +25,5 @@ def read_tables(path: Path) -> Mapping[str, Mapping[str, Any]]:
 
 def read_encryption(path: Path) -> EncryptionConfig:
     """The table [encryption] of a file. FOREWORD_ENCRYPTION_* have precedence. Raises ConfigError."""
-    return build(EncryptionConfig, "encryption", {**read_tables(path).get("encryption", {}), **encryption_variables()})
+    given = merged_layers(EncryptionConfig, (read_tables(path).get("encryption", {}), encryption_variables()))
+    return build(EncryptionConfig, "encryption", given)

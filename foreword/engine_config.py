@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from foreword.config import (
     at_least,
@@ -18,6 +18,43 @@ from foreword.config import (
 from foreword.errors import ConfigError
 
 KV_MEMORY_FORMS = "write auto, a size such as 4GiB, or a number of tokens such as 65536 tokens"
+
+
+# Numbers of the weights and of KV; `auto` is the checkpoint's.
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineOptions(TypedDict, total=False):
+    """The fields of `EngineConfig` but `model`, as keyword arguments: what each means stands there."""
+
+    served_model_name: str | None
+    dtype: Dtype
+    device: str
+    kv_memory: str
+    block_size: int
+    max_model_len: int | None
+    max_batch_tokens: int
+    max_num_seqs: int
+    reserve: float
+    lookahead_blocks: int
+    enable_prefix_caching: bool
+    partial_reuse: bool
+    shared_prefix_attention: bool
+    threads: int | None
+    linear_memory: str
+    kernels: Literal["auto", "native", "torch", "triton"]
+    quantization: Literal["none", "int8"]
+    batch_invariant: Literal["auto", "on", "off"]
+    self_check: bool
+    trust_remote_code: bool
+    generation_config: Literal["model", "openai"]
+    seed: int | None
+    history_tokens: int
+    report_other_tenants: bool
+    audit_every: int
+    audit_budget: float
+    audit_reports: str | None
+    audit_evidence: bool
 
 
 @dataclass(frozen=True, slots=True)

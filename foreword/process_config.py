@@ -47,6 +47,8 @@ class ServerConfig:
         max_queue: maximum number of requests that wait for admission; further requests are answered with status 429.
         drain_seconds: seconds that running requests may take after SIGTERM.
         log_level: lowest level of log lines: debug, info, warning or error.
+        log_format: `text`, or `json` for an object per line; that of a request has its id, tenant, model, replica, tokens,
+            cached tokens and time to first token.
         tenant_secret: secret from which each tenant's cache salt is derived; by default random, different for each server.
         role: `prefill` (computes prompts for others), `decode` (takes prompts computed by others, and migrated requests) or
             `both`; each listens for transfers at --transfer-bind. By default the server works alone.
@@ -97,6 +99,7 @@ class ServerConfig:
     max_queue: int = at_least(1, 256)
     drain_seconds: float = not_negative(30.0)
     log_level: str = one_of(("debug", "info", "warning", "error"), "info")
+    log_format: str = one_of(("text", "json"), "text")
     tenant_secret: str | None = field(default=None, repr=False)
     role: str | None = one_of(ROLES, None)
     admin_key: str | None = field(default=None, repr=False)

@@ -8,6 +8,8 @@ page, which its readers do not see, say the rest:
     <!-- name: NAME -->           names the next block
     <!-- again: stop NAME ... --> what the text tells the reader to repeat; `stop` is Ctrl-C in the terminal of the server
     <!-- expect: REGEX -->        is found in what the block before, or the repetition, printed
+    <!-- printed: exactly -->     the lines of the next block are in what was printed, in this order
+    <!-- printed: such numbers -->  the same, but each number stands for any one with as many digits
 
 A block whose last command is a server in the foreground is left running, as in a terminal of its own, until another block
 starts a server on its port.
@@ -35,11 +37,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-DIRECTIVES = ("given", "again", "expect")
+DIRECTIVES = ("given", "again", "expect", "printed")
 LANGUAGES = {"sh", "python", "json", "yaml", "toml", "text", "nginx", "promql"}
 BLOCK_SECONDS, START_SECONDS = 600, 900
 _SERVERS = ("foreword serve", "foreword route", "vllm serve")
-_DIRECTIVE = re.compile(r"^ *<!-- (not run|given|name|again|expect): (.*?) -->$")
+_DIRECTIVE = re.compile(r"^ *<!-- (not run|given|name|again|expect|printed): (.*?) -->$")
 
 
 @dataclass
@@ -57,7 +59,7 @@ class Step:
 def steps(text: str) -> list[Step]:
     """The blocks and directives of a page, in order."""
     found: list[Step] = []
-    section, name, skipped, lines = "", "", "", iter(enumerate(text.splitlines(), 1))
+    section, name, skipped, printed, lines = "", "", "", "", iter(enumerate(text.splitlines(), 1))
     for number, line in lines:
         if line.startswith("#"):
             section = line.strip("# ")
@@ -67,6 +69,8 @@ def steps(text: str) -> list[Step]:
                 name = said
             elif kind == "not run":
                 skipped = said
+            elif kind == "printed":
+                printed = said
             else:
                 found.append(Step(kind, said, number, section))
         elif fence := re.match(r"^( *)(```+)(\w*)", line):
@@ -76,9 +80,27 @@ def steps(text: str) -> list[Step]:
                 if inner.strip() == mark:
                     break
                 body.append(inner.removeprefix(indent))
-            found.append(Step(language, "\n".join(body) + "\n", number, section, name, skipped))
-            name = skipped = ""
+            block = "\n".join(body) + "\n"
+            if printed:
+                found.append(Step("printed", block, number, section, printed))
+            else:
+                found.append(Step(language, block, number, section, name, skipped))
+            name = skipped = printed = ""
     return found
+
+
+def first_absent(shown: str, printed: str, *, exactly: bool) -> str | None:
+    """The first line of a page's output that is not in what was printed behind the lines before it. Unless `exactly`, a number
+    stands for any one with as many digits: 0 for none, 2,048 for thousands."""
+    at = 0
+    for line in filter(None, map(str.strip, shown.splitlines())):
+        pattern = re.escape(line)
+        if not exactly:
+            pattern = re.sub(r"\d+", lambda number: rf"(?<!\d)\d{{{len(number[0])}}}(?!\d)", pattern)
+        if (found := re.compile(pattern).search(printed, at)) is None:
+            return line
+        at = found.end()
+    return None
 
 
 def foreground_server(code: str) -> str | None:
@@ -116,7 +138,7 @@ class Session:
     names: dict[str, Any] = field(default_factory=dict)
 
     def run_page(self, page: list[Step]) -> None:
-        named = {step.name: step for step in page if step.name}
+        named = {step.name: step for step in page if step.name and step.kind != "printed"}
         for step in page:
             if step.kind == "again":
                 self.printed = ""
@@ -130,6 +152,10 @@ class Session:
             elif step.kind == "expect":
                 if not re.search(step.text, self.printed):
                     raise BlockFailed(f"line {step.line}: {step.text!r} is not in:\n{self.printed[-4000:]}")
+            elif step.kind == "printed":
+                line = first_absent(step.text, self.printed, exactly=step.name == "exactly")
+                if line is not None:
+                    raise BlockFailed(f"line {step.line}: {line!r} is not in:\n{self.printed[-4000:]}")
             elif step.kind in ("sh", "python", "given") and not step.skipped:
                 self.run(step)
 

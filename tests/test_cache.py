@@ -35,6 +35,12 @@ def cache(stores: tuple[str, ...]) -> Iterator[Cache]:
         yield opened
 
 
+def test_repr_names_the_stores() -> None:
+    """What a notebook shows of a cache: the model, the sizes of a block, the tiers."""
+    with Cache("memory://?size=4MiB", model="mine", **SIZES) as cache:
+        assert repr(cache) == "Cache('mine', blocks of 16 tokens and 256 bytes; memory)"
+
+
 def test_random_calls(cache: Cache) -> None:
     """Whatever is saved and forgotten, in whatever order, a load has the bytes that were last known for these tokens, or fewer
     blocks; a find finds as many."""

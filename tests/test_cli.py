@@ -69,17 +69,75 @@ def test_help_is_light() -> None:
 
 def test_every_key_has_a_flag_with_a_description() -> None:
     """Each configuration key is a flag of `serve` (the model is the argument) or of `route` (replicas go by `--replica`), and
-    its help is the docstring's. Master keys are no flags."""
+    its help is the docstring's. Master keys are no flags. Each secret key has a second one for the file that contains it,
+    whatever sections and secrets there are."""
     shown = "".join(
         runner.invoke(cli.app, [command, "--help-all"], terminal_width=200).output for command in ("serve", "route")
     )
     flags = list(config_flags())
-    assert len(flags) == sum(
+    files = {(flag.section, flag.file_of): flag for flag in flags if flag.file_of}
+    own = {f"{flag.section}.{flag.key}" for flag in flags if not flag.file_of}
+    for flag in flags:
+        if flag.secret:
+            names = {f"{flag.section}.{flag.key}_file", f"{flag.section}.{flag.key.removesuffix('s')}_file"}
+            assert (flag.section, flag.key) in files or names & own, f"{flag.section}.{flag.key} has no file"
+    assert len(flags) - len(files) == sum(
         len(dataclasses.fields(getattr(Config(), section.name))) for section in dataclasses.fields(Config)
     )
     for flag in flags:
         assert flag.text, f"{flag.section}.{flag.key} has no description in its class's docstring"
         assert flag.key in ("model", "replicas") or (f"--{flag.name} " in shown) == flag.offered
+
+
+def test_a_flag_has_one_meaning() -> None:
+    """A flag of several commands takes the same kind of value in each: a switch here is no file there. Numbers may differ in
+    what they count: whole ones in one command, any in another."""
+    kinds: dict[str, dict[str, list[str]]] = {}
+    commands = [("foreword", typer.main.get_command(cli.app))]
+    for path, command in commands:
+        with command.context_class(command, info_name=path) as context:
+            for one in command.params:
+                if one.param_type_name == "option" and (record := one.get_help_record(context)) is not None:
+                    # Such as `--seed <int>`, `--store <list[str]>`; other versions of typer write `--seed INTEGER`.
+                    shown = re.search(r" <?(?:list\[)?([A-Za-z]+)", record[0].rpartition("--")[2])
+                    kind = "switch" if shown is None else shown[1].lower()
+                    kind = {"int": "number", "integer": "number", "float": "number", "str": "text"}.get(kind, kind)
+                    for name in (*one.opts, *one.secondary_opts):
+                        kinds.setdefault(name, {}).setdefault(kind, []).append(path)
+        commands += [(f"{path} {name}", child) for name, child in getattr(command, "commands", {}).items()]
+    assert len(commands) > 30 and len(kinds["--json"]["switch"]) > 5
+    assert {name: places for name, places in kinds.items() if len(places) > 1} == {}
+
+
+def test_the_configuration_that_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`foreword config` names the place of each value that is not a default, with all places given; it shows no secret, and no
+    password of a URL."""
+    path, key = tmp_path / "f.toml", tmp_path / "key"
+    path.write_text(
+        '[server]\nport = 1\nhost = "127.0.0.2"\ntenant_secret = "sixteen characters, quiet"\n', encoding="utf-8"
+    )
+    key.write_text("an admin key, quiet too")
+    monkeypatch.setenv("FOREWORD_SERVER_PORT", "2")
+    monkeypatch.setenv("FOREWORD_SERVER_LOG_FORMAT", "json")
+    given = ["a/model", "--config", str(path), "--log-format", "text", "--admin-key-file", str(key)]
+    given += ["--store", "redis://me:quiet@host/0", "--store", "memory://?size=1GiB"]
+    shown = runner.invoke(cli.app, ["config", "serve", *given, "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert {name: (one["value"], one["from"]) for name, one in json.loads(shown.output).items()} == {
+        "engine.model": ("a/model", "MODEL"),
+        "server.host": ("127.0.0.2", f"[server] in {path}"),
+        "server.port": (2, "FOREWORD_SERVER_PORT"),
+        "server.log_format": ("text", "--log-format"),
+        "server.tenant_secret": ("(not shown)", f"[server] in {path}"),
+        "server.admin_key_file": (str(key), "--admin-key-file"),
+        "store.urls": (["redis://***@host/0", "memory://?size=1GiB"], "--store"),
+    }
+    every = runner.invoke(cli.app, ["config", "serve", *given, "--all"]).output
+    assert re.search(r"^engine\.block_size +16 +default$", every, re.MULTILINE) and "quiet" not in every
+    routed = runner.invoke(cli.app, ["config", "route", "--replica", "http://a:1", "--json"])
+    assert {*json.loads(routed.output)} == {"router.replicas", "server.port", "server.log_format"}
+    wrong = runner.invoke(cli.app, ["config", "serve", "--block-size", "0"])
+    assert wrong.exit_code != 0
 
 
 def test_flags_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.cli.flags import GivenConfig, load_config
-from foreword.config import build, parse_bytes
+from foreword.config import build, file_keys, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig, PrefixConfig
 from foreword.errors import ConfigError
@@ -248,6 +248,42 @@ def test_a_list_of_secrets_from_a_file(tmp_path: Path, given: str | list[str]) -
     path = str(tmp_path / "keys")
     value = given.format(path) if isinstance(given, str) else [one.format(path) for one in given]
     assert build(ServerConfig, "server", {"api_keys": value}).api_keys[-2:] == ("alice=k1", "bob=k2")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewSection:
+    """A section as the next one may be: its author has thought of no file."""
+
+    password: str | None = dataclasses.field(default=None, repr=False)
+    passwords: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    port: int = 0
+
+
+def test_every_secret_has_a_file(tmp_path: Path) -> None:
+    """A key that is not printed has a second one, `NAME_file`, without a word of its author: the file contains it, a list has
+    one a line. A path with two slashes and one with a comma are paths."""
+    (tmp_path / "a,b").write_text("  one,two \n")
+    path = str(tmp_path / "a,b")
+    assert build(NewSection, "new", {"password_file": path}) == NewSection(password="one,two")
+    assert build(NewSection, "new", {"passwords_file": f"/{path}"}) == NewSection(passwords=("one,two",))
+    assert file_keys(NewSection) == {"password_file": "password", "passwords_file": "passwords"}
+    with pytest.raises(ConfigError, match="unknown configuration key new"):
+        build(NewSection, "new", {"port_file": path})
+    with pytest.raises(ConfigError, match="not both"):
+        build(NewSection, "new", {"password_file": path, "password": "x"})
+
+
+def test_the_stronger_of_a_secret_and_its_file_holds(tmp_path: Path) -> None:
+    """A secret in the file of the configuration gives way to the environment's path, and that to a flag's value."""
+    (tmp_path / "key").write_text("from the file named\n")
+    config = write(tmp_path, '[server]\nadmin_key = "from the configuration"\n')
+    environ = {"FOREWORD_SERVER_ADMIN_KEY_FILE": str(tmp_path / "key")}
+    assert load_config(config, {}).server.admin_key == "from the configuration"
+    assert load_config(config, environ).server.admin_key == "from the file named"
+    flags = {"server": {"admin_key": "from the flag"}}
+    assert load_config(config, environ, flags).server.admin_key == "from the flag"
+    for text in ("from the file named", "from the flag"):
+        assert text not in repr(load_config(config, environ, flags))
 
 
 def test_secrets_are_not_printed() -> None:

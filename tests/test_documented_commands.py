@@ -23,7 +23,7 @@ import pytest
 import torch
 import transformers
 import typer
-from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, steps
+from documented_page import DIRECTIVES, LANGUAGES, ROOT, Step, first_absent, steps
 
 from foreword.cli.main import app
 
@@ -172,6 +172,39 @@ def test_what_is_not_run_exists(page: str) -> None:
 def test_nothing_unpublished_is_copied(path: Path) -> None:
     """No page tells to install a distribution `foreword`, which the package index does not have."""
     assert not re.search(r"pip install[^\n]*[' ]foreword(?![-\w/])", path.read_text(encoding="utf-8"))
+
+
+def test_first_screen() -> None:
+    """README says first for whom it is, then shows the chart against vLLM and LMCache, how it is installed, one command, and
+    what a reader sees then: a count of cached tokens. Every Python block shows its output."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    marks = (
+        "**For people who",
+        "vllm-compared.svg",
+        "pip install",
+        "vllm serve",
+        '"cached_tokens":2048',
+        "from foreword",
+    )
+    places = [text.index(mark) for mark in marks]
+    assert places == sorted(places) and text[: places[4]].count("\n") < 75
+    blocks = [step for step in steps(text) if step.kind in ("python", "printed", "sh")]
+    after = [later.kind for step, later in itertools.pairwise(blocks) if step.kind == "python"]
+    assert after == ["printed", "printed"]
+
+
+def test_outputs_are_compared() -> None:
+    """A line that was not printed is found, also one in another order; a number has the digits that the page shows."""
+    printed = "one: 2048\ntwo: 0\n"
+    assert first_absent("one: 1024\ntwo: 9\n", printed, exactly=False) is None
+    assert first_absent("one: 1024\n", printed, exactly=True) == "one: 1024"
+    assert first_absent("one: 0\n", printed, exactly=False) == "one: 0"
+    assert first_absent("two: 0\none: 2048\n", printed, exactly=True) == "one: 2048"
+
+
+def test_readme_library(tmp_path: Path, downloaded: Path) -> None:
+    """README's cache in Python hits after it was closed and opened again, and prints what the page shows."""
+    run_page("README.md", tmp_path, downloaded, "As a library")
 
 
 @pytest.mark.slow

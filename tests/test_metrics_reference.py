@@ -157,6 +157,17 @@ def alert_queries() -> Iterator[tuple[str, str]]:
             yield rule["expr"], " ".join(rule["annotations"].values())
 
 
+def test_runbooks() -> None:
+    """Each alert links to a section of the documentation with its name, which exists; there is no section of another alert."""
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "foreword.yaml").read_text())
+    page = ROOT / "docs" / "operations" / "alerts.md"
+    sections = re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    alerts = {rule["alert"]: rule["annotations"]["runbook_url"] for group in rules["groups"] for rule in group["rules"]}
+    assert sorted(alerts) == sorted(sections)
+    for name, url in alerts.items():
+        assert url.endswith(f"/{page.relative_to(ROOT).as_posix()}#{name.lower()}"), name
+
+
 def selected(node: Any, grouped: frozenset[str] = frozenset()) -> Iterator[tuple[str, set[str]]]:
     """The metrics of a parsed PromQL expression, each with the labels that the expression uses of it."""
     if hasattr(node, "matchers"):

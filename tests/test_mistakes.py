@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ import pytest
 from example_counts import represented
 from vllm_stub import stubbed_vllm
 
-from foreword.errors import ForewordError
+from foreword.config import StoreConfig
+from foreword.engine import preflight
+from foreword.errors import ForewordError, ModelUnsupported
 
 # Reads a list of arguments and runs the command with them in a fork, so that everything but the check is imported once.
 _RUNNER = """
@@ -60,6 +63,11 @@ SERVE = [
     ("{folder}/none", "'{folder}/none' is not a folder with a model"),
     ("none", "give a folder, or a hub name such as owner/name"),
     ("{folder}/empty", "the folder has no config.json"),
+    ("{folder}/broken", "config.json is no JSON: Expecting"),
+    ("{folder}/listed", "config.json is no JSON object"),
+    ("{folder}/unnamed", "has no model_type"),
+    ("{folder}/unknown", "does not know. Did you mean 'qwen3'"),
+    ("{folder}/translator", "is an encoder-decoder model"),
     ("--device cuda", "engine.device is cuda"),
     ("--device gpu", "engine.device must be auto, cpu, cuda or cuda:N, not 'gpu'"),
     ("--dtype f16", "engine.dtype must be auto, float32, bfloat16 or float16"),
@@ -254,7 +262,7 @@ OTHERS = [
     ("explain", "http://127.0.0.1:1 --within nan", "--within is a number of seconds, not nan"),
     ("conform", "--engine --store memory://", "leave out the other options"),
     ("calibrate", "--for 5s", "--for and --api-key are for --metrics"),
-    ("conform", "--json {folder}/none/x.json", "there is no folder {folder}/none"),
+    ("conform", "--json-file {folder}/none/x.json", "there is no folder {folder}/none"),
     ("conform", "--folder {folder}/file", "cannot be created: Not a directory"),
     ("forget", "--server http://127.0.0.1:1 disk://{folder}/empty", "leave out the URLs of stores, or --server"),
     ("forget", "--tenant a --tenant-secret short disk://{folder}/empty", "at least 16 characters"),
@@ -282,6 +290,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "trace.jsonl").write_text(json.dumps(turn) + "\n")
     (folder / "broken.toml").write_text("server = \n")
     (folder / "unknown.toml").write_text("[server]\nprot = 1\n")
+    configurations = {
+        "broken": '{"model_type": "llama",',
+        "listed": "[]",
+        "unnamed": "{}",
+        "unknown": '{"model_type": "qwen33"}',
+        "translator": '{"model_type": "t5", "is_encoder_decoder": true}',
+    }
+    for name, text in configurations.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(text)
     return folder
 
 
@@ -427,3 +445,24 @@ def test_mistakes_of_an_offline_engine() -> None:
         strict=True,
     ):
         assert words in line
+
+
+def test_a_disk_larger_than_its_file_system(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk store that may grow beyond the file system is named in a warning before anything is loaded, also in a folder that
+    does not exist yet; one that fits is not."""
+    preflight.check_disks(StoreConfig(urls=(f"disk://{tmp_path}/a/b?size=9999TiB", f"disk://{tmp_path}/c?size=1MiB")))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"disk://{tmp_path}/a/b: size=9999TiB is more than its file system has" in line
+
+
+def test_code_of_a_checkpoint_is_not_judged(folder: Path) -> None:
+    """A model type that Transformers does not know is no mistake where the checkpoint brings its own code and may run it."""
+    own = folder / "own"
+    own.mkdir()
+    try:
+        (own / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}')
+        preflight.check_model(str(own), trust_remote_code=True)
+        with pytest.raises(ModelUnsupported, match="model_type 'mine'"):
+            preflight.check_model(str(own))
+    finally:
+        shutil.rmtree(own)

@@ -409,7 +409,7 @@ def test_a_connector_without_salt(tmp_path: Path) -> None:
     extra = {"shared_storage_path": str(kv)}
     transfer = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     given = ("--kv-transfer-config", json.dumps(transfer), "--folder", str(kv), "--python", VLLM)
-    only = ("--only", "reuse.reset", "--only", "identity.salt", "--failures", str(tmp_path / "failures"))
+    only = ("--only", "reuse.reset", "--only", "identity.salt", "--reproducers", str(tmp_path / "failures"))
     done = foreword(*given, *only)
     assert done.returncode == 1 and "2 claims: 1 pass, 1 FAIL" in done.stdout, done.stdout + done.stderr[-2000:]
     assert "hit under the salt bob" in (tmp_path / "failures" / "identity.salt.py").read_text(encoding="utf-8")

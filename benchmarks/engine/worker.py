@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from benchmarks.harness import median, version_of
 
@@ -77,7 +77,7 @@ class Options:
 
     engine: str
     model: Path
-    dtype: str
+    dtype: Literal["bfloat16", "float32"]
     threads: int
     mode: str
     rows: tuple[Row, ...]
@@ -173,7 +173,7 @@ class ForewordEngine:
             str(options.model),
             dtype=options.dtype,
             threads=options.threads,
-            kv_memory=KV_BYTES,
+            kv_memory=str(KV_BYTES),
             **chosen,
         )
 

@@ -28,6 +28,7 @@ from benchmarks.instances.instance_pair import InstancePair
 from foreword.engine import hit_audit
 from foreword.engine.attention.kv_tensors import block_bytes, distances, split_block
 from foreword.engine.request import SamplingParams
+from foreword.engine_config import Dtype
 from foreword.entrypoints.llm import LLM
 
 SMALL = Size("small", 0, 12, 256, 4, 2, 704, 8_192)
@@ -47,7 +48,7 @@ ROUND = 60
 SOURCES = ("device", "memory", "disk", "redis", "instance")
 
 
-def engine(folder: Path, dtype: str, **options: Any) -> LLM:
+def engine(folder: Path, dtype: Dtype, **options: Any) -> LLM:
     return LLM(str(folder), dtype=dtype, **(SETTINGS | {"kv_memory": "16384 tokens"} | options))
 
 

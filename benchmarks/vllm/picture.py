@@ -1,6 +1,10 @@
-"""Draws what a restart costs from the figures of `vllm/offload.py --workloads restart --json FILE`.
+"""Puts a run into the figures that README's chart is drawn from: what a restart takes, and what is left of the throughput where
+nothing is reused.
 
-python -m benchmarks.vllm.picture restart.json docs/pictures/vllm-restart.svg [--contenders alone,lmcache,foreword-disk]
+    python -m benchmarks.vllm.offload MODEL ... --contenders alone,lmcache,foreword-memory,foreword-disk \\
+        --workloads restart,saving --json run.json
+    python -m benchmarks.vllm.picture run.json --date 2026-11-21 --processor "AMD EPYC, AVX2 only"
+    python docs/generate.py          draws docs/pictures/vllm-compared.svg
 """
 
 import argparse
@@ -8,46 +12,42 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.picture import Bar, bars
-
-_NAMES = {
-    "alone": ("vLLM alone", "#9aa3ad"),
-    "lmcache": ("LMCache", "#5b8fd6"),
-    "mooncake": ("Mooncake", "#b08d57"),
-    "example": ("ExampleConnector", "#c9a0c9"),
-    "foreword-memory": ("Foreword, memory", "#1f6f43"),
-    "foreword-tmpfs": ("Foreword, tmpfs", "#1f6f43"),
-    "foreword-disk": ("Foreword, disk", "#1f6f43"),
-}
+FIGURES = Path(__file__).parents[2] / "docs" / "figures" / "10-vllm.json"
+# The workload behind each group of bars by its unit, which figure of a record is shown, and the contender for
+# Foreword.
+_GROUPS = {"s": ("restart", "seconds", "foreword-disk"), "%": ("saving", "ratio", "foreword-memory")}
 
 
-def draw(run: dict[str, Any], wanted: list[str]) -> str:
-    """One bar per contender: seconds until the working set was answered again after vLLM's restart."""
-    found = {one["contender"]: one for one in run["records"] if one["workload"] == "restart" and "failed" not in one}
-    chosen = [name for name in wanted if name in found]
-    if not chosen:
-        raise SystemExit(f"no restart of {', '.join(wanted)} in this file")
-    rows = []
-    for name in chosen:
-        one = found[name]
-        label = f"{one['seconds']:,.1f} s" + (f", {one['loaded']:.0%} loaded" if one["loaded"] else "")
-        rows.append(Bar(_NAMES[name][0], one["seconds"], label, _NAMES[name][1]))
-    facts = run["set_up"]
-    asked = found[chosen[0]]["answers"]
-    subtitle = f"{asked} long documents asked again; model {facts['model']}, {facts['dtype']}, {facts['cores']} cores"
-    return bars(
-        "After vLLM's restart", subtitle, "Seconds until all documents were answered again after a restart", rows
-    )
+def values(run: dict[str, Any], unit: str) -> dict[str, float]:
+    """The bars of a group: one per contender, vLLM alone first. Raises SystemExit if one is not in the run or failed."""
+    workload, key, foreword = _GROUPS[unit]
+    found = {one["contender"]: one for one in run["records"] if one["workload"] == workload and "failed" not in one}
+    names = {"alone": "vLLM alone", "lmcache": "LMCache", foreword: f"Foreword, {foreword.removeprefix('foreword-')}"}
+    bars: dict[str, float] = {}
+    for contender, name in names.items():
+        if contender == "alone" and unit == "%":
+            bars[name] = 100
+        elif contender not in found:
+            raise SystemExit(f"the run has no {workload} of {contender}")
+        else:
+            bars[name] = round(found[contender][key] * (100 if unit == "%" else 1), 1)
+    return bars
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path)
-    parser.add_argument("picture", type=Path)
-    parser.add_argument("--contenders", default="alone,lmcache,foreword-disk")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--date", required=True)
+    parser.add_argument("--processor", required=True)
     args = parser.parse_args()
-    run = json.loads(args.figures.read_text(encoding="utf-8"))
-    args.picture.write_text(draw(run, args.contenders.split(",")), encoding="utf-8")
+    run = json.loads(args.run.read_text(encoding="utf-8"))
+    figures = json.loads(FIGURES.read_text(encoding="utf-8"))
+    for row in figures["rows"]:
+        if group := row.get("compared"):
+            group["values"] = values(run, group["unit"])
+            row |= {"date": args.date, "processor": args.processor}
+            print(f"change the words of this row by hand: {row['cells']}, {group['values']}")
+    FIGURES.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from foreword.api.errors import (
     no_route_response,
     openai_error,
 )
-from foreword.api.outcomes import ClientGone, Ending, Outcome, log_request, request_id_from
+from foreword.api.outcomes import Access, ClientGone, Ending, Outcome, log_request, request_id_from
 from foreword.api.quotas import Admitted, Quotas
 from foreword.api.request_bodies import RequestBodies, check_media_type, declared_length
 from foreword.api.rights import NO_TENANT, Rights
@@ -139,6 +139,8 @@ class Call:
         span: of its trace; None without traces.
         streams: whether the head of a streamed answer was sent.
         arrived: when it came, by `time.monotonic`.
+        replica: URL of the server that a router asked last.
+        first_token_at: says when its first token came, by the same clock; None if none has come.
     """
 
     __slots__ = (
@@ -148,6 +150,7 @@ class Call:
         "body",
         "exchange",
         "failure",
+        "first_token_at",
         "held",
         "id",
         "ignored",
@@ -155,6 +158,7 @@ class Call:
         "path",
         "query",
         "raw",
+        "replica",
         "route",
         "span",
         "streams",
@@ -181,6 +185,8 @@ class Call:
         self.failure: BaseException | None = None
         self.span: Span | None = None
         self.streams = False
+        self.replica = ""
+        self.first_token_at: Callable[[], float | None] = lambda: None
 
     @property
     def method(self) -> str:
@@ -229,6 +235,11 @@ class Call:
         assert self.admitted is not None, "the route has no quota"
         self.usage = usage
         self._front.quotas.charge(self.admitted, usage.charged, time.monotonic())
+
+    def access(self) -> Access:
+        """The tenant, tokens, replica and time to first token of it so far, for the log."""
+        first = self.first_token_at()
+        return Access(self.tenant.name, self.usage, self.replica, None if first is None else first - self.arrived)
 
     def release_body(self) -> None:
         """The bytes of the body are not needed any more."""
@@ -343,7 +354,7 @@ class Front:
             if call.ignored and call.route is not None:
                 self.metrics.ignored(call.route.shown_path)
             seconds = time.monotonic() - call.arrived
-            log_request(call.method, call.path, status, seconds, call.id)
+            log_request(call.method, call.path, status, seconds, call.id, call.access())
             if self.ledger is not None and call.route is not None and call.counts:
                 self.ledger.note(call.id, call.tenant.name, call.route.name, status, seconds, call.usage)
             if call.span is not None:

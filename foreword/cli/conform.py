@@ -57,13 +57,13 @@ def conform(
         bool, typer.Option("--long", help="Also check the claims that are not in the standard set.")
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="Other seeds give other prompts.")] = 1,
-    as_json: Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json-file", help="Write the results to this file.")] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Continue a run whose results are in this file.")
     ] = None,
-    failures: Annotated[Path, typer.Option("--failures", help="Folder for scripts that show failures again.")] = Path(
-        "conform-failures"
-    ),
+    failures: Annotated[
+        Path, typer.Option("--reproducers", help="Folder for scripts that show failures again.")
+    ] = Path("conform-failures"),
     matrix: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +86,7 @@ def conform(
         raise ConfigError("--matrix names interpreters with vLLM; leave out --python, --folder, --engine and --store")
     if page is not None and not matrix:
         raise ConfigError("--page is for the table of --matrix")
-    check_file("--json", as_json)
+    check_file("--json-file", as_json)
     if store is not None:
         if engine or transfer or folder or python or only or models or long or as_json or resume:
             raise ConfigError("--store checks a backend by itself: leave out the other options")

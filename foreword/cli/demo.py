@@ -244,7 +244,9 @@ def register(app: typer.Typer) -> None:
     @app.command(**described("demo"))
     def demo(
         max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 32,
-        json_file: Annotated[Path | None, typer.Option("--json", help="Also write all figures to this file.")] = None,
+        json_file: Annotated[
+            Path | None, typer.Option("--json-file", help="Also write all figures to this file.")
+        ] = None,
     ) -> None:
         """Compare TTFT with and without prefix caching.
 

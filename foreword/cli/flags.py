@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import typer
 
-from foreword.config import ENV_PREFIX, build, is_service_variable
+from foreword.config import ENV_PREFIX, build, file_keys, is_service_variable, merged_layers
 from foreword.config_files import read_tables
 from foreword.configuration import Config
 from foreword.errors import ConfigError, did_you_mean
@@ -78,17 +78,22 @@ _NAMES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ConfigFlag:
-    """A configuration key as a flag. `variable` is its name among the command's arguments."""
+    """A configuration key as a flag. `variable` is its name among the command's arguments, `file_of` the secret key that is in
+    the file that it names."""
 
     section: str
     key: str
     kind: Any
     text: str
     default: Any
+    file_of: str = ""
+    secret: bool = False
 
     @property
     def name(self) -> str:
         given = _NAMES.get((self.section, self.key))
+        if given is None and (self.section, self.file_of) in _NAMES:
+            given = f"{_NAMES[self.section, self.file_of]}-file"
         return given or _NAME_PREFIX.get(self.section, f"{self.section}-") + self.key.replace("_", "-")
 
     @property
@@ -128,7 +133,11 @@ def config_flags() -> Iterator[ConfigFlag]:
         texts = attribute_texts(kind.__doc__ or "")
         hints = get_type_hints(kind)
         for item in dataclasses.fields(kind):
-            yield ConfigFlag(section, item.name, _flag_type(hints[item.name]), texts.get(item.name, ""), item.default)
+            wanted = _flag_type(hints[item.name])
+            yield ConfigFlag(section, item.name, wanted, texts.get(item.name, ""), item.default, secret=not item.repr)
+        for file, name in file_keys(kind).items():
+            lines = ", one per line" if _flag_type(hints[name]) == list[str] else ""
+            yield ConfigFlag(section, file, str, f"file with `{name}`{lines}.", None, name)
 
 
 def attribute_texts(doc: str) -> dict[str, str]:
@@ -158,6 +167,11 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
     return _with_flags(command, server_flags())
 
 
+def with_given(command: Callable[..., None], known: list[ConfigFlag]) -> Callable[..., None]:
+    """Flags of a command with these keys, which is called with the `GivenConfig` itself."""
+    return _with_flags(command, known, whole=True)
+
+
 def with_router_config(command: Callable[..., None]) -> Callable[..., None]:
     """Flags of a command without MODEL, and with the keys of a router."""
     return _with_flags(command, router_flags())
@@ -171,13 +185,14 @@ def server_flags() -> list[ConfigFlag]:
 def router_flags() -> list[ConfigFlag]:
     """The keys that a router reads."""
     flags = [flag for flag in config_flags() if flag.section in _ROUTER_SECTIONS]
-    return [flag for flag in flags if (flag.section, flag.key) not in _NOT_FOR_ROUTERS]
+    return [flag for flag in flags if (flag.section, flag.file_of or flag.key) not in _NOT_FOR_ROUTERS]
 
 
-def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callable[..., None]:
+def _with_flags(command: Callable[..., None], known: list[ConfigFlag], *, whole: bool = False) -> Callable[..., None]:
     flags = [flag for flag in known if flag.offered and (flag.section, flag.key) != _POSITIONAL]
     keys = {(flag.section, flag.key) for flag in known}
-    own = [item for item in inspect.signature(command, eval_str=True).parameters.values() if item.name != "config"]
+    taken = inspect.signature(command, eval_str=True).parameters.values()
+    own = [item for item in taken if item.name not in ("config", "found")]
 
     def run(config: Path | None, model: str | None = None, **given: Any) -> None:
         chosen: dict[str, dict[str, Any]] = {}
@@ -192,11 +207,14 @@ def _with_flags(command: Callable[..., None], known: list[ConfigFlag]) -> Callab
         if model is not None:
             chosen.setdefault("engine", {})["model"] = model
         found = GivenConfig.read(config, os.environ, chosen)
+        if whole:
+            command(found, **given)
+            return
         merged = found.config(keys)
         if notes := found.notes(keys, command.__name__):
             from foreword.api.http import configure_logging
 
-            configure_logging(merged.server.log_level)
+            configure_logging(merged.server.log_level, merged.server.log_format)
             for note in notes:
                 logger.warning("%s", note)
         command(merged, **given)
@@ -246,25 +264,44 @@ class GivenConfig:
     Attributes:
         layers: file, environment and flags, the last one strongest.
         foreign: variables of the environment that mean no key.
+        file: the configuration file, if there is one.
     """
 
     layers: tuple[_Layer, _Layer, _Layer]
     foreign: Sequence[str]
+    file: Path | None = None
 
     @classmethod
     def read(cls, path: Path | None, environ: Mapping[str, str], flags: _Layer) -> GivenConfig:
         """Raises ConfigError."""
         variables, foreign = _read_environment(environ)
-        return cls((_read_file(path), variables, flags), foreign)
+        return cls((_read_file(path), variables, flags), foreign, path)
+
+    def source(self, flag: ConfigFlag) -> str:
+        """Where the value of a key comes from; empty for a default. Of a secret and the file with it the stronger counts."""
+        file, variables, flags = (layer.get(flag.section, {}) for layer in self.layers)
+        keys = {flag.key, flag.file_of, f"{flag.key}_file" if flag.secret else ""} - {""}
+        for layer, where in (
+            (flags, "MODEL" if (flag.section, flag.key) == _POSITIONAL else f"--{flag.name}"),
+            (variables, f"{ENV_PREFIX}{flag.section}_{flag.key}".upper()),
+            (file, f"[{flag.section}] in {self.file}"),
+        ):
+            if found := keys & {*layer}:
+                return where if flag.key in found else ""
+        return ""
+
+    def value(self, flag: ConfigFlag) -> Any:
+        """The value of a key as the strongest place gives it."""
+        return next(
+            layer[flag.section][flag.key] for layer in reversed(self.layers) if flag.key in layer.get(flag.section, {})
+        )
 
     def config(self, keys: Collection[tuple[str, str]] | None = None) -> Config:
         """The configuration; of a command that reads only these keys, the others have their defaults. Raises ConfigError for an
         unknown key or a wrong value, also where it is not read."""
         sections: dict[str, Any] = {}
         for name, kind in _SECTIONS.items():
-            merged: dict[str, Any] = {}
-            for layer in self.layers:
-                merged |= layer.get(name, {})
+            merged = merged_layers(kind, (layer.get(name, {}) for layer in self.layers))
             sections[name] = build(kind, name, merged)
             if keys is not None:
                 sections[name] = build(kind, name, {key: merged[key] for key in merged if (name, key) in keys})

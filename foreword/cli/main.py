@@ -26,11 +26,13 @@ app = typer.Typer(
 )
 # Modules of `foreword.cli` with commands, in the order of `--help`.
 _MODULES: Final = (
-    *("serve", "route", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
+    *("serve", "route", "effective", "doctor", "prefix", "demo", "store", "simulate", "traffic"),
     *("conform", "audit", "explain", "keys", "bill"),
 )
+# Names of commands that their modules do not have.
+_NAMES: Final = {"effective": "config"}
 # What installs those that may be missing; the others are in `lab`.
-_EXTRAS: Final = {"serve": "serve", "route": "route", "doctor": "serve"}
+_EXTRAS: Final = {"serve": "serve", "route": "route", "effective": "route", "doctor": "serve", "keys": "integrity"}
 
 
 def _register(module: str) -> None:
@@ -45,7 +47,7 @@ def _register(module: str) -> None:
 
     missing.__doc__ = f"Not installed: pip install 'foreword[{extra}]'."
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    app.command(module, context_settings=settings, hidden=True)(missing)
+    app.command(_NAMES.get(module, module), context_settings=settings, hidden=True)(missing)
 
 
 for _module in _MODULES:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from foreword.config import read_secret
 from foreword.errors import ConfigError
 
 if TYPE_CHECKING:
+    from foreword.engine_config import Dtype
     from foreword.sim.costs import EngineCosts, Profile
     from foreword.sim.plan import SimulationCase
     from foreword.sim.run import SimulationResult
@@ -50,8 +51,8 @@ Changes = Annotated[
     list[str] | None,
     typer.Option(
         "--change",
-        help="Change of the fleet during the trace: '120s fail r3', '180s start r3', '5m remove r0', '5m add 2' or "
-        "'5m add 2 GROUP'. Can be repeated.",
+        help="Change of the fleet during the trace: '120s fail r3', '180s start r3', '2m slow r3 10', '5m remove r0', "
+        "'5m add 2' or '5m add 2 GROUP'. Can be repeated.",
     ),
 ]
 Tenants = Annotated[
@@ -424,7 +425,7 @@ def calibrate(
         if api_key is not None or period != _PERIOD:
             raise ConfigError("--for and --api-key are for --metrics, the URL of a running server")
         sizes = block_size, max_batch_tokens or 512, longest, rounds
-        profile = measure(CalibrationSetup(model, tuple(store or ()), threads, dtype, *sizes), report)
+        profile = measure(CalibrationSetup(model, tuple(store or ()), threads, cast("Dtype", dtype), *sizes), report)
     try:
         out.write_text(profile.to_json(), encoding="utf-8")
     except OSError as error:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foreword.prefixes.erasure import StoredChains
     from foreword.store.base import StoredBlock
     from foreword.store.layout_records import LayoutRecord
-    from foreword.store.sealing import KeyRing
+    from foreword.store.store_keys import StoreKeys
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
 
@@ -62,16 +62,17 @@ def register(app: typer.Typer) -> None:
     app.command("forget", **described("forget --tenant alice disk:///var/cache/foreword"))(forget)
 
 
-def _keys() -> KeyRing | None:
+def _keys() -> StoreKeys | None:
     """The environment's keys, in a key store that exists."""
-    from foreword.store.data_keys import check_exists
-    from foreword.store.sealing import KeyRing
+    from foreword.store.store_keys import encryption, keys_from_environment
 
-    check_exists(encryption := EncryptionConfig.from_environment())
-    return KeyRing.from_environment(encryption)
+    config = EncryptionConfig.from_environment()
+    if config.key_store is not None:
+        encryption().check_exists(config)
+    return keys_from_environment(config)
 
 
-def _opened(urls: list[str], keys: KeyRing | None, *, only_read: bool = False) -> closing[TieredStore]:
+def _opened(urls: list[str], keys: StoreKeys | None, *, only_read: bool = False) -> closing[TieredStore]:
     """Open stores that exist: a tool creates none."""
     from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,14 +22,16 @@ from pathlib import Path
 from foreword.config import EncryptionConfig, StoreConfig, check_folder, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
-from foreword.errors import ConfigError, ModelNotFound
+from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, did_you_mean, reason_of
 from foreword.process_config import check_source
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import TlsSettings
 from foreword.transfer_config import TransferConfig
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers")
 _DRIVER = "libcuda.so.1"
@@ -39,7 +45,7 @@ def check(
         if find_spec(package) is None:
             raise ConfigError(f"the engine needs {package}, which is not installed: pip install 'foreword[engine]'")
     if config.model is not None:
-        check_model(config.model)
+        check_model(config.model, trust_remote_code=config.trust_remote_code)
     check_device(config.device)
     if config.threads is not None and config.threads > (cores := os.cpu_count() or config.threads):
         raise ConfigError(f"engine.threads is {config.threads} (--threads), and this machine has {cores} cores")
@@ -51,9 +57,10 @@ def check(
         raise ConfigError("a store (--store) needs prefix caching, which is switched off (--no-enable-prefix-caching)")
     check_stores_and_peers(stores.urls, transfer, encryption or EncryptionConfig())
     check_memory(config, stores)
+    check_disks(stores)
     if config.batch_invariant == "on" and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant is on (--batch-invariant), which needs stores without a lossy codec")
-    KeyRing.of(stores, encryption)
+    keys_of(stores, encryption)
 
 
 def check_server(config: Config) -> None:
@@ -90,10 +97,65 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-def check_model(source: str) -> None:
-    """Raises ModelNotFound for what is neither a folder with a model nor a name on the hub."""
-    if check_source(source, "a model") and not (Path(source).expanduser() / "config.json").is_file():
+def check_model(source: str, *, trust_remote_code: bool = False) -> None:
+    """Raises ModelNotFound for what is neither a folder with a model nor a name on the hub, and for a folder whose config.json
+    is broken; ModelUnsupported for an architecture that the installed Transformers does not know."""
+    if not check_source(source, "a model"):
+        return
+    path = Path(source).expanduser() / "config.json"
+    if not path.is_file():
         raise ModelNotFound(f"cannot read a model configuration from {source!r}: the folder has no config.json")
+    try:
+        settings = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelNotFound(f"cannot read {path}: {reason_of(error)}") from None
+    except ValueError as error:
+        raise ModelNotFound(
+            f"cannot read a model configuration from {source!r}: config.json is no JSON: {error}"
+        ) from None
+    if not isinstance(settings, dict):
+        raise ModelNotFound(f"cannot read a model configuration from {source!r}: config.json is no JSON object")
+    if settings.get("is_encoder_decoder") is True:
+        raise ModelUnsupported(f"{source!r} is an encoder-decoder model; Foreword runs decoder-only models")
+    kind = settings.get("model_type")
+    if (trust_remote_code and "auto_map" in settings) or (known := _architectures()) is None:
+        return
+    if isinstance(kind, str) and kind and kind not in known:
+        raise ModelUnsupported(
+            f"{path} has the model_type {kind!r}, which Transformers {metadata.version('transformers')} does not know"
+            f"{did_you_mean(kind, close) if (close := get_close_matches(kind, known)) else ''}"
+        )
+    # Without a type Transformers looks for a known one in the name of the folder.
+    if not kind and not any(one in source for one in known):
+        raise ModelNotFound(f"{path} has no model_type, which says what architecture the model has")
+
+
+def _architectures() -> frozenset[str] | None:
+    """The model types that the installed Transformers names, read from its tables without its import, which takes seconds. None
+    if they are not where they were."""
+    found = find_spec("transformers")
+    folders = [] if found is None else found.submodule_search_locations or []
+    tables = [path for folder in folders for path in Path(folder, "models", "auto").glob("*.py")]
+    types = re.compile(r'^\s+\("([\w.-]+)",\s', re.MULTILINE)
+    named = frozenset(name for path in tables for name in types.findall(path.read_text(encoding="utf-8")))
+    return named if {"llama", "qwen3"} <= named else None
+
+
+def check_disks(stores: StoreConfig) -> None:
+    """Warn of disk stores that may grow larger than the file system that they lie on: they evict late, and writes fail then."""
+    for one in (parsed for parsed in map(parse, stores.urls) if parsed.scheme == "disk" and "size" in parsed.options):
+        place = Path(one.path).absolute()
+        while not place.exists():
+            place = place.parent
+        found = os.statvfs(place)
+        size, whole = parse_bytes(one.options["size"]), found.f_blocks * found.f_frsize
+        if 0 < whole < size:
+            logger.warning(
+                "%s: size=%s is more than its file system has (%.1f GiB)",
+                one.shown,
+                one.options["size"],
+                whole / (1 << 30),
+            )
 
 
 def check_memory(config: EngineConfig, stores: StoreConfig) -> None:

@@ -25,6 +25,7 @@ FinishReason = Literal["stop", "length", "abort", "error", "moved"]
 MAX_N = 128
 MAX_RETENTIONS = 16
 MAX_BAD_WORDS = 256
+_SHOWN_TEXT = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +270,14 @@ class Completion:
     finish_reason: FinishReason
     stop_match: str | int | None = None
 
+    def __repr__(self) -> str:
+        return f"Completion({_short(self.text)}, {len(self.tokens)} tokens, finish_reason={self.finish_reason!r})"
+
+
+def _short(text: str) -> str:
+    """A text as it stands in a `repr`: its start."""
+    return repr(text if len(text) <= _SHOWN_TEXT else f"{text[:_SHOWN_TEXT]}...")
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -288,3 +297,8 @@ class RequestOutput:
     retained: tuple[RetentionAnswer, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: ForewordError | None = None
+
+    def __repr__(self) -> str:
+        failed = "" if self.error is None else f", error={self.error.message!r}"
+        prompt = f"{len(self.prompt_tokens)} prompt tokens, {self.cached_tokens} cached"
+        return f"RequestOutput({self.request_id!r}, {prompt}, {list(self.outputs)!r}{failed})"

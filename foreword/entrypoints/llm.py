@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, Self, Unpack, cast
 
 from tqdm import tqdm
 
@@ -16,7 +18,7 @@ from foreword.blocks.salt import NO_SALT, PUBLIC
 from foreword.config import EncryptionConfig, StoreConfig, build
 from foreword.engine import preflight
 from foreword.engine.request import Completion, Delta, Request, RequestOutput, SamplingParams
-from foreword.engine_config import EngineConfig, PrefixConfig
+from foreword.engine_config import EngineConfig, EngineOptions, PrefixConfig
 from foreword.entrypoints import cache_requests
 from foreword.entrypoints.cache_requests import RetentionInfo
 from foreword.errors import BadRequest, ForewordError
@@ -25,15 +27,41 @@ from foreword.prefixes.book import Message, NamedPrefix
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer_config import TransferConfig
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int]
+
+
+def _tell(text: str) -> None:
+    """Say what is being loaded, which takes seconds to minutes: in the log, or on a terminal if nothing is logged."""
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info("%s", text)
+    elif sys.stderr is not None and sys.stderr.isatty():
+        print(f"foreword: {text}", file=sys.stderr)
 
 
 class LLM:
     """A model, its KV cache and a loop in the calling thread.
 
-    >>> llm = LLM()                                     # the embedded model; or LLM("path/to/model", dtype="float32")
-    >>> [output] = llm.generate(["import "], SamplingParams(max_tokens=8, temperature=0.0))
-    >>> output.outputs[0].text
+    While it loads, lines on a terminal's standard error say what it does; with `logging` set up they are log lines of level
+    INFO.
+
+    Args:
+        model: folder or Hugging Face name of the model; by default the embedded model.
+        prefix_budget: KV memory that named prefixes may pin: a size (`1GiB`) or a share of the pool (`25%`).
+        store: URL of a store, or several, the fastest first (docs/operations/operating.md). With a store, `close` the LLM in
+            the end: it writes what is still queued.
+        encryption: of what the stores keep.
+        observers: called with each event of the cache.
+        options: the fields of `EngineConfig`.
+
+    Raises:
+        ForewordError: an option that does not exist or has a wrong value, or a model that cannot be loaded.
+
+    Examples:
+        >>> llm = LLM()  # the embedded model; or LLM("path/to/model", dtype="float32")
+        >>> [output] = llm.generate(["import "], SamplingParams(max_tokens=8, temperature=0.0))
+        >>> output.outputs[0].text
     """
 
     def __init__(
@@ -44,19 +72,22 @@ class LLM:
         store: str | Sequence[str] | StoreConfig = (),
         encryption: EncryptionConfig | None = None,
         observers: Sequence[Observer] = (),
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        """`store` is one URL or several, the fastest first (docs/operations/operating.md), `encryption` that of the stores.
-        With a store, `close` the LLM in the end: it writes what is still queued. `options` are the fields of `EngineConfig`.
-        Raises ForewordError."""
         config = build(EngineConfig, "engine", {"model": model, **options})
         if not isinstance(store, StoreConfig):
             store = StoreConfig(urls=(store,) if isinstance(store, str) else tuple(store))
         preflight.check(config, store, TransferConfig(), encryption)
+        _tell(f"loading {config.model or 'the embedded model'}")
         from foreword.entrypoints.build_engine import build_engine  # imports torch, which takes seconds
 
         self._parts = build_engine(
-            config, prefixes=PrefixConfig(prefix_budget), store=store, encryption=encryption, observers=observers
+            config,
+            prefixes=PrefixConfig(prefix_budget),
+            store=store,
+            encryption=encryption,
+            observers=observers,
+            progress=_tell,
         )
         self.config = config
         self.info = self._parts.info
@@ -67,6 +98,10 @@ class LLM:
         self._prefixes = self._parts.prefix_service()
         self._prefixes.refresh(PUBLIC.tenant)
         self._prefixes.refresh()  # what an earlier process registered; its KV is computed or loaded when it is used
+
+    def __repr__(self) -> str:
+        info = self.info
+        return f"LLM({info.name!r}, {info.dtype} on {info.device}, KV of {info.kv_tokens:,} tokens)"
 
     def generate(
         self,

@@ -54,13 +54,16 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
 
 
 def listed_models(router: Router, name: str = "") -> dict[str, Any]:
-    """The models of all replicas, or the one of this name. Raises UnknownModel."""
+    """The models of all replicas, or the one of this name. Raises UnknownModel, and NoReplica if no replica takes requests: a
+    client that lists models once would keep an empty list."""
     cards: dict[str, dict[str, Any]] = {
         str(card["id"]): dict(card)
         for upstream in reversed(router.healthy())
         if upstream.info is not None
         for card in upstream.info.cards
     }
+    if not cards:
+        raise NoReplica(f"No model is known now: {router.ready() or 'no replica has answered yet'}")
     if not name:
         return {"object": "list", "data": list(cards.values())}
     if name not in cards:

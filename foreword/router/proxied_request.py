@@ -120,7 +120,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         self.ask = Ask(self.router.suspects, asked_of(self.request, self.pool.model), self.request_id)
-        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
+        self.cache_salt = self.router.audit.salts_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
 
@@ -257,6 +257,11 @@ class ProxiedRequest(RoutedRequest):
             return self.translation.request.cache_report
         return self.request.cache_report
 
+    def noted_first(self, now: float) -> None:
+        """A token has come from a replica: of the first one the log says when."""
+        if self.call.first_token_at() is None:
+            self.call.first_token_at = lambda: now
+
     def headers(self, upstream: Upstream) -> CIMultiDict[str]:
         """Headers for a replica."""
         client = self.call.headers
@@ -280,6 +285,7 @@ class ProxiedRequest(RoutedRequest):
         Raises what aiohttp raises, and ReplicaFailed if the replica dies meanwhile.
         """
         url, headers, self.was_sent = upstream.url + path, self.headers(upstream), True
+        self.call.replica = upstream.url
         # A retry has a connection of its own: others of the same age may be as dead as that of the attempt before.
         session = self.router.fresh_session if self.attempts else self.router.session
         post = partial(session.post, url, data=body, headers=headers, allow_redirects=False)

@@ -323,6 +323,7 @@ class _ResponseProxy:
     def _first_token(self, attempt: Attempt) -> None:
         proxied, upstream = self.proxied, attempt.upstream
         attempt.begun, attempt.first_token_at = True, clock()
+        proxied.noted_first(attempt.first_token_at)
         proxied.router.stamped(upstream, self.stream.last_stamp)
         proxied.began_stream()
         if upstream.trial and self._migrated_to is None:

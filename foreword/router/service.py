@@ -31,9 +31,9 @@ from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
+from foreword.router.extras import Audit, Prefixes, WarmUp, extras_for, installed_extras
 from foreword.router.misses import RouterMisses, record_finished
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.replica_audit import RouterAudit
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
@@ -49,10 +49,8 @@ from foreword.router.replicas import (
     stamp_of,
 )
 from foreword.router.router_metrics import RouterMetrics
-from foreword.router.router_prefixes import RouterPrefixes
 from foreword.router.silence import why_lost
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
-from foreword.router.warm_up import WarmUp
 from foreword.routing.event_feed import KvEventFeed
 from foreword.tasks import background, shared
 
@@ -110,7 +108,9 @@ class Router:
         current: as for `Tenants`.
 
     Attributes:
-        front: its HTTP front, once it serves. picked: requests that it has placed for a gateway and that are running.
+        front: its HTTP front, once it serves.
+        on_serving: functions that are called on the event loop when it begins to serve.
+        picked: requests that it has placed for a gateway and that are running.
     """
 
     def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
@@ -126,7 +126,6 @@ class Router:
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
-        self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
@@ -134,7 +133,11 @@ class Router:
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.warm_up = WarmUp(self.auth, self.metrics, given.warm_seconds)
+        self.prefixes, self.warm_up = Prefixes(), WarmUp()
+        extras = installed_extras() if given.prefix_file is None else extras_for("--prefix-file")
+        if extras is not None:
+            self.prefixes = extras.prefixes(self, given.prefix_file)
+            self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
         self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
         self.recorder: TraceRecorder | None = None
         if config.server.record is not None:
@@ -144,14 +147,13 @@ class Router:
         self.stopping = asyncio.Event()
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
+        self.on_serving: list[Callable[[], None]] = []
         self.picked = 0
-        self.audit = RouterAudit(
-            self.auth,
-            lambda: not self.active and not self.draining,
-            given.audit_every,
-            given.audit_budget,
-            given.audit_reports,
-        )
+        self.audit = Audit()
+        if given.audit_every or given.audit_reports is not None:
+            self.audit = extras_for("--audit-every").audit(
+                self.auth, lambda: not self.active and not self.draining, given
+            )
         self._stalled_at = 0.0
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -170,8 +172,7 @@ class Router:
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer)
         self.background(self._watchdog())
-        if self.config.audit_every or self.config.audit_reports is not None:
-            self.background(self.audit.run(self._probe_session))
+        self.background(self.audit.run(self._probe_session))
 
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
         """`fresh`: each request has a new connection."""

@@ -79,6 +79,7 @@ def _endpoint(context: ServerContext, dialect: Dialect) -> Handler:
     async def generate(call: Call) -> Reply:
         job = await _make_job(context, call, call.body)
         job.charge = call.charge
+        call.first_token_at = job.first_token_at
         call.release_body()
         if not job.streams:
             return await answer(context, job)

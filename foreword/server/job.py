@@ -280,6 +280,10 @@ class Job:
     def prompt_tokens(self) -> int:
         return sum(len(request.tokens) for request in self.requests)
 
+    def first_token_at(self) -> float | None:
+        """When the first token of any prompt came, by `time.monotonic`."""
+        return min((one.first_token_at for one in self.progress if one.first_token_at is not None), default=None)
+
     def read(self, prompt: int, delta: Delta) -> ChoiceDelta:
         """A delta as the writer takes it."""
         number = prompt * self.n + delta.index

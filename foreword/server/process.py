@@ -47,7 +47,7 @@ _POLL_SECONDS = 0.05
 
 def run(config: Config) -> int:
     """Serve until a signal arrives or loading fails. Returns the exit status. Raises ConfigError before it starts."""
-    configure_logging(config.server.log_level)
+    configure_logging(config.server.log_level, config.server.log_format)
     # The lines of these libraries repeat ours.
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))

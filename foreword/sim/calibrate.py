@@ -16,7 +16,7 @@ from typing import Final
 
 from foreword import __version__
 from foreword.compiled_code import processor_field
-from foreword.engine_config import EngineConfig
+from foreword.engine_config import Dtype, EngineConfig
 from foreword.errors import ConfigError
 from foreword.events import Event, FirstToken, PrefixLookup, StepFinished
 from foreword.routing.costs import LoadCost, pairs
@@ -63,7 +63,7 @@ class CalibrationSetup:
     model: str | None = None
     stores: Sequence[str] = ()
     threads: int | None = None
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     block_size: int = 16
     max_batch_tokens: int = 512
     longest: int = 4096

@@ -1,4 +1,4 @@
-"""Changes of a fleet during a simulation: replicas fail, start again, are added and are removed."""
+"""Changes of a fleet during a simulation: replicas fail, start again, become slow, are added and are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from foreword.errors import ConfigError, did_you_mean
 _MAX_ADDED: Final = 10_000
 _TIME: Final = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|m|h|)")
 _FACTORS: Final = {"s": 1, "": 1, "m": 60, "h": 3600}
-_EXAMPLES: Final = "write for example '120s fail r3', '180s start r3', '5m add 2', '5m add 2 GROUP' or '400s remove r0'"
+_MOST_SLOWER: Final = 1000.0
+_EXAMPLES: Final = (
+    "write for example '120s fail r3', '180s start r3', '2m slow r3 10', '5m add 2', '5m add 2 GROUP' or "
+    "'400s remove r0'"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +26,23 @@ class FleetChange:
     Attributes:
         at: seconds of virtual time.
         action: `fail` loses all that a replica has; `start` begins a failed or removed one again, with empty memory; `remove`
-            ends a replica when its requests are finished; `add` adds new replicas.
+            ends a replica when its requests are finished; `slow` lets its steps take `factor` times as long as at its start;
+            `add` adds new replicas.
         replica: name, for all but `add`.
         count, group: for `add`.
     """
 
     at: float
-    action: Literal["fail", "start", "remove", "add"]
+    action: Literal["fail", "start", "remove", "slow", "add"]
     replica: str = ""
     count: int = 1
     group: str = ""
+    factor: float = 1.0
 
     @property
     def text(self) -> str:
+        if self.action == "slow":
+            return f"{self.at:g}s slow {self.replica} {self.factor:g}"
         return f"{self.at:g}s {self.action} {self.replica or f'{self.count} {self.group}'.strip()}"
 
 
@@ -43,9 +51,10 @@ class ReplicaChange:
     """A change of one replica."""
 
     at: float
-    action: Literal["fail", "start", "remove"]
+    action: Literal["fail", "start", "remove", "slow"]
     replica: str
     group: str
+    factor: float = 1.0
 
 
 def parse_seconds(text: str, option: str) -> float:
@@ -61,6 +70,8 @@ def parse_change(text: str) -> FleetChange:
     time, action, *rest = text.split() if len(text.split()) > 2 else ("", "", text)
     if action in ("fail", "start", "remove") and len(rest) == 1:
         return FleetChange(parse_seconds(time, "--change"), cast(Literal["fail", "start", "remove"], action), rest[0])
+    if action == "slow" and len(rest) == 2 and re.fullmatch(r"\d{1,4}(\.\d{1,9})?", rest[1]):
+        return FleetChange(parse_seconds(time, "--change"), "slow", rest[0], factor=float(rest[1]))
     if action == "add" and len(rest) <= 2 and re.fullmatch(r"\d{1,9}", rest[0]):
         return FleetChange(parse_seconds(time, "--change"), "add", "", int(rest[0]), "".join(rest[1:]))
     raise ConfigError(f"--change {text!r} is not a change of the fleet: {_EXAMPLES}")
@@ -83,12 +94,15 @@ def resolve(changes: Iterable[FleetChange], members: Mapping[str, str], groups: 
             raise ConfigError(f"{change.text}: there is no such replica{did_you_mean(change.replica, known)}")
         else:
             names = [change.replica]
+        if action == "slow" and not 1 / _MOST_SLOWER <= change.factor <= _MOST_SLOWER:
+            raise ConfigError(f"{change.text}: a replica can be up to {_MOST_SLOWER:g} times as slow or as fast")
         if any((name in up) is (action == "start") for name in names):
             raise ConfigError(
                 f"{change.text}: the replica {'runs already' if action == 'start' else 'does not run then'}"
             )
-        up = up | set(names) if action == "start" else up - set(names)
-        found += [ReplicaChange(change.at, action, name, known[name]) for name in names]
+        if action != "slow":
+            up = up | set(names) if action == "start" else up - set(names)
+        found += [ReplicaChange(change.at, action, name, known[name], change.factor) for name in names]
     return found
 
 

@@ -37,6 +37,7 @@ class SimulatedReplica:
     Attributes:
         step: the step that is being computed; None while idle.
         ends_at: end of the step.
+        costs: of the steps that begin from now on.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class SimulatedReplica:
         self.step: Step | None = None
         self.ends_at = 0.0
         self._started = 0.0
-        self._costs = costs
+        self.costs = costs
         self._fleet = fleet
         self._stores = stores
         self._on_finished = on_finished
@@ -174,7 +175,7 @@ class SimulatedReplica:
 
     def _seconds(self, chunks: Sequence[Chunk]) -> float:
         """Seconds of a step with these chunks."""
-        costs = self._costs
+        costs = self.costs
         prefilled = pairs = decoding = context = 0
         for chunk in chunks:
             if chunk.count == 1:

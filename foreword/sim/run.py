@@ -177,6 +177,9 @@ class _Simulation:
                 self.fleet.failed(str(request.number), self.now)
             for request in requests:
                 self._place(request)
+        elif change.action == "slow":
+            # The step that is being computed ends as it was begun.
+            self.replicas[name].costs = self.costs_of[self.groups[name]].scaled(change.factor)
         elif change.action == "remove":
             self.fleet.exclude(name, "removed")
             self.draining.add(name)

@@ -8,7 +8,8 @@ A trace has one request per line of JSON, in one of two formats. Unknown keys ar
 - **Agent sessions**: `timestamp` in microseconds, `input` and `output` as text, `session_id`. Four bytes of text count as one
   token.
 
-`session`, `tenant` and `priority` (a whole number) are optional.
+`session`, `tenant` and `priority` (a whole number) are optional. A file that
+gzip has compressed is read as it is.
 
 Mooncake's traces do not contain the blocks of outputs. If a later prompt starts with all full blocks of an earlier one and is
 at least as long as that prompt and its output, it counts as the next turn of the conversation, and the output is what follows
@@ -17,11 +18,13 @@ the earlier prompt in it.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
 import re
 import sys
+import zlib
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from foreword.config import read_text
-from foreword.errors import ConfigError, did_you_mean
+from foreword.errors import ConfigError, did_you_mean, reason_of
 
 _KEYS: Final[dict[str, tuple[Callable[[str], Any], str]]] = {
     "share": (float, r"\d{1,9}(\.\d{1,9})?"),
@@ -113,6 +116,10 @@ _COPY_SECONDS: Final = 60.0
 _RARE: Final = 0.01
 # Larger times are a mistake of the unit.
 _MOST_SECONDS: Final = 1e11
+_GZIP: Final = b"\x1f\x8b"
+# Of a compressed file: a few kilobytes may stand for any number of bytes.
+_MOST_BYTES: Final = 4 << 30
+_MOST_LINE: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +255,7 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
 
     `numbers` maps the 53-bit ids of recordings to small numbers, the same for all files.
     """
-    for number, line in enumerate(read_text(path, "the trace").split("\n"), start=1):
+    for number, line in enumerate(_lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -260,6 +267,33 @@ def read_lines(path: Path, numbers: dict[int, int]) -> Iterator[tuple[Mapping[st
             raise ConfigError(
                 f"{path}, line {number}: not a request of a known trace format: {reason}; {_FORMATS}"
             ) from error
+
+
+def _lines(path: Path) -> Iterable[str]:
+    """The lines of a file. Raises ConfigError if it cannot be read, or has too many bytes once decompressed."""
+    try:
+        with path.open("rb") as file:
+            compressed = file.read(len(_GZIP)) == _GZIP
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {reason_of(error)}") from None
+    return _decompressed(path) if compressed else read_text(path, "the trace").split("\n")
+
+
+def _decompressed(path: Path) -> Iterator[str]:
+    left = _MOST_BYTES
+    try:
+        with gzip.open(path) as file:
+            while line := file.readline(_MOST_LINE + 1):
+                left -= len(line)
+                if len(line) > _MOST_LINE:
+                    raise ConfigError(f"the trace {path} has a line of more than {_MOST_LINE >> 20} MiB")
+                if left < 0:
+                    raise ConfigError(
+                        f"the trace {path} has more than {_MOST_BYTES >> 30} GiB once decompressed: split it"
+                    )
+                yield line.decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {reason_of(error)}") from None
 
 
 def _with_outputs(requests: list[TraceRequest]) -> list[TraceRequest]:

@@ -56,6 +56,16 @@ def test_forms_of_prompts(engine: Make) -> None:
     assert one.time_to_first_token > 0
 
 
+def test_repr_is_short(engine: Make) -> None:
+    """What a notebook shows of an LLM and of an output fits in two lines, and says what was cached."""
+    llm = engine("llama")
+    [output] = llm.generate(prompt(100, 1), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    assert repr(llm).startswith("LLM(") and f"{llm.info.kv_tokens:,} tokens" in repr(llm)
+    shown = repr(output)
+    assert "100 prompt tokens, 0 cached" in shown and "20 tokens, finish_reason='length'" in shown
+    assert max(len(repr(llm)), len(shown)) < 240
+
+
 def test_params_for_each_prompt(engine: Make) -> None:
     """Parameters hold for all prompts, or are a list with one set for each."""
     llm = engine("llama")

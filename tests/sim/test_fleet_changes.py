@@ -91,6 +91,17 @@ def test_a_replica_that_is_removed_finishes_its_requests() -> None:
     assert result.replicas["r2"].up == pytest.approx(result.seconds - 0.25)
 
 
+def test_a_replica_that_is_slow_for_a_while() -> None:
+    """From 5 s to 25 s r0 takes three times as long for each token; a step that has begun ends as it began."""
+    trace = [request(at, [int(at * 10) + i for i in range(10)]) for at in (0.0, 4.9, 10.0, 30.0)]
+    result = run(trace, "5s slow r0 3", "25s slow r0 1", spec=replace(TWO, replicas=1))
+    # The second prompt has 512 tokens in its first step, which began before, and 128 in the other.
+    assert [one.ttft for one in result.outcomes] == pytest.approx([0.64, 0.512 + 3 * 0.128, 3 * 0.64, 0.64])
+    for text in ("5s slow r0", "5s slow r0 x", "5s slow r9 2", "5s slow r0 5000"):
+        with pytest.raises(ConfigError):
+            run(trace, text, spec=replace(TWO, replicas=1))
+
+
 def test_groups_have_their_own_costs_and_memory() -> None:
     """A group that is twice as fast computes 640 tokens in half of the time, and its small device caches less."""
     fast = ReplicaGroup("fast", 1, device_tokens=64 * 12, costs=COSTS.scaled(0.5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import xml.etree.ElementTree as ET
@@ -428,3 +429,25 @@ def test_time_outside_of_the_engine() -> None:
     with_cost, without = (summarize(simulate(trace, ONE, costs=replace(COSTS, request=cost))) for cost in (0.25, 0.0))
     assert with_cost.p50 == pytest.approx(without.p50 + 0.25) and with_cost.mean == pytest.approx(without.mean + 0.25)
     assert replace(with_cost, mean=0, p50=0, p90=0, p99=0) == replace(without, mean=0, p50=0, p90=0, p99=0)
+
+
+def test_a_compressed_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that gzip has compressed, whatever its name, is read as the plain one is. One that is cut off or broken is
+    refused, and so is one that would not end: it is read no further than the limit."""
+    line = json.dumps({"timestamp": 5, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}) + "\n"
+    plain, packed = tmp_path / "plain.jsonl", gzip.compress((line * 50).encode())
+    plain.write_text(line * 50)
+    for name in ("trace.jsonl.gz", "trace"):
+        (tmp_path / name).write_bytes(packed)
+        assert read_trace(tmp_path / name) == read_trace(plain)
+    broken = tmp_path / "broken.gz"
+    for data in (packed[: len(packed) // 2], packed[:12] + bytes(9) + packed[21:]):
+        broken.write_bytes(data)
+        with pytest.raises(ConfigError, match=r"cannot read the trace .*broken\.gz"):
+            read_trace(broken)
+    monkeypatch.setattr("foreword.sim.trace._MOST_BYTES", 1000)
+    with pytest.raises(ConfigError, match="once decompressed"):
+        read_trace(tmp_path / "trace")
+    monkeypatch.setattr("foreword.sim.trace._MOST_LINE", 40)
+    with pytest.raises(ConfigError, match="a line of more than"):
+        read_trace(tmp_path / "trace")

@@ -22,15 +22,19 @@ import msgspec
 from foreword.api.dialects.answer_reader import AnswerReader, UsageCounts
 from foreword.api.errors import CLIENT_GONE, internal_error_response, openai_error
 from foreword.api.front import Handler
-from foreword.api.outcomes import log_request, outcome_of_status
+from foreword.api.outcomes import Access, log_request, outcome_of_status
 from foreword.api.quotas import Admitted
 from foreword.api.routes import Meter, Route
 from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt
-from foreword.router.gateway import envoy_messages as envoy
-from foreword.router.gateway.picker import (
+from foreword.router.passthrough import listed_models
+from foreword.router.proxied_request import RoutedRequest
+from foreword.router.replicas import clock, is_refusal
+from foreword.router.service import Router
+from foreword.router_extras.gateway import envoy_messages as envoy
+from foreword.router_extras.gateway.picker import (
     DESTINATION,
     FAULTS_OF_CLIENTS,
     PICK,
@@ -39,10 +43,6 @@ from foreword.router.gateway.picker import (
     Picker,
     RequestHead,
 )
-from foreword.router.passthrough import listed_models
-from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replicas import clock, is_refusal
-from foreword.router.service import Router
 from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
 
@@ -210,7 +210,10 @@ class Accounting:
             router.metrics.outcome(head.outcome, outcome_of_status(self._status))
         router.metrics.response(f"picker {head.route.shown_path if head.route else 'unknown'}", self._status)
         seconds = clock() - self._began
-        log_request(head.method, head.path, self._status, seconds, head.id)
+        replica = "" if self._placed is None else self._placed[1].upstream.url
+        log_request(
+            *(head.method, head.path, self._status, seconds, head.id), Access(self._tenant.name, self._usage, replica)
+        )
         if router.ledger is not None and self._admitted is not None and head.route is not None:
             router.ledger.note(head.id, self._tenant.name, head.route.name, self._status, seconds, self._usage)
         if head.span is not None:
