@@ -89,7 +89,7 @@ class Header:
 
     @property
     def prefix(self) -> bytes:
-        """What the names of all blocks with this layout and root begin with."""
+        """The prefix of the names of all blocks with this layout and root."""
         return self.layout + self.root
 
     @property
