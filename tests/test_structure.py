@@ -54,7 +54,7 @@ def file_names() -> set[str]:
         ("files in two packages", file_names, 10),
         ("imports that point up between products", upward, 0),
         ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 21_550),
-        ("lines that the router imports", lambda: lines(closure("foreword.router")), 21_450),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 20_400),
         (
             "statements that prefixes for Transformers import",
             lambda: statements(closure("foreword.integrations.transformers")),
@@ -101,7 +101,10 @@ def test_records_have_kinds() -> None:
     """No code writes or reads records in stores without a kind."""
     calls = {"put_record", "get_record", "delete_record", "read_records"}
     for module, (_, tree) in package().items():
-        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
+        if not module.startswith(
+            # A copy of a store has records of any kind as they are.
+            ("foreword.store", "foreword.conformance", "foreword.prefixes.erasure", "foreword.prefixes.store_copy")
+        ):
             used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             assert not used & calls, module
 

@@ -1,12 +1,14 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits. The others are used where the package is installed: named prefixes, cache control, erasures, the dashboard, and the
-warm-up of replicas that join. The classes here are what a router does without them.
+hits, traces of the traffic, a tokenizer of its own. The others are used where the package is installed: named prefixes, cache
+control, erasures, the dashboard, causes of misses, and the warm-up of replicas that join. The classes here are what a router
+does without them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -14,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 import aiohttp
+from msgspec import Struct
 
 from foreword.api.dialects.answer_reader import UsageCounts
 from foreword.api.front import Call, Handler
@@ -27,8 +30,11 @@ from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
+    from foreword.routing.fleet import Fleet
+    from foreword.tokens.tokenizer import Tokenizer
 
 _PACKAGE: Final = "foreword.router_extras"
 _MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
@@ -105,6 +111,36 @@ class WarmUp:
         """Let a replica that is about to join prefetch common prefixes, within the time limit."""
 
 
+class ServedRequest(Struct, frozen=True):
+    """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
+
+    id: str
+    tenant: str
+    request: GenerateRequest
+    model: str
+    session: str | None
+    replica: str
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    began: float
+    computed_at: float
+    block_size: int
+
+
+class Misses:
+    """The causes of cache misses, and the records of a trace; here of a router without them. Runs on the event loop."""
+
+    def follow(self, fleet: Fleet) -> None:
+        """Record what a fleet has served, if there is a trace."""
+
+    def finished(self, served: ServedRequest) -> asyncio.Future[Miss] | None:
+        """A request succeeded. None if it is not explained."""
+        return None
+
+    def close(self) -> None:
+        """Record what is waiting, without causes."""
+
+
 class RouterExtras(ABC):
     """Calls of the router to its extras. It has no state."""
 
@@ -138,6 +174,14 @@ class RouterExtras(ABC):
     @abstractmethod
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> WarmUp:
         """Warm-up with this time limit for one replica; 0 turns it off."""
+
+    @abstractmethod
+    def misses(self, router: Router, config: ServerConfig) -> Misses:
+        """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
+
+    @abstractmethod
+    def load_tokenizer(self, source: str) -> Tokenizer:
+        """The router's own tokenizer. Slow. Raises ModelNotFound."""
 
     @abstractmethod
     def add_routes(self, routes: Routes[Handler], router: Router) -> None:

@@ -26,13 +26,11 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.ledger import UsageLedger
-from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Prefixes, WarmUp, extras_for, installed_extras
-from foreword.router.misses import RouterMisses, record_finished
+from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -129,21 +127,14 @@ class Router:
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
+        self.order = config.server.prompt_order
         self.stream_keep_alive = config.server.stream_keep_alive
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.prefixes, self.warm_up = Prefixes(), WarmUp()
-        extras = installed_extras() if given.prefix_file is None else extras_for("--prefix-file")
-        if extras is not None:
-            self.prefixes = extras.prefixes(self, given.prefix_file)
-            self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
         self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
-        self.recorder: TraceRecorder | None = None
-        if config.server.record is not None:
-            self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
-        self.misses = RouterMisses(self.metrics, self.decisions, self._record)
+        self._use_extras(config)
         self.stopping = asyncio.Event()
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
@@ -159,6 +150,18 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         self._zmq: zmq.asyncio.Context | None = None
 
+    def _use_extras(self, config: Config) -> None:
+        """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
+        given = config.router
+        self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
+        needed = {"--prefix-file": given.prefix_file, "--record": config.server.record}
+        setting = next((name for name, value in needed.items() if value is not None), None)
+        extras = installed_extras() if setting is None else extras_for(setting)
+        if extras is not None:
+            self.prefixes = extras.prefixes(self, given.prefix_file)
+            self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
+            self.misses = extras.misses(self, config.server)
+
     async def start(self) -> None:
         """Raises ModelNotFound if the tokenizer cannot be loaded."""
         self.session = self._client_session(read_bufsize=1 << 18)
@@ -170,7 +173,7 @@ class Router:
         self._fresh_probe = ReplicaProbe(self.config, self.fresh_session, headers)
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
-            await self.prompts.load(self.config.tokenizer)
+            await self.prompts.load(self.config.tokenizer, self.order)
         self.background(self._watchdog())
         self.background(self.audit.run(self._probe_session))
 
@@ -196,9 +199,8 @@ class Router:
             self._zmq.destroy(linger=0)
         self.misses.close()
         self.work.close()
-        for file in (self.recorder, self.ledger):
-            if file is not None:
-                file.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
@@ -212,10 +214,6 @@ class Router:
         """The table of its front, once it serves."""
         assert self.front is not None
         return self.front.routes
-
-    def _record(self, record: RequestRecord) -> None:
-        if self.recorder is not None:
-            self.recorder.add(record)
 
     def attempt_name(self, request_id: str) -> str:
         """A unique name for an attempt: a client may use a request id twice."""
@@ -504,8 +502,7 @@ class Router:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights)
-            if self.recorder is not None:
-                pool.fleet.on_finished = record_finished(self.misses.hold)
+            self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         events = ", sends KV events" if upstream.url in self.subscriptions else ""

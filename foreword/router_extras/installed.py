@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foreword.api.front import Handler
 from foreword.api.routes import Routes
+from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import Audit, RouterExtras
@@ -14,8 +17,12 @@ from foreword.router.replicas import ReplicaSpec
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
 from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api
+from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.warm_up import PrefixWarmUp
+
+if TYPE_CHECKING:
+    from foreword.tokens.tokenizer import Tokenizer
 
 
 class InstalledExtras(RouterExtras):
@@ -53,6 +60,15 @@ class InstalledExtras(RouterExtras):
 
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> PrefixWarmUp:
         return PrefixWarmUp(auth, metrics, seconds)
+
+    def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
+        recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
+        return RouterMisses(router.metrics, router.decisions, recorder)
+
+    def load_tokenizer(self, source: str) -> Tokenizer:
+        from foreword.tokens.tokenizer import Tokenizer
+
+        return Tokenizer.load(source)
 
     def add_routes(self, routes: Routes[Handler], router: Router) -> None:
         prefixes = router.prefixes
