@@ -230,7 +230,8 @@ class PiecePlace(DiskPlace):
         return DiskStore(self.folder, 64 << 20, label="disk", pieces=64 << 10)
 
     def objects(self) -> list[str]:
-        return [str(path) for path in self.folder.glob("?" * 32 + "/*/pieces/*")]
+        # A pipe in the place of a piece that no block of the index is in stays until the folder is compared with it.
+        return [str(path) for path in self.folder.glob("?" * 32 + "/*/pieces/*") if path.is_file()]
 
 
 class RedisPlace(Base):

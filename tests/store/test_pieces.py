@@ -217,6 +217,23 @@ def test_a_writer_dies(tmp_path: Path, step: str, index: bool) -> None:
         assert not pieces_of(tmp_path) and store.status().blocks == 0
 
 
+def test_a_damaged_key_leaves_no_bytes(tmp_path: Path) -> None:
+    """A block whose key in the table of its piece is damaged is missing, and what was at its place is freed: the next
+    put writes the block again, and the piece goes with its last block."""
+    frames = make_frames(12, 4, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [path] = pieces_of(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[16 + 48] ^= 1
+        path.write_bytes(data)
+        assert read(store, frames)[1] is None
+        assert bytes(frames[1].payload) not in path.read_bytes()
+        assert store.put(frames, deadline=soon()) == 4 and read(store, frames) == whole(frames)
+        assert store.status().bytes == sum(len(one.data) for one in frames)
+        assert store.delete(names_of(frames), deadline=soon()) == 4 and not pieces_of(tmp_path)
+
+
 def test_a_reader_never_has_half_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is removed between two reads of it is missing, not damaged."""
     frames = make_frames(8, 4, 70_000)

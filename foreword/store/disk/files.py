@@ -280,7 +280,7 @@ class BlockFiles:
         writes there creates them again. Evictions leave them: a file system may take a millisecond for each."""
         if place.piece:
             path = self.piece_path(name, place.piece)
-            removed = _remove_from_piece(path, key_of(name))
+            removed = _remove_from_piece(path, key_of(name), place.at)
         else:
             path = self.path(name)
             removed = remove_file(f"{path}.{token}" if token else path)
@@ -423,7 +423,7 @@ def _entries_of(path: str) -> list[PieceEntry]:
     return []
 
 
-def _remove_from_piece(path: str, key: bytes) -> bool:
+def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
     """Remove a block from a piece, and the piece if it was the last one. False if it is not there. Raises StoreError."""
     try:
         handle = os.open(path, _CHANGE)
@@ -431,7 +431,7 @@ def _remove_from_piece(path: str, key: bytes) -> bool:
             if [one.key for one in pieces.entries(handle)] == [key]:  # the file goes at once, or not at all
                 os.unlink(path)
                 return True
-            removed, more = pieces.remove_block(handle, key)
+            removed, more = pieces.remove_block(handle, key, at)
         finally:
             os.close(handle)
         if not more:

@@ -131,18 +131,21 @@ def entries(handle: int) -> list[PieceEntry]:
     return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= found.st_size]
 
 
-def remove_block(handle: int, key: bytes) -> tuple[bool, bool]:
-    """Remove a block from a piece. Returns whether it was there, and whether another one is. Raises BadPiece, OSError.
+def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
+    """Remove a block from a piece, or what is at its place where the key in the table is damaged. Returns whether it was there,
+    and whether another one is. Raises BadPiece, OSError.
 
     Also frees what a process that was killed in between has left of others.
     """
     align, table = read_table(handle)
-    there = False
+    there, left = False, list[PieceEntry]()
     for number, one in enumerate(table):
-        if one.key == key and one.length:
+        if one.length and (one.key == key or one.at == place):
             os.pwrite(handle, _REMOVED, _HEAD.size + number * _ENTRY.size)
-            there = True
-    free_removed(handle, align, [one for one in table if one.length and one.key != key], len(table))
+            there |= one.key == key
+        elif one.length:
+            left.append(one)
+    free_removed(handle, align, left, len(table))
     return there, any(one.length for one in read_table(handle)[1])
 
 
