@@ -33,7 +33,6 @@ from foreword.api.routes import Route
 from foreword.cli.flags import SECTIONS, config_flags
 from foreword.cli.main import app
 from foreword.configuration import Config
-from foreword.dashboard.metric_history import MetricsHistory
 from foreword.router.app import routes_of as router_routes
 from foreword.router.service import Router
 from foreword.server.admission import Admission
@@ -251,7 +250,7 @@ def _with_table(page: Path, mark: str, table: str) -> str:
 def http_page() -> str:
     """The page about the HTTP API, with the table of all routes of a server and a router."""
     server = ServerApp(Admission(1), PrometheusObserver(), Config()).front.routes
-    router = router_routes(Router(Config()), MetricsHistory(lambda: ()))
+    router = router_routes(Router(Config()))
     tables = [{(route.shown_path, route.method): route for route in table.shown} for table in (server, router)]
     rows = [
         (

@@ -26,7 +26,8 @@ import foreword
 from foreword.cli.flags import config_flags, load_config, with_config, with_router_config
 from foreword.config import EncryptionConfig, is_service_variable
 from foreword.configuration import Config
-from foreword.router.discovery import ServiceSpec, configured_replicas
+from foreword.router.discovery import configured_replicas
+from foreword.router_extras.kubernetes import ServiceSpec
 from foreword.store.urls import check_stores
 
 ROOT = Path(__file__).parents[1]

@@ -207,6 +207,11 @@ def test_readme_library(tmp_path: Path, downloaded: Path) -> None:
     run_page("README.md", tmp_path, downloaded, "As a library")
 
 
+def test_a_copy_of_a_store(tmp_path: Path, downloaded: Path) -> None:
+    """The page on moving stores copies one, and prints what it shows."""
+    run_page("docs/operations/moving-stores.md", tmp_path, downloaded, "Copy, back up, or change the type")
+
+
 @pytest.mark.slow
 def test_readme_embedded(tmp_path: Path, downloaded: Path) -> None:
     """README's start with the built-in model: the second answer is the first, from the cache."""

@@ -15,8 +15,9 @@ from foreword.conformance import FlakyStore, soon
 from foreword.errors import BadRequest, PrefixBudgetExceeded, StoreError, UnknownPrefix
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content, NamedPrefix
+from foreword.prefixes.kept_records import PREFIXES, Chain, PrefixRecord
 from foreword.prefixes.prefix_service import PrefixService, Registration
-from foreword.prefixes.stored import PREFIXES, Chain, PrefixPins, PrefixRecord
+from foreword.prefixes.stored import PrefixPins
 from foreword.prefixes.stored_names import StoredPrefixes
 from foreword.store import shared_records
 from foreword.store.memory.memory_store import MemoryStore

@@ -53,14 +53,14 @@ def file_names() -> set[str]:
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("imports that point up between products", upward, 0),
-        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 23_000),
-        ("lines that the router imports", lambda: lines(closure("foreword.router")), 25_000),
+        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 20_750),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 20_050),
         (
             "statements that prefixes for Transformers import",
             lambda: statements(closure("foreword.integrations.transformers")),
             8_000,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 14_000),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_650),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -101,15 +101,18 @@ def test_records_have_kinds() -> None:
     """No code writes or reads records in stores without a kind."""
     calls = {"put_record", "get_record", "delete_record", "read_records"}
     for module, (_, tree) in package().items():
-        if not module.startswith(("foreword.store", "foreword.conformance", "foreword.prefixes.erasure")):
+        if not module.startswith(
+            # A copy of a store has records of any kind as they are.
+            ("foreword.store", "foreword.conformance", "foreword.prefixes.erasure", "foreword.prefixes.store_copy")
+        ):
             used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
             assert not used & calls, module
 
 
 def test_tasks_have_an_owner() -> None:
     """No other module begins a task than `foreword.tasks`, which looks at its error, and those that wait for it themselves."""
-    waiting = {"prefixes.prefix_service", "server.migration", "server.generate_api", "router.replica_audit"}
-    waiting |= {"router.gateway.exchange", "store.object.bucket", "entrypoints.async_engine", "tasks"}
+    waiting = {"prefixes.prefix_service", "server.migration", "server.generate_api", "router_extras.replica_audit"}
+    waiting |= {"router_extras.gateway.exchange", "store.object.bucket", "entrypoints.async_engine", "tasks"}
     begin = {
         module.removeprefix("foreword.")
         for module, (_, tree) in package().items()

@@ -28,8 +28,8 @@ from foreword.offload.search import StoredGroup, find_resumable
 from foreword.store.base import Name
 from foreword.store.frame import HEADER_BYTES, RAW, Header, frame
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
-from foreword.store.sealing import KeyRing
 from foreword.store.shared_records import SharedRecords
+from foreword.store.store_keys import StoreKeys, keys_from_environment
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import open_store
@@ -104,7 +104,7 @@ class Prompt:
 class ToyEngine:
     """Computes prompts, and keeps their KV in the stores."""
 
-    def __init__(self, store: TieredStore, seed: int = 0, keys: KeyRing | None = None) -> None:
+    def __init__(self, store: TieredStore, seed: int = 0, keys: StoreKeys | None = None) -> None:
         self.model, self._store, self._keys = Model(seed), store, keys
         # Identity: the weights' content names the model; a layout says what the bytes of a block mean.
         self._fingerprint = self.model.fingerprint
@@ -215,7 +215,7 @@ def note(tier: int, stored: bool, names: Sequence[Name]) -> None:
 
 def main() -> None:
     url, text = sys.argv[1:]
-    keys = KeyRing.from_environment()
+    keys = keys_from_environment()
     with closing(open_store([url], keys=keys)) as store:
         store.subscribe(note)
         made, cached = ToyEngine(store, keys=keys).generate(list(text.encode()), 8)

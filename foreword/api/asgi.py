@@ -106,6 +106,10 @@ class AsgiExchange:
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
+    def write_now(self, data: bytes) -> bool:
+        """ASGI sends only what is awaited."""
+        return False
+
     async def write(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 

@@ -81,6 +81,13 @@ class EventStream:
         elif data and not self._ended:
             await self._out.write(data)
 
+    def write_now(self, data: bytes) -> bool:
+        """Send whole events if that waits for nothing; False if `write` must send them."""
+        if self._out is None or self._ended or not self._out.write_now(data):
+            return False
+        self._writes += 1
+        return True
+
     async def close(self) -> None:
         """End a stream that has begun, if it has not ended. Raises ClientGone."""
         await self.write(b"", last=True)
@@ -136,7 +143,8 @@ async def send_events(
             async for event in events:
                 if not stream.begun:
                     stream.send_comments()
-                await stream.write(event)
+                if not event or not stream.write_now(event):
+                    await stream.write(event)
     except ForewordError as error:
         if not stream.begun:
             raise

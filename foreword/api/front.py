@@ -83,7 +83,11 @@ class Answer:
 
 
 class ByteStream(Protocol):
-    """The body of a response that is sent in pieces. Both methods raise ClientGone."""
+    """The body of a response that is sent in pieces. `write` and `end` raise ClientGone."""
+
+    def write_now(self, data: bytes) -> bool:
+        """Send data if that waits for nothing: the head was sent, and the client keeps up. False if `write` must send it."""
+        ...
 
     async def write(self, data: bytes) -> None: ...
 

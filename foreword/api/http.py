@@ -54,6 +54,8 @@ _FULL: Final = (
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Each answer begins so.
 _START: Final = b"HTTP/1."
+# Bytes of an answer after which aiohttp waits until the client has read enough of them (`StreamWriter.write`).
+_UNDRAINED: Final = 1 << 16
 _COMMENT: Final = b":\n\n"
 _COMMENT_CHUNK: Final = b"%x\r\n%b\r\n" % (len(_COMMENT), _COMMENT)
 # Turns of the event loop after which aiohttp has begun with a request that has come. It takes about three.
@@ -242,6 +244,8 @@ class _Exchange:
         if request.rel_url.raw_fragment:  # no client sends one; what it would narrow is not done to all
             self.query += f"#{request.rel_url.raw_fragment}"
         self.out: _EventStream | None = None
+        # Where `write_now` sends, while the answer is open and is sent as it is.
+        self._writer: Any = None
         self._ended = False
 
     def arrived(self, limit: int) -> bytes | None:
@@ -275,9 +279,24 @@ class _Exchange:
             writer = await self.out.prepare(self._request)
             if at_once and writer is not None:
                 writer.send_headers()
+            self._writer = writer
         except (ConnectionError, aiohttp.ClientConnectionError) as error:
             raise ClientGone from error
         return self
+
+    def write_now(self, data: bytes) -> bool:
+        writer = self._writer
+        # aiohttp sends the head with the first bytes, and waits for a slow client after each `_UNDRAINED` bytes.
+        if writer is None or writer.output_size == 0 or writer.buffer_size > _UNDRAINED:
+            return False
+        transport = writer.transport
+        if transport is None or transport.is_closing():
+            return False
+        piece = b"%x\r\n%b\r\n" % (len(data), data) if writer.chunked else data
+        writer.buffer_size += len(piece)
+        writer.output_size += len(piece)
+        transport.write(piece)
+        return True
 
     async def write(self, data: bytes) -> None:
         assert self.out is not None
@@ -288,7 +307,7 @@ class _Exchange:
 
     async def end(self, data: bytes = b"") -> None:
         assert self.out is not None
-        self._ended = True
+        self._ended, self._writer = True, None
         try:
             await self.out.write_eof(data)
         except (ConnectionError, aiohttp.ClientConnectionError) as error:

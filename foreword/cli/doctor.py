@@ -171,13 +171,12 @@ def _port(host: str, port: int) -> Finding:
 
 def _keys(config: Config) -> Finding:
     """Read the master keys, and look whether they decrypt all data keys."""
-    from foreword.store.data_keys import DataKeys
+    from foreword.store.store_keys import encryption
 
     try:
-        with closing(DataKeys(config.encryption)) as keys:
-            living = [one for one in keys.all() if not one.destroyed]
-            unknown = sum(one.key is None for one in living)
-            text = f"{len(living)} data keys, {unknown} that these master keys do not decrypt; {keys.master} encrypts"
+        with closing(encryption().open(config.encryption)) as keys:
+            living, unknown = keys.count()
+            text = f"{living} data keys, {unknown} that these master keys do not decrypt; {keys.master} encrypts"
     except ForewordError as error:
         return Finding("keys", error.message, ok=False)
     return Finding("keys", text, ok=not unknown)
@@ -186,7 +185,7 @@ def _keys(config: Config) -> Finding:
 def _store(url: str, config: Config) -> Finding:
     """Open a store and ask it for a block that it does not have."""
     from foreword.store.redact import redacted
-    from foreword.store.sealing import KeyRing
+    from foreword.store.store_keys import keys_of
     from foreword.store.types import Reach
     from foreword.store.urls import check_stores, open_store
 
@@ -198,7 +197,7 @@ def _store(url: str, config: Config) -> Finding:
         if not parsed.type.exists(parsed):
             return Finding("store", f"{shown}: not there yet; a server can create it")
         began = time.monotonic()
-        with closing(open_store([url], keys=KeyRing.of(config.store, config.encryption))) as tiers:
+        with closing(open_store([url], keys=keys_of(config.store, config.encryption))) as tiers:
             store = tiers.tiers[0].store
             store.lookup([bytes(NAME_BYTES)], deadline=began + _STORE_SECONDS)
             status = store.status()

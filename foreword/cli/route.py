@@ -29,6 +29,6 @@ def route(config: Config) -> None:
 
     if config.encryption.key_store is None:
         raise typer.Exit(run(config))
-    from foreword.store.data_keys import DataKeys
+    from foreword.store.store_keys import encryption
 
-    raise typer.Exit(run(config, DataKeys(config.encryption).current))
+    raise typer.Exit(run(config, encryption().shared(config.encryption).current))

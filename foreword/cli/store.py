@@ -1,4 +1,4 @@
-"""`foreword inspect`, `foreword verify` and `foreword forget`: list, check and remove the contents of stores."""
+"""`foreword inspect`, `verify`, `copy` and `forget`: list, check, copy and remove the contents of stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlencode
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foreword.prefixes.erasure import StoredChains
     from foreword.store.base import StoredBlock
     from foreword.store.layout_records import LayoutRecord
-    from foreword.store.sealing import KeyRing
+    from foreword.store.store_keys import StoreKeys
     from foreword.store.tier import StoreTier
     from foreword.store.tiered import TieredStore
 
@@ -59,19 +59,21 @@ def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("inspect", **described("inspect disk:///var/cache/foreword"))(inspect_store)
     app.command("verify", **described("verify --repair disk:///var/cache/foreword"))(verify)
+    app.command("copy", **described("copy disk:///old/kv 'disk:///new/kv?size=400GiB'"))(copy)
     app.command("forget", **described("forget --tenant alice disk:///var/cache/foreword"))(forget)
 
 
-def _keys() -> KeyRing | None:
+def _keys() -> StoreKeys | None:
     """The environment's keys, in a key store that exists."""
-    from foreword.store.data_keys import check_exists
-    from foreword.store.sealing import KeyRing
+    from foreword.store.store_keys import encryption, keys_from_environment
 
-    check_exists(encryption := EncryptionConfig.from_environment())
-    return KeyRing.from_environment(encryption)
+    config = EncryptionConfig.from_environment()
+    if config.key_store is not None:
+        encryption().check_exists(config)
+    return keys_from_environment(config)
 
 
-def _opened(urls: list[str], keys: KeyRing | None, *, only_read: bool = False) -> closing[TieredStore]:
+def _opened(urls: list[str], keys: StoreKeys | None, *, only_read: bool = False) -> closing[TieredStore]:
     """Open stores that exist: a tool creates none."""
     from foreword.store.types import Reach
     from foreword.store.urls import open_store, parse
@@ -288,6 +290,67 @@ def _verify_batch(tier: StoreTier, batch: list[StoredBlock], found: _TierFinding
             found.gone += outcome == MISSING
             found.foreign += outcome == FOREIGN
             found.unread += outcome not in (MISSING, FOREIGN)
+
+
+# copy
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="URL of the store to copy, which stays as it is.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="URL of the store that gets the copy; it may be new.")
+    ],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Copy a store into another one, of any type.
+
+    Verifies every block when it is read and again in the target. Copies pins, and records of prefixes and models. A copy that
+    was interrupted is continued by the same command. Status 1 if something could not be copied.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from foreword.prefixes.store_copy import copy_store
+    from foreword.store.types import Reach
+    from foreword.store.urls import check_stores, open_store
+
+    keys = _keys()
+    for url in check_stores([source, target]):
+        if url.reach is Reach.PROCESS:
+            raise ConfigError(f"{url.shown}: a {url.scheme}:// store ends with its process; name one that outlives it")
+    with (
+        _opened([source], keys, only_read=True) as old,
+        closing(open_store([target], keys=keys)) as new,
+        Progress(console=Console(file=sys.stderr)) as bar,
+    ):
+        task = bar.add_task("blocks", total=None)
+        done = copy_store(
+            old.tiers[0], new.tiers[0], lambda count, blocks: bar.update(task, completed=count, total=blocks)
+        )
+    if as_json:
+        print(json.dumps({**asdict(done), "complete": done.complete}, indent=2))
+    else:
+        print(
+            f"{plural(done.blocks, 'block')} copied ({_size(done.bytes)}), {done.present} there already; all verified"
+        )
+        print(f"{plural(done.records, 'record')} of prefixes and models")
+        for count, what in (
+            (done.kept_records, "records are another version in the target, which stays"),
+            (done.left_records, "records are of other kinds, and are not copied"),
+            (done.erased, "blocks and records are being erased, and are not copied"),
+            (done.removed, "blocks left the source meanwhile, and were removed from the target"),
+            (done.unpinned, "blocks are not pinned: the target has no room for more pins"),
+            (sum(done.damaged.values()), "blocks of the source are damaged"),
+            (done.bad_records, "records of the source are damaged"),
+            (done.foreign, "blocks are sealed with a key that is not known here (FOREWORD_STORE_INTEGRITY_SECRETS)"),
+            (done.unread, "blocks of the source could not be read"),
+            (done.lost, "blocks are not in the target as they were written: is it full?"),
+        ):
+            if count:
+                print(f"{count} {what}")
+    if not done.complete:
+        raise typer.Exit(1)
 
 
 # forget

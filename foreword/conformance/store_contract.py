@@ -26,9 +26,7 @@ from foreword.conformance.read_only_contract import Holding, ReadContract
 from foreword.conformance.reserve_contract import ReserveContract
 from foreword.errors import BadFrame
 from foreword.store.base import Store
-from foreword.store.data_keys import DataKeys
 from foreword.store.frame import Frame, check, frame
-from foreword.store.sealing import KeyRing
 from foreword.store.tiered import TieredStore
 
 Damage = Callable[[Store, Frame, bytes], None]
@@ -371,11 +369,12 @@ class StoreContract(ReadContract, BudgetContract, ReserveContract):
         """Behind encryption blocks and records come back as they were, and the store has nothing of their content. Once the
         tenant's data key is destroyed none comes back, none is written, and all can still be listed and erased."""
         pytest.importorskip("cryptography")
+        sealing = pytest.importorskip("foreword.store.sealing")
         if store.authenticates or isinstance(store, TieredStore):
             pytest.skip("the store seals frames, or its tiers do")
         config = EncryptionConfig(key_store=str(tmp_path / "keys"), master_keys=(f"test:{'5a' * 32}",))
-        with closing(DataKeys(config, call_seconds=60.0)) as keys:
-            sealed = KeyRing(data=keys).sealed(store)
+        with closing(sealing.DataKeys(config, call_seconds=60.0)) as keys:
+            sealed = sealing.KeyRing(data=keys).sealed(store)
             frames = [*make_frames(24, 6, 3000), *make_frames(25, 2, 0), *make_frames(26, 2, 1)]
             tenant = tenant_of(frames[0].name)
             record = f"prefixes/model/{tenant.hex()}00000000/name"

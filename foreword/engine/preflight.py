@@ -24,7 +24,7 @@ from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
 from foreword.errors import ConfigError, ModelNotFound, ModelUnsupported, did_you_mean, reason_of
 from foreword.process_config import check_source
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, parse
 from foreword.transfer.checks import check_listener, check_stores_and_peers
@@ -60,7 +60,7 @@ def check(
     check_disks(stores)
     if config.batch_invariant == "on" and loss_of(stores.urls):
         raise ConfigError("engine.batch_invariant is on (--batch-invariant), which needs stores without a lossy codec")
-    KeyRing.of(stores, encryption)
+    keys_of(stores, encryption)
 
 
 def check_server(config: Config) -> None:

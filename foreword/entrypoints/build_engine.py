@@ -48,9 +48,8 @@ from foreword.prefixes.prefix_service import PrefixService
 from foreword.prefixes.quarantine import ChainQuarantine
 from foreword.prefixes.stored import StoredRetentions
 from foreword.prefixes.stored_names import StoredPrefixes, StorePins, models_with_names
-from foreword.store.data_keys import DataKeys
 from foreword.store.frame import HEADER_BYTES
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
 from foreword.tokens.tokenizer import Tokenizer
@@ -129,7 +128,7 @@ class EngineParts:
     pins: StorePins | None = None
     retentions: StoredRetentions | None = None
     erasures: OpenErasures | None = None
-    keys: DataKeys | None = None
+    keys: TenantKeys | None = None
     earlier: str = ""
 
     def flush(self, timeout: float) -> bool:
@@ -201,7 +200,7 @@ def build_engine(
     """
     stores = store or StoreConfig()
     preflight.check(config, stores, transfer or TransferConfig(), encryption)
-    keys = KeyRing.of(stores, encryption)
+    keys = keys_of(stores, encryption)
     data_keys = None if keys is None else keys.data
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -257,7 +256,7 @@ def build_engine(
     )
 
 
-def _models_with_names(stores: StoreConfig, keys: KeyRing | None) -> set[str]:
+def _models_with_names(stores: StoreConfig, keys: StoreKeys | None) -> set[str]:
     """The models of whose named prefixes the stores have records. None if they cannot be opened: `_open_stores` says so."""
     urls = [url for url in stores.urls if parse(url).persistent]
     if not urls:
@@ -416,7 +415,7 @@ def _prefix_cache(
 
 def _open_stores(
     config: StoreConfig,
-    keys: KeyRing | None,
+    keys: StoreKeys | None,
     loaded: models.LoadedModel,
     kinds: Sequence[KVGroup],
     runner: TorchRunner,

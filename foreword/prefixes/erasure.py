@@ -25,11 +25,11 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, block_names, key_of
 from foreword.blocks.public import PUBLIC_ROOT, is_public, roots_behind
 from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, tenant_digest
 from foreword.errors import NotFound, StoreError, StoreOpenedReadOnly, StoreUnreadable
-from foreword.prefixes.stored import PREFIXES, PrefixRecord
+from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
-from foreword.store.data_keys import DataKeys
 from foreword.store.layout_records import layouts
 from foreword.store.shared_records import SharedRecords
+from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.tiered import OnFailure, TieredStore, raise_failure
 from foreword.store.wrappers import ReadOnlyStore
@@ -228,7 +228,7 @@ class KeysDestroyed:
         return replace(receipt, places=places, keys=sorted({*self.keys, *receipt.keys}))
 
 
-def destroy_keys(keys: DataKeys | None, prefixes: Iterable[bytes]) -> KeysDestroyed:
+def destroy_keys(keys: TenantKeys | None, prefixes: Iterable[bytes]) -> KeysDestroyed:
     """Destroy the data keys of the tenants among these first bytes of roots. What has keys besides, because of another
     generation, is to be deleted too. Does not raise."""
     wanted = tuple(dict.fromkeys(prefixes))
@@ -248,7 +248,7 @@ def destroy_keys(keys: DataKeys | None, prefixes: Iterable[bytes]) -> KeysDestro
     return KeysDestroyed(tuple(others), tuple(f"{tenant.hex()}/{number:08x}" for tenant, number in dead), place)
 
 
-def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: DataKeys | None = None) -> Receipt:
+def forget_tenant(store: TieredStore, salt: Salt, *others: Salt, keys: TenantKeys | None = None) -> Receipt:
     """Erase all blocks, named prefixes and retentions of tenants; of a salt with a client's own the blocks of requests with it.
     Does not raise: the receipt says what failed.
 

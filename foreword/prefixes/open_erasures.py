@@ -32,8 +32,8 @@ from foreword.prefixes.erasure import (
     erase_prefixes,
 )
 from foreword.store.background import Follower
-from foreword.store.data_keys import DataKeys
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
+from foreword.store.store_keys import TenantKeys
 from foreword.store.tiered import TieredStore
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class OpenErasures:
         self,
         store: TieredStore,
         drop: Callable[[Sequence[bytes]], int],
-        keys: DataKeys | None = None,
+        keys: TenantKeys | None = None,
         *,
         pause: float = _FIRST_PAUSE,
     ) -> None:

@@ -1,138 +1,33 @@
-"""What the stores know of kept prefixes, so that they outlive the process and all instances share them: records, and pins that
-keep their blocks from eviction. The KV itself is stored as ordinary blocks.
-
-    retained/<model>/<tenant>/<last block key>      a retention, and until when it is kept
-    prefixes/<model>/<tenant>/<name>                a named prefix with its content, which is kept until it is removed
-
-`<tenant>` is a digest of the tenant's salt, which is secret.
+"""What is kept in the stores outlives the process: blocks of kept prefixes are pinned, and retentions have records
+(`kept_records.py`), so that all instances share them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
-
-from foreword.blocks.keys import KEY_BYTES
-from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks, is_public
-from foreword.blocks.retention import MAX_PRIORITY
+from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
+from foreword.prefixes.kept_records import PREFIXES, RETENTIONS, Chain, RetainedRecord
 from foreword.store.background import Follower
 from foreword.store.base import Name
 from foreword.store.machine import clock_id
-from foreword.store.shared_records import RecordKind, SharedRecords, leave
+from foreword.store.shared_records import SharedRecords, leave
 from foreword.store.tiered import TieredStore
 
 logger = logging.getLogger(__name__)
 
-READ_SECONDS: Final = 2.0
 _PIN_SECONDS: Final = 5.0
-_SCAN_SECONDS: Final = 2.0
 _RETENTIONS_SECONDS: Final = 15.0
 # A record of a retention is renewed when this share of its ttl has passed since it was written.
 _RENEWAL: Final = 0.25
-# Versions, tokens and seconds of real records are less.
-Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-Chain = Sequence[bytes]
-
-
-class KeptRecord(msgspec.Struct, frozen=True):
-    """Blocks kept by the records of all kept prefixes.
-
-    Attributes:
-        num_tokens, block_size: of a named prefix for tools only.
-        root: hexadecimal. keys: of its blocks, joined. Empty in records of named prefixes before 0.2.
-    """
-
-    num_tokens: Number
-    block_size: Number
-    root: str = ""
-    keys: bytes = b""
-
-    def __post_init__(self) -> None:
-        if len(self.keys) % KEY_BYTES or len(bytes.fromhex(self.root)) != (KEY_BYTES if self.keys else 0):
-            raise ValueError("not a chain")
-
-    @property
-    def chain(self) -> list[bytes]:
-        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
-
-
-class RetainedRecord(KeptRecord, frozen=True, kw_only=True):
-    """A retention in a store.
-
-    Attributes:
-        ttl: as in `Retained`.
-        expires: seconds since the epoch, for people and earlier builds. Like `ttl` None if it is kept until it is released.
-        clock, ends_at: as in `RecordKind.ends`.
-    """
-
-    ttl: float | None
-    expires: float | None
-    priority: Annotated[int, msgspec.Meta(ge=0, le=MAX_PRIORITY)]
-    format: Literal[2] = 2
-    clock: str = ""
-    ends_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        joined = self.keys and self.num_tokens * KEY_BYTES == self.block_size * len(self.keys)
-        ending = self.expires is None if self.ttl is None else self.expires is not None and 0 < self.ttl < math.inf
-        if not (joined and ending):
-            raise ValueError("not a retention")
-
-    @property
-    def lasts(self) -> float:
-        return math.inf if self.ttl is None else self.ttl
-
-    def retained(self, tenant: str, seconds: float) -> Retained:
-        """As it is kept here: for so many seconds."""
-        ends = time.monotonic() + seconds
-        root = bytes.fromhex(self.root)
-        return Retained(tenant, root, self.chain, self.num_tokens, self.ttl, self.priority, ends, 0, stored=True)
-
-
-class PrefixRecord(KeptRecord, frozen=True, kw_only=True):
-    """A named prefix in a store. Tokens are computed from the content.
-
-    Attributes:
-        last_key: key of its last full block in hexadecimal.
-        format: 1 in records of version 0.1, which have no checksum.
-    """
-
-    name: str
-    version: Annotated[int, msgspec.Meta(gt=0, lt=1 << 40)]
-    kind: Literal["text", "messages"]
-    content: str | tuple[dict[str, Any], ...]
-    created: Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]
-    model: str
-    last_key: str
-    format: Literal[1, 2] = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kind != ("text" if isinstance(self.content, str) else "messages"):
-            raise ValueError("kind")
-        bytes.fromhex(self.last_key)
-
-
-PREFIXES: Final = RecordKind("prefixes", PrefixRecord, of_tenants=True, name=lambda record: record.name)
-RETENTIONS: Final = RecordKind(
-    "retained",
-    RetainedRecord,
-    of_tenants=True,
-    name=lambda record: record.keys[-KEY_BYTES:].hex(),
-    lasts=lambda record: record.lasts,
-    ends=lambda record: (record.clock, record.ends_at),
-)
 
 
 class PrefixPins:
@@ -238,28 +133,6 @@ class PrefixPins:
         """Pin those blocks of a prefix that are stored already."""
         for number, group in enumerate(self.groups):
             self._set(self.names(root, number, own_keys(root, group.behind(keys))), pinned=True)
-
-
-class PublicRecords:
-    """Which blocks are public, for a process that reads that from the records of its stores every two seconds.
-
-    Attributes:
-        blocks: what is known so far.
-    """
-
-    def __init__(self, store: TieredStore, model: str) -> None:
-        self.blocks = PublicBlocks()
-        self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
-        self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
-        self._follower = Follower("foreword-public", self._scan, _SCAN_SECONDS)
-        self._follower.do(self._scan)
-
-    def _scan(self) -> None:
-        with contextlib.suppress(StoreError):  # then it is as it was
-            self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
-
-    def close(self) -> None:
-        self._follower.close(READ_SECONDS)
 
 
 def own_keys(root: bytes, keys: Chain) -> list[bytes]:
@@ -386,7 +259,11 @@ class StoredRetentions:
 
     def _retained(self, key: str, record: RetainedRecord) -> Retained:
         left = self._records.left(key, record)
-        return record.retained(key.split("/")[2], left if math.isinf(left) else min(left, self._book.longest))
+        ends = time.monotonic() + (left if math.isinf(left) else min(left, self._book.longest))
+        tenant, root = key.split("/")[2], bytes.fromhex(record.root)
+        return Retained(
+            tenant, root, record.chain, record.num_tokens, record.ttl, record.priority, ends, 0, stored=True
+        )
 
     def _key(self, one: Retained) -> str:
         return RETENTIONS.key(self._model, one.tenant, one.key.hex())

@@ -7,20 +7,17 @@ from functools import partial
 from foreword.api import probes
 from foreword.api.front import Answer, Call, Front, Handler
 from foreword.api.routes import NO_BODY, Meter, Right, Route, Routes
-from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ShuttingDown
-from foreword.router import admin, cache_api, completions, dashboard, fleet_erasures, passthrough, prefixes_api
+from foreword.router import admin, completions, extras, passthrough
 from foreword.router.service import Router
 from foreword.router.state_metrics import RouterStateCollector
 
 
 def create_front(router: Router) -> Front:
     """The front of a router that has been started on the running event loop."""
-    history = MetricsHistory(router.metrics.families, on_loop=True)
     router.metrics.add_collector(RouterStateCollector(router))
-    history.keep_sampling()
     front = router.front = Front(
-        routes_of(router, history),
+        routes_of(router),
         router.auth.rights,
         router.quotas,
         router.bodies,
@@ -35,15 +32,16 @@ def create_front(router: Router) -> Front:
         ledger=router.ledger,
         span_name="router request",
     )
+    for call in router.on_serving:
+        call()
     return front
 
 
-def routes_of(router: Router, history: MetricsHistory) -> Routes[Handler]:
+def routes_of(router: Router) -> Routes[Handler]:
     """The router's table. What is not in it is refused: replicas have paths that only their operator may call."""
     routes = Routes[Handler]()
-    for api in (completions, passthrough, fleet_erasures, prefixes_api, cache_api, admin):
+    for api in (completions, passthrough, extras, admin):
         api.add_routes(routes, router)
-    dashboard.add_routes(routes, router, history)
     _add_probes(routes, router)
     probes.add_routes(routes, router.metrics.render)
     return routes
@@ -61,7 +59,7 @@ def _add_probes(routes: Routes[Handler], router: Router) -> None:
     @routes.add("GET", "/health", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")
     async def health(call: Call) -> Answer:
         """Liveness. `quarantined`, if there are any, is the number of tenants whose cached KV an audit found to be wrong."""
-        tenants = len(router.audit.salts)
+        tenants = router.audit.quarantined
         return Answer.json({"status": "alive", **({"quarantined": tenants} if tenants else {})})
 
     @routes.add("GET", "/ready", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="probes")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
-from foreword.api.misses.causes import Miss
 from foreword.errors import ForewordError
 from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
@@ -20,6 +19,7 @@ from foreword.router.replicas import Upstream
 from foreword.routing.placement import Decision, PlacementQuery
 
 if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
     from foreword.router.suspicious import Flight
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,6 @@ from foreword.router.replica_body import (
 )
 from foreword.router.replicas import clock
 from foreword.router.response_proxy import proxy_response
-from foreword.router.router_prefixes import with_messages
 from foreword.router.service import Router
 
 _COUNTED: Final = dataclasses.replace(DIALECTS["messages"], parse=messages.parse_count)
@@ -95,8 +94,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
         prompt = await router.prompts.tokenize(request, pool, needed=True)
         if not prompt.exact:
-            if request.prefix is not None:  # they refuse an unknown name, and text before messages
-                with_messages(router.prefixes.registry.get(call.tenant.name, request.prefix), request)
+            router.prefixes.check(call.tenant, request)
             raise NoReplica("No replica of this model can count tokens now")
         return {"input_tokens": len(prompt.tokens)}
 

@@ -18,11 +18,11 @@ from foreword.api import http
 from foreword.api.http import bind, configure_logging, url_of
 from foreword.config import check_folder
 from foreword.errors import ConfigError
-from foreword.process_config import check_source
+from foreword.process_config import ServerConfig, check_source
 from foreword.router.app import create_front
 from foreword.router.auth import RouterAuth
 from foreword.router.discovery import Discovery, configured_replicas
-from foreword.router.gateway.server import check_config, picking
+from foreword.router.extras import extras_for
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.service import Router
 from foreword.routing.policies import policy_named
@@ -38,6 +38,7 @@ _GC_THRESHOLDS = (5_000, 10, 100)
 # How long a tokenizing thread may keep the interpreter from the event loop.
 _SWITCH_SECONDS = 0.0005
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_PICKER = "--picker"
 # A stream needs two connections: to the client and to the replica.
 _MIN_OPEN_FILES = 4096
 
@@ -51,7 +52,8 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
         raise ConfigError("name at least one replica: foreword route --replica http://host:8000")
     policy_named(config.router.policy)
-    check_config(config.router)
+    if given.picker is not None:
+        extras_for(_PICKER).check_picker(given)
     if given.tokenizer is not None:
         _check_tokenizer(given.tokenizer)
     if given.audit_reports is not None:
@@ -104,11 +106,18 @@ async def serving(
         async with http.serving(front, listener, config.server):
             discovery.start(specs)
             logger.info("Foreword %s routes on %s", __version__, url_of(listener))
-            async with picking(router, config.server):
+            async with _picking(router, config.server):
                 yield router
     finally:
         discovery.stop()
         await router.stop()
+
+
+def _picking(router: Router, limits: ServerConfig) -> contextlib.AbstractAsyncContextManager[None]:
+    """Answers gateways, where the router has an address for them. Raises ConfigError."""
+    if router.config.picker is None:
+        return contextlib.nullcontext()
+    return extras_for(_PICKER).picking(router, limits)
 
 
 async def _drain(router: Router, seconds: float) -> None:

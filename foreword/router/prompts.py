@@ -33,6 +33,7 @@ from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.router.extras import extras_for
 from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, clock
@@ -225,9 +226,7 @@ class PromptTokenizer:
 
     async def load(self, source: str) -> None:
         """Load the router's own tokenizer. Raises ModelNotFound."""
-        from foreword.tokens.tokenizer import Tokenizer  # slow to import
-
-        self._tokenizer = await self._work.run(0, Tokenizer.load, source)
+        self._tokenizer = await self._work.run(0, extras_for("--tokenizer").load_tokenizer, source)
         self._messages = MessageTokenizer(self._tokenizer)
 
     def close(self) -> None:

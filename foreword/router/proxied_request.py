@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Coroutine, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -20,7 +20,6 @@ from foreword.api.dialects.answer_reader import UsageCounts, check_whole, error_
 from foreword.api.errors import error_body
 from foreword.api.event_stream import COMMENTS
 from foreword.api.front import Answer, Call
-from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.rights import credentials
 from foreword.api.tenants import Tenant
@@ -45,7 +44,7 @@ from foreword.router.attempt import (
     retry_after,
 )
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.misses import ServedRequest
+from foreword.router.extras import ServedRequest
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
@@ -54,6 +53,9 @@ from foreword.router.service import MAX_STALLS, Router
 from foreword.router.suspicious import Ask
 from foreword.routing.placement import PlacementQuery
 from foreword.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128
@@ -120,7 +122,7 @@ class RoutedRequest:
 
     def __post_init__(self) -> None:
         self.ask = Ask(self.router.suspects, asked_of(self.request, self.pool.model), self.request_id)
-        self.cache_salt = self.router.audit.salts.all_of(self.tenant.salt, self.request.cache_salt or None)[-1]
+        self.cache_salt = self.router.audit.salts_of(self.tenant.salt, self.request.cache_salt or None)[-1]
         self.salt = Salt.of(self.tenant.salt, self.cache_salt)
         self.priority = self.router.auth.priority(self.tenant, self.request.priority) or None
 

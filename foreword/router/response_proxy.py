@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import quote
 
 import aiohttp
@@ -26,20 +26,22 @@ from foreword.api.dialects.writer import ResponseHead
 from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
-from foreword.api.misses.causes import Miss
 from foreword.api.outcomes import ClientGone
 from foreword.errors import DeadlineExceeded, ForewordError, NoReplica, ReplicaFailed, RequestEnded
 from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
-from foreword.router.misses import with_report
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
 from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
-from foreword.router.response_stream import ResponseStream
+from foreword.router.response_stream import ResponseStream, report_of
 from foreword.router.suspicious import SuspiciousRequest
+from foreword.tasks import apart
+
+if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +201,7 @@ class _ResponseProxy:
         if streams and response.status == 200:
             raise ReplicaFailed("it did not send a stream")
         answer = proxied.respond(attempt, response, data)
-        return _Ended(await with_report(answer, proxied.counts, proxied.miss) if reports else answer)
+        return _Ended(await _with_report(answer, proxied.counts, proxied.miss) if reports else answer)
 
     async def _not_spoken(self, attempt: Attempt) -> _Ended:
         """The replica does not speak the client's dialect, and the request cannot be translated."""
@@ -240,7 +242,7 @@ class _ResponseProxy:
         try:
             if self.proxied.weights is not None:
                 await self.proxied.router.confirm(upstream, self.proxied.weights)
-            migrated = await self._forward_events(attempt, response, awaited)
+            migrated = await apart(self._forward_events(attempt, response, awaited))
             if stream.done and migrated is None:
                 await _read_to_end(response)
             return migrated
@@ -292,8 +294,10 @@ class _ResponseProxy:
             if stream.begun and not attempt.begun:
                 self._first_token(attempt)
             if pieces:
+                data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
                 last = stream.done and not stream.end_held and response.content.is_eof()
-                await self._write(response, pieces[0] if len(pieces) == 1 else b"".join(pieces), last=last)
+                if last or not data or self.proxied.translation is not None or not self.client.write_now(data):
+                    await self._write(response, data, last=last)
         return None
 
     async def _follow_migration(self, migrated: sse.ServerSentEvent) -> aiohttp.ClientResponse:
@@ -537,3 +541,13 @@ async def _read_to_end(response: aiohttp.ClientResponse) -> None:
         async with asyncio.timeout(_END_SECONDS):
             while await response.content.readany():
                 pass
+
+
+async def _with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:
+    """A whole response of an engine that has no cache report of its own, with the cause of its miss."""
+    if explained is None:
+        return response
+    body: dict[str, Any] = msgspec.json.decode(response.body)
+    body["cache_report"] = report_of(counts, await explained)
+    response.body = msgspec.json.encode(body)
+    return response

@@ -8,20 +8,22 @@ get the id of the first one, their text continues what was sent, and the usage c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from foreword.api.dialects.answer_reader import AnswerChoice, AnswerChunk, AnswerReader, UsageCounts
 from foreword.api.dialects.decode import is_set
-from foreword.api.misses.causes import Miss
 from foreword.api.request import GenerateRequest
 from foreword.api.sse import DONE, ServerSentEvent
 from foreword.errors import BadRequest, ReplicaFailed
 from foreword.router.continuation import ContinuedResponse, StreamPosition
-from foreword.router.misses import report_of
 from foreword.router.replica_body import TRANSLATED, asks_ids
 from foreword.usage import TokenUsage
+
+if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
 
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 _MOST_HELD: Final = 1 << 18  # bytes of events that are held back
@@ -377,3 +379,8 @@ class ResponseStream:
         if self.continuation is not None:
             return self.encode(found[0])
         return self.encode({**found[0], **self.head}) if self._restarted else event.raw + b"\n\n"
+
+
+def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:
+    """A cache report from what is known of any engine."""
+    return {"prompt_tokens": counts.prompt, "cached_tokens": counts.cached, **asdict(miss)}

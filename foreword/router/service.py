@@ -27,15 +27,13 @@ from foreword.api.work_queue import WorkQueue
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.ledger import UsageLedger
-from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.cost_file import CostFile
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.misses import RouterMisses, record_finished
+from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras
 from foreword.router.prompts import PromptTokenizer
-from foreword.router.replica_audit import RouterAudit
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
 from foreword.router.replicas import (
@@ -51,11 +49,9 @@ from foreword.router.replicas import (
     stamp_of,
 )
 from foreword.router.router_metrics import RouterMetrics
-from foreword.router.router_prefixes import RouterPrefixes
 from foreword.router.silence import why_lost
 from foreword.router.speed_probe import SpeedProbes
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
-from foreword.router.warm_up import WarmUp
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
 from foreword.routing.fleet import Fleet
@@ -117,7 +113,9 @@ class Router:
         current: as for `Tenants`.
 
     Attributes:
-        front: its HTTP front, once it serves. picked: requests that it has placed for a gateway and that are running.
+        front: its HTTP front, once it serves.
+        on_serving: functions that are called on the event loop when it begins to serve.
+        picked: requests that it has placed for a gateway and that are running.
     """
 
     def __init__(self, config: Config, current: Callable[[bytes], bytes] = bytes) -> None:
@@ -133,7 +131,6 @@ class Router:
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
-        self.prefixes = RouterPrefixes(self, config.router.prefix_file)
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
@@ -141,30 +138,37 @@ class Router:
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
-        self.warm_up = WarmUp(self.auth, self.metrics, given.warm_seconds)
         self.speeds = SpeedProbes(given.measure_seconds)
         self.cost_kinds, self._cost_file = CostKinds(), CostFile(given.cost_file)
         self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
-        self.recorder: TraceRecorder | None = None
-        if config.server.record is not None:
-            self.recorder = TraceRecorder(Path(config.server.record), salt=config.server.record_salt)
         self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
-        self.misses = RouterMisses(self.metrics, self.decisions, self._record)
+        self._use_extras(config)
         self.stopping = asyncio.Event()
         # A request of a tenant that came at a time (`clock`) is, or was, on another replica than at first.
         self.on_failover: Callable[[str, float, Upstream], None] = lambda tenant, arrived, upstream: None
+        self.on_serving: list[Callable[[], None]] = []
         self.picked = 0
-        self.audit = RouterAudit(
-            self.auth,
-            lambda: not self.active and not self.draining,
-            given.audit_every,
-            given.audit_budget,
-            given.audit_reports,
-        )
+        self.audit = Audit()
+        if given.audit_every or given.audit_reports is not None:
+            self.audit = extras_for("--audit-every").audit(
+                self.auth, lambda: not self.active and not self.draining, given
+            )
         self._stalled_at = 0.0
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._zmq: zmq.asyncio.Context | None = None
+
+    def _use_extras(self, config: Config) -> None:
+        """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
+        given = config.router
+        self.prefixes, self.warm_up, self.misses = Prefixes(), WarmUp(), Misses()
+        needed = {"--prefix-file": given.prefix_file, "--record": config.server.record}
+        setting = next((name for name, value in needed.items() if value is not None), None)
+        extras = installed_extras() if setting is None else extras_for(setting)
+        if extras is not None:
+            self.prefixes = extras.prefixes(self, given.prefix_file)
+            self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
+            self.misses = extras.misses(self, config.server)
 
     async def start(self) -> None:
         """Raises ModelNotFound if the tokenizer cannot be loaded."""
@@ -181,8 +185,7 @@ class Router:
         self.cost_kinds.restore(self._cost_file.read(), time.time())
         self.background(self._watchdog())
         self.background(self._keep_costs())
-        if self.config.audit_every or self.config.audit_reports is not None:
-            self.background(self.audit.run(self._probe_session))
+        self.background(self.audit.run(self._probe_session))
 
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
         """`fresh`: each request has a new connection."""
@@ -207,9 +210,8 @@ class Router:
             self._zmq.destroy(linger=0)
         self.misses.close()
         self.work.close()
-        for file in (self.recorder, self.ledger):
-            if file is not None:
-                file.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if self.tracer is not None:
             await asyncio.to_thread(self.tracer.close)
 
@@ -223,10 +225,6 @@ class Router:
         """The table of its front, once it serves."""
         assert self.front is not None
         return self.front.routes
-
-    def _record(self, record: RequestRecord) -> None:
-        if self.recorder is not None:
-            self.recorder.add(record)
 
     def attempt_name(self, request_id: str) -> str:
         """A unique name for an attempt: a client may use a request id twice."""
@@ -518,8 +516,7 @@ class Router:
         pool = self.pools.get(model)
         if pool is None:
             pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
-            if self.recorder is not None:
-                pool.fleet.on_finished = record_finished(self.misses.hold)
+            self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)
         if joins and upstream.measured is None and self.speeds.measures(info):

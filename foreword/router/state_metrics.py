@@ -91,7 +91,7 @@ class RouterStateCollector(Collector):
         text = "Hits that were chosen for an audit: equal, different, skipped or failed."
         yield counter(_PREFIX + "audits", text, ("result",), done)
         text = "Tenants whose cached KV an audit found to be wrong."
-        yield gauge(_PREFIX + "quarantined_tenants", text, (), [((), len(audit.salts))])
+        yield gauge(_PREFIX + "quarantined_tenants", text, (), [((), audit.quarantined)])
 
     def _events(self) -> Metric:
         counts = [

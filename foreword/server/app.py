@@ -34,7 +34,7 @@ from foreword.server.engine_metrics import PrometheusObserver
 from foreword.server.engine_observers import EngineTraces
 from foreword.server.peers import Peers
 from foreword.server.prepare import parser_names
-from foreword.store.data_keys import data_keys_of
+from foreword.store.store_keys import data_keys_of
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -35,6 +35,7 @@ from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store, time_left
 from foreword.store.master_keys import MasterKeys
+from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
 from foreword.store.types import StoreUrl
 from foreword.store.urls import parse
@@ -193,16 +194,12 @@ class ListedKey:
     destroyed: bool
 
 
-class DataKeys:
-    """The data keys of all tenants. Thread-safe.
+class DataKeys(TenantKeys):
+    """See `TenantKeys`.
 
     Args:
         store: the key store, if it is open already.
         call_seconds: how long a call of the key store may take, where no request waits for it; by default a second.
-
-    Attributes:
-        on_end: functions that are called with a tenant's salt in a generation that has ended, on any thread: they must be quick
-            and must not raise.
 
     Raises ConfigError, or StoreError if the key store cannot be opened.
     """
@@ -352,8 +349,6 @@ class DataKeys:
     # Tenants
 
     def current(self, salt: bytes) -> bytes:
-        """The salt of a tenant in its generation now, given its salt in any generation. While the key store does not answer,
-        that of the last one known. Does no I/O unless it is time to look again."""
         base = ungenerated(salt)
         known = self._generations.get(base)
         if known is not None and time.monotonic() < known.until:
@@ -413,18 +408,11 @@ class DataKeys:
         return list(dict.fromkeys([first, *sorted(tenant for tenant, _ in self._listed(_family(first)))]))
 
     def sessions(self, tenant: bytes, cache_salt: str) -> list[Salt]:
-        """The salts of requests with a `cache_salt`, given the tenant's salt in its first generation: in all generations, and
-        derived from the salt of either. Raises StoreError."""
         later = (with_generation(tenant, one[-GENERATION_BYTES:]) for one in self.generations(tenant)[1:])
         known = [(one, Salt.of(root, cache_salt).client) for one in (tenant, *later) for root in (tenant, one)]
         return [Salt(*one) for one in dict.fromkeys(known)]
 
     def destroy(self, tenant: bytes) -> list[tuple[bytes, int]]:
-        """Destroy all keys of a tenant, given 12 bytes of any of its generations. Returns them: the generation, and the id.
-
-        When this returns, nothing that was encrypted for it can be read, here at once and elsewhere within `check_seconds`.
-        Raises StoreError, and may then be repeated.
-        """
         records = list(self._listed(_family(tenant)))
         dead = {one for one, name in records if name == _DESTROYED}
         tenants = {tenant, *(one for one, _ in records)}
@@ -447,7 +435,6 @@ class DataKeys:
 
     @property
     def master(self) -> str:
-        """The id of the master key that encrypts."""
         return self._masters.current[0]
 
     def all(self) -> Iterator[ListedKey]:
@@ -460,6 +447,10 @@ class DataKeys:
                 with contextlib.suppress(StoreError):
                     key = None if data is None else self._unwrapped(tenant, _number(name), data)
                 yield ListedKey(tenant, _number(name), key, tenant in dead)
+
+    def count(self) -> tuple[int, int]:
+        living = [one for one in self.all() if not one.destroyed]
+        return len(living), sum(one.key is None for one in living)
 
     def destroyed(self) -> list[bytes]:
         """Tenants whose keys were destroyed. Raises StoreError."""

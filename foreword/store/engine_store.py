@@ -16,7 +16,7 @@ from foreword.blocks.salt import Salt
 from foreword.errors import StoreConfigError
 from foreword.newest import Newest
 from foreword.store.frame import RAW, Frame, Header, seal
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import StoreKeys, keys_from_environment
 from foreword.store.tier import used_once
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
@@ -54,11 +54,11 @@ class EngineStore:
         salt: bytes = b"",
         *,
         lossy: bool = False,
-        keys: KeyRing | None = None,
+        keys: StoreKeys | None = None,
     ) -> None:
         self._opened = not isinstance(store, TieredStore)
         self._salt = salt
-        self._keys = keys = keys if isinstance(store, TieredStore) else KeyRing.from_environment()
+        self._keys = keys = keys if isinstance(store, TieredStore) else keys_from_environment()
         if isinstance(store, TieredStore):
             self.layout, self.store = layout, store
         else:

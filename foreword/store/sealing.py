@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Final
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import PREFIX_BYTES
 from foreword.blocks.salt import TENANT_BYTES
-from foreword.config import ENV_PREFIX, EncryptionConfig, StoreConfig, build
+from foreword.config import EncryptionConfig, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left
-from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
+from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, check_exists, data_keys_of
 from foreword.store.frame import (
     HEADER_BYTES,
     MAGIC,
@@ -43,6 +43,7 @@ from foreword.store.frame import (
     check,
     set_key,
 )
+from foreword.store.store_keys import Encryption, StoreKeys
 from foreword.store.wrappers import FormChanger
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ class IntegritySecret:
     text: str = field(repr=False)
 
 
-class KeyRing:
-    """The keys of a deployment: data keys encrypt if there are any, else the first secret signs. All of them are known.
+class KeyRing(StoreKeys):
+    """See `StoreKeys`.
 
     Args:
         read_plain: what is not sealed is read too.
@@ -86,7 +87,7 @@ class KeyRing:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ModuleNotFoundError:
             raise StoreConfigError("keys of stores need: pip install 'foreword[integrity]'") from None
-        self.data = data
+        self.data: DataKeys | None = data
         self.read_plain = read_plain
         self.invalid_tag = InvalidTag
         self._texts = {secret.number: secret.text.encode() for secret in secrets}
@@ -105,20 +106,6 @@ class KeyRing:
         data = None if encryption is None else data_keys_of(encryption)
         plain = encryption is not None and encryption.read_plain
         return cls(found, data, read_plain=plain) if found or data is not None else None
-
-    @classmethod
-    def from_environment(cls, encryption: EncryptionConfig | None = None) -> KeyRing | None:
-        """The keys in FOREWORD_STORE_INTEGRITY_SECRETS, or in the file of FOREWORD_STORE_INTEGRITY_SECRETS_FILE, and in
-        FOREWORD_ENCRYPTION_*, for tools and connectors without a configuration file. `encryption`: in place of the latter."""
-        names = ("integrity_secrets", "integrity_secrets_file")
-        secrets = build(
-            StoreConfig, "store", {name: os.environ.get(f"{ENV_PREFIX}STORE_{name.upper()}", "") for name in names}
-        )
-        return cls.of(secrets, EncryptionConfig.from_environment() if encryption is None else encryption)
-
-    def current(self, salt: bytes) -> bytes:
-        """The salt of a tenant in its generation now (`data_keys.py`)."""
-        return salt if self.data is None else self.data.current(salt)
 
     def sealed(self, store: Store) -> Store:
         return SealedStore(store, self)
@@ -341,3 +328,27 @@ def _signed_record(head: bytes, key: str, data: bytes) -> bytes:
 def _owner(key: str) -> bytes:
     """The tenant of a record, as in the names of its blocks; `SHARED` if it belongs to none."""
     return bytes.fromhex(record_tenant(key))[:TENANT_BYTES] or SHARED
+
+
+class InstalledEncryption(Encryption):
+    """The keys of this package."""
+
+    def keys_of(self, config: StoreConfig, encryption: EncryptionConfig | None) -> KeyRing | None:
+        return KeyRing.of(config, encryption)
+
+    def shared(self, config: EncryptionConfig) -> DataKeys:
+        found = data_keys_of(config)
+        assert found is not None, "it has a key store"
+        return found
+
+    def open(self, config: EncryptionConfig) -> DataKeys:
+        return DataKeys(config)
+
+    def check_apart(self, config: EncryptionConfig, urls: Iterable[str]) -> None:
+        check_apart(config, urls)
+
+    def check_exists(self, config: EncryptionConfig) -> None:
+        check_exists(config)
+
+
+ENCRYPTION: Final = InstalledEncryption()

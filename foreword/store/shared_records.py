@@ -101,6 +101,15 @@ def _checksum(fields: dict[str, Any]) -> str:
     return str(xxhash.xxh3_128_hexdigest(json.dumps(fields, sort_keys=True).encode()))
 
 
+def is_whole(data: bytes) -> bool:
+    """Whether a record of any kind has its checksum, or is of a version before 0.2, which wrote none."""
+    try:
+        fields = json.loads(data)
+        return isinstance(fields, dict) and fields.pop("checksum", None) in (None, _checksum(fields))
+    except (ValueError, RecursionError):
+        return False
+
+
 def leave(tier: StoreTier, error: StoreError) -> None:
     """Leave an unreadable record for the next scan."""
 

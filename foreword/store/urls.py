@@ -24,10 +24,10 @@ from foreword.store.builtin import BuiltinTypes
 from foreword.store.codec import CodedStore, codec_named, named_loss
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.redact import redacted, split_url
+from foreword.store.store_keys import StoreKeys
 from foreword.store.tier_admission import AdmissionRule
 from foreword.store.tiered import HOLD_NEEDS, TieredStore
 from foreword.store.types import RULE_OPTIONS, Opener, Reach, StoreType, StoreUrl, read_options
-from foreword.store.wrappers import StoreKeys
 from foreword.texts import readable
 
 _LOCATION: Final = "location/id"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from foreword.errors import StoreError
 from foreword.store.base import (
@@ -116,14 +116,6 @@ class StoreWrapper(Store):
 
     def close(self) -> None:
         self.inner.close()
-
-
-class StoreKeys(Protocol):
-    """Keys that seal what stores keep (`sealing.KeyRing`)."""
-
-    def sealed(self, store: Store) -> Store:
-        """A store that seals what it writes into this one."""
-        ...
 
 
 class FormChanger(StoreWrapper):

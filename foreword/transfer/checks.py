@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
-from foreword.store.data_keys import check_apart
+from foreword.store.store_keys import check_apart
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores
 from foreword.transfer.peer import settings_of

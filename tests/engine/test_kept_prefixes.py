@@ -16,7 +16,7 @@ from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.blocks.salt import NO_SALT
 from foreword.entrypoints.llm import LLM
-from foreword.integrations.vllm.retentions import CacheAction, ConnectorRetentions
+from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.book import Content
 from foreword.prefixes.prefix_service import PrefixService

@@ -42,7 +42,7 @@ from server_process import ServerProcess
 from servers import free_port
 from shared_server import until
 
-from foreword.router.gateway import envoy_messages as envoy
+from foreword.router_extras.gateway import envoy_messages as envoy
 
 AT_A_TIME = 8
 PATIENCE = 60.0

@@ -498,7 +498,7 @@ def _pick(port: int, url: str, key: str = KEYS["annabelle"]) -> None:
     """A gateway's request with the key gets the only replica."""
     import grpc as library
 
-    from foreword.router.gateway import envoy_messages as envoy
+    from foreword.router_extras.gateway import envoy_messages as envoy
 
     first, last = envoy.ProcessingRequest(), envoy.ProcessingRequest()
     first.protocol_config.request_body_mode = first.protocol_config.response_body_mode = envoy.BUFFERED

@@ -22,7 +22,7 @@ from servers import RedisServer, free_port
 from shared_server import until
 from test_store import TEXT, Start, cached, metric, post
 
-from foreword.router import fleet_erasures
+from foreword.router_extras import fleet_erasures
 
 KEY, ROOT = {"authorization": "Bearer k1"}, {"authorization": "Bearer root"}
 

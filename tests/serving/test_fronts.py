@@ -145,7 +145,7 @@ class Gateway:
     def __init__(self, port: int, certificate: bytes | None = None) -> None:
         import grpc
 
-        from foreword.router.gateway import envoy_messages
+        from foreword.router_extras.gateway import envoy_messages
 
         self.envoy = envoy_messages
         if certificate is None:
@@ -225,7 +225,7 @@ def picker_front(replica: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     try:
         router.wait_for(1)
         gateway = Gateway(port)
-        from foreword.router.gateway.picker import routes_of
+        from foreword.router_extras.gateway.picker import routes_of
 
         yield RunningFront(
             routes_of(router.router.routes),

@@ -36,7 +36,7 @@ class Exchange:
     """A gateway's exchange with the picker about one request."""
 
     def __init__(self, port: int) -> None:
-        from foreword.router.gateway import envoy_messages as envoy
+        from foreword.router_extras.gateway import envoy_messages as envoy
 
         self._envoy = envoy
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)])
@@ -93,9 +93,9 @@ def test_calls_that_are_cancelled_at_once(port: int) -> None:
 
 
 CALLEES: list[tuple[str, str, str]] = [
-    ("foreword.router.gateway.picker", "Picker", "admit"),
-    ("foreword.router.gateway.picker", "Picker", "pick"),
-    ("foreword.router.gateway.exchange", "Accounting", "answered"),
+    ("foreword.router_extras.gateway.picker", "Picker", "admit"),
+    ("foreword.router_extras.gateway.picker", "Picker", "pick"),
+    ("foreword.router_extras.gateway.exchange", "Accounting", "answered"),
     ("foreword.router.replica_pool", "ReplicaPool", "query"),
     ("foreword.routing.fleet", "Fleet", "place"),
     ("foreword.routing.fleet", "Fleet", "sent"),

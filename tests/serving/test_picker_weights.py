@@ -9,10 +9,10 @@ from typing import Any
 from router_parts import _config
 
 from foreword.router.app import create_front
-from foreword.router.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
 from foreword.router.replica_pool import ReplicaPool, key_model
 from foreword.router.replicas import ReplicaBreaker, ReplicaEvents, ReplicaInfo, ReplicaSpec, Upstream
 from foreword.router.service import Router
+from foreword.router_extras.gateway.picker import DESTINATION, PREFILL, Picker, RequestHead
 from foreword.routing.event_feed import KvEventFeed
 
 TOKENS = list(range(1, 2001))

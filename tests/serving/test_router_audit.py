@@ -21,9 +21,9 @@ from foreword.configuration import Config
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.replica_audit import ChangedSalts, RouterAudit, difference, read_output
 from foreword.router.replica_body import parse_request
 from foreword.router.replicas import ReplicaBreaker, ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router_extras.replica_audit import ChangedSalts, ReplicaAudit, difference, read_output
 
 KEYS = [
     "--api-keys",
@@ -126,7 +126,7 @@ def test_an_audit_that_fails() -> None:
 
     async def main() -> None:
         auth = RouterAuth(Config(router=RouterConfig(replica_key="router-key")))
-        audit = RouterAudit(auth, lambda: True, 1, 1.0, None)
+        audit = ReplicaAudit(auth, lambda: True, 1, 1.0, None)
         upstream = Upstream(
             ReplicaSpec("http://127.0.0.1:9"), "flag", ReplicaBreaker(), ReplicaInfo("foreword", ("m",))
         )

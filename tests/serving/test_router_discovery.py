@@ -8,8 +8,9 @@ from kubernetes_api import endpoint, endpoint_slice
 
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
-from foreword.router.discovery import ApiServer, EndpointSlice, ServiceSpec, configured_replicas
+from foreword.router.discovery import configured_replicas
 from foreword.router.replicas import ReplicaSpec, parse_spec
+from foreword.router_extras.kubernetes import ApiServer, EndpointSlice, ServiceSpec
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from router_parts import Loop, RouterThread
 from shared_server import until
 
 from foreword.router.attempt import DecisionLog
-from foreword.router.misses import RouterMisses
+from foreword.router.extras import Audit
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_audit import RouterAudit
 from foreword.router.replica_pool import ReplicaPool
 from foreword.router.response_stream import ResponseStream
 from foreword.router.service import Router
 from foreword.router.suspicious import Ask
+from foreword.router_extras.router_misses import RouterMisses
 from foreword.routing.fleet import Fleet
 
 CALLEES: list[tuple[type, str]] = [
@@ -32,7 +32,7 @@ CALLEES: list[tuple[type, str]] = [
     (Fleet, "finished"),
     (DecisionLog, "record"),
     (RouterMisses, "finished"),
-    (RouterAudit, "finished"),
+    (Audit, "finished"),
     (ProxiedRequest, "headers"),
     (ResponseStream, "take"),
     (Router, "first_token"),

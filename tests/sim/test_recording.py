@@ -20,7 +20,7 @@ from foreword.engine.request import SamplingParams
 from foreword.entrypoints.llm import LLM
 from foreword.errors import ConfigError
 from foreword.observability.recording import RequestRecord, TraceRecorder
-from foreword.router.misses import record_finished
+from foreword.router_extras.router_misses import record_finished
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
 from foreword.server.engine_observers import EngineRecorder

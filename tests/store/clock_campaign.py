@@ -35,8 +35,8 @@ from processes import start, wait
 from foreword.blocks.resume import GroupKind, KVGroup
 from foreword.conformance import make_frames, names_of, put_all, read, soon
 from foreword.conformance.frames import LAYOUT
-from foreword.integrations.vllm import retentions
-from foreword.integrations.vllm.retentions import CacheAction, ConnectorRetentions
+from foreword.integrations.vllm_extras import retentions
+from foreword.integrations.vllm_extras.retentions import CacheAction, ConnectorRetentions
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.erasure import erase_prefixes
 from foreword.prefixes.mismatch import Mismatch

@@ -18,7 +18,7 @@ from foreword.conformance import make_frames, put_all, read, soon
 from foreword.prefixes import quarantine as quarantine_module
 from foreword.prefixes.mismatch import Mismatch
 from foreword.prefixes.quarantine import QUARANTINE_SECONDS, ChainQuarantine
-from foreword.router.router_prefixes import NewPrefix, PrefixRegistry
+from foreword.router_extras.router_prefixes import NewPrefix, PrefixRegistry
 from foreword.store import machine, shared_records
 from foreword.store.disk import index_rows
 from foreword.store.disk.disk_store import DiskStore

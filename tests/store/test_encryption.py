@@ -31,6 +31,7 @@ from foreword.store.engine_store import EngineStore
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
+from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
@@ -561,7 +562,7 @@ def test_where_master_keys_come_from(tmp_path: Path, stack: ExitStack, monkeypat
         assert read(sealed(inner, stack.enter_context(closing(DataKeys(chosen)))), FRAMES) == whole(FRAMES)
     monkeypatch.setenv("FOREWORD_ENCRYPTION_KEY_STORE", folder)
     monkeypatch.setenv("FOREWORD_ENCRYPTION_MASTER_KEYS", OLD)
-    ring = KeyRing.from_environment()
+    ring = keys_from_environment()
     assert ring is not None and ring.data is not None
     assert read(TieredStore([ring.sealed(inner)]), FRAMES) == whole(FRAMES)
     file.write_text(NEW, encoding="ascii")

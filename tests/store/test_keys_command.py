@@ -17,7 +17,7 @@ from foreword.conformance import make_frames, read, soon, whole
 from foreword.errors import ConfigError, StoreError
 from foreword.store import data_keys
 from foreword.store.frame import Frame
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import keys_from_environment
 from foreword.store.urls import open_store
 
 SECRET = "a tenant secret of the tests"
@@ -50,7 +50,7 @@ def run(*arguments: str, to: Path | None = None, status: int = 0) -> Any:
 
 
 def stored(tmp_path: Path, frames: list[Frame], *, put: bool = False) -> list[bytes | None]:
-    with closing(open_store([f"disk://{tmp_path}/store?size=64MiB"], keys=KeyRing.from_environment())) as store:
+    with closing(open_store([f"disk://{tmp_path}/store?size=64MiB"], keys=keys_from_environment())) as store:
         if put:
             store.put(frames, deadline=soon())
         return read(store, frames)
@@ -104,7 +104,7 @@ def test_forget_in_a_later_generation(
     """A tenant whose keys were destroyed before is erased with what it has stored since, also by a tool without the key store;
     so is a session of it."""
     base = derive_salt(SECRET.encode(), "ann")
-    keys = KeyRing.from_environment()
+    keys = keys_from_environment()
     assert keys is not None
     for turn in range(2):
         salt = Salt.of(keys.current(base), session)
@@ -152,7 +152,7 @@ def test_secrets_from_files(tmp_path: Path, masters: Path, monkeypatch: pytest.M
     assert receipt["removed"] == {"disk": 3}
     secrets.write_text("1:the first secret of the tests\n2:the second secret of the tests\n")
     monkeypatch.setenv("FOREWORD_STORE_INTEGRITY_SECRETS", f"file:{secrets}")
-    ring = KeyRing.from_environment(EncryptionConfig())
+    ring = keys_from_environment(EncryptionConfig())
     assert ring is not None and all(ring.verifying(number, b"scope") for number in (1, 2))
 
 

@@ -36,8 +36,8 @@ from foreword.store.base import Name
 from foreword.store.engine_store import EngineStore
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
-from foreword.store.sealing import KeyRing
 from foreword.store.shared_records import SharedRecords
+from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier_counters import PER_TIER
 from foreword.store.tiered import TieredStore, TierSearch
 from foreword.store.urls import check_stores, open_store
@@ -135,7 +135,7 @@ class ForewordStorage(HiCacheStorage):  # type: ignore[misc]
             )
         self._config = storage_config
         self._namespace = server_namespace(self.settings.fingerprint)
-        self._keys = KeyRing.from_environment()
+        self._keys = keys_from_environment()
         self._store = open_store(self.settings.store.urls, keys=self._keys) if store is None else store
         self._pools: dict[str, PagePool] = {}
         self._off = False

@@ -28,8 +28,7 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.transfer_extra import transfer_extra
 from foreword.integrations.vllm.weights import WeightsVersion
 from foreword.offload.search import StoredGroup
-from foreword.store.data_keys import check_apart, data_keys_of
-from foreword.store.sealing import KeyRing
+from foreword.store.store_keys import StoreKeys, check_apart, data_keys_of, keys_from_environment
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores, loss_of, parse
 from foreword.transfer_config import TransferConfig
@@ -141,9 +140,9 @@ class ConnectorSettings:
             trusts,
         )
 
-    def keys(self) -> KeyRing | None:
+    def keys(self) -> StoreKeys | None:
         """The keys that seal what is in the stores. Raises ConfigError, StoreError."""
-        return KeyRing.from_environment(self.encryption)
+        return keys_from_environment(self.encryption)
 
     def current(self, salt: Salt) -> Salt:
         """The salt in its tenant's generation now."""

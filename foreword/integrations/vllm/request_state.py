@@ -11,7 +11,6 @@ from foreword.blocks.keys import TokenChain
 from foreword.blocks.runs import consecutive_runs
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, KVCacheInfo
 from foreword.integrations.vllm.request_identity import RequestIdentity
-from foreword.integrations.vllm.retentions import CacheAction
 from foreword.integrations.vllm.step_messages import BlockSave
 from foreword.offload.load_plan import LoadPlan
 from foreword.offload.lookups import StoreSearch
@@ -39,7 +38,7 @@ class RequestState:
         tiers: tokens loaded when it was last scheduled anew, by the label of the tier; until a load ends, those that it is to
             load.
         awaited: tokens that the last lookup has found and that are neither loaded nor counted as not loaded.
-        actions: the request's cache control; `retained` are the positions that it keeps.
+        actions: the request's cache control, as the extra reads it; `retained` are the positions that it keeps.
     """
 
     request: Any
@@ -60,7 +59,7 @@ class RequestState:
     no_more_loads: bool = False
     tiers: dict[str, int] = field(default_factory=dict)
     awaited: int = 0
-    actions: Sequence[CacheAction] = ()
+    actions: Sequence[Any] = ()
     retained: Sequence[int] = ()
 
     def start_over(self, info: KVCacheInfo, held: int) -> None:

@@ -17,14 +17,13 @@ from foreword.blocks.checkpoints import ReplacedCheckpoints
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.resume import GroupKind
 from foreword.blocks.salt import tenant_digest
-from foreword.integrations.vllm.agent_sessions import SESSION_KEY, ConnectorSessions
 from foreword.integrations.vllm.connector_config import NULL_BLOCK, ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import ForewordStats, FoundCounts, FoundEnd, StatsReader
+from foreword.integrations.vllm.control_extra import engine_control
 from foreword.integrations.vllm.due_requests import DueRequests
 from foreword.integrations.vllm.rank_stores import StoreLookup
 from foreword.integrations.vllm.request_identity import RequestIdentity, framed, request_identities, salt_of
 from foreword.integrations.vllm.request_state import BlockIds, RequestState
-from foreword.integrations.vllm.retentions import PARAMS_KEY, ConnectorRetentions, actions_of
 from foreword.integrations.vllm.step_messages import (
     BlockLoad,
     BlockSave,
@@ -45,7 +44,7 @@ from foreword.ledger import UsageLedger
 from foreword.newest import Newest
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.search import Found
-from foreword.prefixes.stored import PublicRecords
+from foreword.prefixes.kept_records import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse
@@ -123,11 +122,7 @@ class ForewordConnectorScheduler:
         self._reaches = dict(zip(labels, reaches, strict=True))
         self._producers_tier = len(reaches)  # after the stores
         self._handoff = Handoffs() if settings.transfer is None else transfer_extra().handoffs(info, settings)
-        per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
-        self._retentions = ConnectorRetentions(
-            stores.store, self._groups, info.model, info.key_size, info.step, per_key
-        )
-        self.sessions = ConnectorSessions(info, self._retentions.book)
+        self.control = engine_control(info, stores.store)
         self._public = PublicRecords(stores.store, info.model.hex())
         self._ledger = UsageLedger(Path(settings.usage_ledger)) if settings.usage_ledger else None
         self._prefills: dict[str, Any] = {}  # vLLM's counts of requests that will have a line
@@ -222,7 +217,7 @@ class ForewordConnectorScheduler:
             state = RequestState(request, self._chain(request, identity, tokens), identity)
             self._requests[request.request_id] = state
             state.start_over(self._info, 0)
-            self._note_retentions(state)
+            self.control.begins(state)
             return state
         if state.identity is not identity:
             state.identity, state.chain = identity, self._chain(request, identity, state.chain.tokens)
@@ -231,16 +226,6 @@ class ForewordConnectorScheduler:
         if len(state.chain) < len(tokens):
             state.chain.tokens.extend(tokens[len(state.chain) :])
         return state
-
-    def _note_retentions(self, state: RequestState) -> None:
-        """Renew what a new request uses, and plan checkpoints for what it asks to keep."""
-        request, prompt = state.request, state.request.num_prompt_tokens
-        state.actions = actions_of(request)
-        state.retained = self._retentions.positions(state.actions, prompt)
-        if len(self._retentions.book):
-            self._retentions.book.on_path(state.chain.keys_to(prompt // self._info.key_size))
-        if state.retained and hasattr(request, "shared_prefix_boundary"):
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
 
     def _chain(self, request: Any, identity: RequestIdentity, tokens: Sequence[int]) -> TokenChain:
         scope = self._info.scope(self._info.current(salt_of(request)))
@@ -327,7 +312,7 @@ class ForewordConnectorScheduler:
         states = getattr(block_state, "boundary_state_offloads", ())
         due = self._due.take(scheduled, tokens, states)
         known = self._to_load or self._last_saves or self._finished or self._ended or self._to_delete
-        if not (due or known or output.preempted_req_ids or self.sessions.retires or self._handoff.tells):
+        if not (due or known or output.preempted_req_ids or self.control.retires or self._handoff.tells):
             return ForewordConnectorMetadata(tokens=tokens, idle=True, prefills=prefills)
         metadata = self._begin_step(tokens, output.preempted_req_ids or ())
         for request_id in due:
@@ -345,7 +330,7 @@ class ForewordConnectorScheduler:
         metadata = ForewordConnectorMetadata(loads, saves, tokens, finished=finished)
         metadata.ended, self._ended = [*self._ended, *preempted], []
         metadata.deletes, self._to_delete = self._to_delete, []
-        metadata.retired = self.sessions.take_retired()
+        metadata.retired = self.control.take_retired()
         self._handoff.revoke(preempted)
         return metadata
 
@@ -600,7 +585,9 @@ class ForewordConnectorScheduler:
             waits = True
         elif params is not None or not waits:
             self._drop_late(request.request_id)  # a lease ends when its reader does
-        answers = self._answers(state, ids) if state is not None and request.status in _ENDED else {}
+        answers = {}
+        if state is not None and request.status in _ENDED:
+            answers = self.control.ended(state, self._info.current(salt_of(request)), ids)
         return waits, {**(params or {}), **answers} or None
 
     def _is_late(self, request_id: str) -> bool:
@@ -645,17 +632,6 @@ class ForewordConnectorScheduler:
         tenant = tenant_digest(salt.tenant) if salt.tenant else salt.digest.hex() if salt else ""
         status, seconds = _STATUS.get(request.status.name, 200), time.time() - request.arrival_time
         self._ledger.note(request.request_id, tenant, "vllm", status, seconds, usage)
-
-    def _answers(self, state: RequestState, ids: BlockIds) -> dict[str, Any]:
-        """Follow what a request that has ended says of caching and sessions. The answers, for its `kv_transfer_params`."""
-        request, prompt = state.request, state.request.num_prompt_tokens
-        salt, found = self._info.current(salt_of(request)), {}
-        if state.actions and request.num_computed_tokens >= prompt:
-            keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
-            answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt.tenant)
-            found[PARAMS_KEY] = [dataclasses.asdict(one) for one in answers]
-        told = self.sessions.ended(state, salt, ids)
-        return found if told is None else {**found, SESSION_KEY: told}
 
     def _end_of_turn(self, state: RequestState, ids: BlockIds) -> list[BlockSave]:
         """The windows with which the next turn continues. (Recurrent states were saved when they were computed.)"""
@@ -734,7 +710,7 @@ class ForewordConnectorScheduler:
 
     def bind_pool(self, pool: Any) -> None:
         """vLLM's block pool; None if it shows none."""
-        self._pool = self.sessions.pool = pool
+        self._pool = self.control.pool = pool
         if self.events is not None:
             self.events.hash_size = pool.hash_block_size if pool is not None else 0
 
@@ -799,7 +775,7 @@ class ForewordConnectorScheduler:
     def close(self) -> None:
         if self._ledger is not None:
             self._ledger.close()
-        self._retentions.close()
+        self.control.close()
         self._public.close()
         if self._lookup is not None:
             self._lookup.close()

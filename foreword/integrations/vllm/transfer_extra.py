@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_EXTRA = "foreword.integrations.vllm_extras"
+_EXTRA = "foreword.integrations.vllm_extras.transfer"
 
 
 class Handoffs:

@@ -23,6 +23,7 @@ from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
+from foreword.integrations.vllm.control_extra import retire
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -60,7 +61,6 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
-from foreword.prefixes.stored import PrefixPins
 from foreword.store.background import set_background_cores, use_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
@@ -487,13 +487,7 @@ class ForewordConnectorWorker:
             layouts = [one.layouts[0].fingerprint for one in self.offload.units]
             named = [name for group, root, key in metadata.deletes for name in block_names(layouts[group], root, [key])]
             self.offload.delete(lambda: named)
-        for one in metadata.retired:
-            pins = PrefixPins(self.offload.store, self._info.model.hex(), self._info.stored_groups())
-            unneeded = partial(pins.unneeded, one.tenant, one.root, one.keys)
-            if one.drop:
-                self.offload.delete(unneeded)
-            else:
-                self.offload.drop_held(unneeded)
+        retire(self.offload, self._info, metadata.retired)
         if self._leases is not None:
             for lease in metadata.leases:
                 if all(map(self._may_save, (*lease.held, *lease.copied))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -72,3 +73,6 @@ def _of_rank(settings: ConnectorSettings, layouts: Sequence[Layout], longest: in
 
 def _block_bytes(view: torch.Tensor) -> int:
     return view[0].numel() * view.element_size()
+
+
+TRANSFER: Final = VllmTransfer()

@@ -8,20 +8,17 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Final
 
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
-from foreword.api.dialects.answer_reader import UsageCounts
-from foreword.api.front import Answer
 from foreword.api.misses.causes import Miss, MissFinder
-from foreword.api.request import CacheControl, GenerateRequest
-from foreword.observability.recording import RequestRecord
+from foreword.api.request import CacheControl
+from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.router.attempt import DecisionLog
+from foreword.router.extras import Misses, ServedRequest
 from foreword.router.router_metrics import RouterMetrics
-from foreword.routing.fleet import PlacedRequest
+from foreword.routing.fleet import Fleet, PlacedRequest
 from foreword.usage import MissExplained
 
 # Shorter prompts cost too little to ask why.
@@ -56,45 +53,36 @@ def record_finished(write: Callable[[RequestRecord], None]) -> Callable[[PlacedR
     return record
 
 
-class ServedRequest(Struct, frozen=True):
-    """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
-
-    id: str
-    tenant: str
-    request: GenerateRequest
-    model: str
-    session: str | None
-    replica: str
-    prompt_tokens: int | None
-    cached_tokens: int | None
-    began: float
-    computed_at: float
-    block_size: int
-
-
-class RouterMisses:
+class RouterMisses(Misses):
     """Compares finished requests on a thread. Its methods run on the event loop.
 
     Args:
-        record: writes a record, with the cause if it is known.
+        recorder: of the trace; a record has the cause if it is known. None: there is no trace.
     """
 
-    def __init__(self, metrics: RouterMetrics, decisions: DecisionLog, record: Callable[[RequestRecord], None]) -> None:
+    def __init__(self, metrics: RouterMetrics, decisions: DecisionLog, recorder: TraceRecorder | None) -> None:
         self._metrics = metrics
         self._decisions = decisions
-        self._record = record
+        self._recorder = recorder
         self._finder = MissFinder(window=_WINDOW)
         self._thread = ThreadPoolExecutor(1, "misses")
         self._passed = 0  # requests since the last that was compared
         self._held: RequestRecord | None = None
         self._waiting: dict[int, RequestRecord | None] = {}
 
-    def hold(self, record: RequestRecord) -> None:
+    def follow(self, fleet: Fleet) -> None:
+        if self._recorder is not None:
+            fleet.on_finished = record_finished(self._hold)
+
+    def _hold(self, record: RequestRecord) -> None:
         """Keep the record of a request that finishes now; `finished` follows."""
         self._held = record
 
+    def _record(self, record: RequestRecord) -> None:
+        if self._recorder is not None:
+            self._recorder.add(record)
+
     def finished(self, served: ServedRequest) -> asyncio.Future[Miss] | None:
-        """A request succeeded. None if it is not explained."""
         record, self._held = self._held, None
         if not _is_compared(served) or len(self._waiting) >= _MAX_WAITING:
             self._passed += 1
@@ -108,12 +96,13 @@ class RouterMisses:
         return explained
 
     def close(self) -> None:
-        """Record what is waiting, without causes."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         for record in self._waiting.values():
             if record is not None:
                 self._record(record)
         self._waiting.clear()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _explain(self, served: ServedRequest, passed: int) -> Miss:
         self._finder.passed(passed)
@@ -148,18 +137,3 @@ class RouterMisses:
 def _is_compared(served: ServedRequest) -> bool:
     known = served.cached_tokens is not None and (served.prompt_tokens or 0) >= _MIN_TOKENS
     return known and not served.request.path
-
-
-def report_of(counts: UsageCounts, miss: Miss) -> dict[str, Any]:
-    """A cache report from what is known of any engine."""
-    return {"prompt_tokens": counts.prompt, "cached_tokens": counts.cached, **dataclasses.asdict(miss)}
-
-
-async def with_report(response: Answer, counts: UsageCounts, explained: asyncio.Future[Miss] | None) -> Answer:
-    """A whole response of an engine that has no cache report of its own, with the cause of its miss."""
-    if explained is None:
-        return response
-    body: dict[str, Any] = msgspec.json.decode(response.body)
-    body["cache_report"] = report_of(counts, await explained)
-    response.body = msgspec.json.encode(body)
-    return response

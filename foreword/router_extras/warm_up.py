@@ -24,6 +24,7 @@ from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import ReplicaFailed
 from foreword.router.auth import RouterAuth
+from foreword.router.extras import WarmUp
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, clock, read_whole
 from foreword.router.router_metrics import RouterMetrics
 
@@ -51,7 +52,7 @@ class _Owner:
     cache_salt: str | None
 
 
-class WarmUp:
+class PrefixWarmUp(WarmUp):
     """Recent prompts, and the prefetches of replicas that join. Runs on the event loop.
 
     Args:
@@ -66,7 +67,6 @@ class WarmUp:
         self._tokens = 0
 
     def record(self, tenant: Tenant, model: str | None, cache_salt: str | None, tokens: Sequence[int]) -> None:
-        """Note a prompt: of a session only the first."""
         if not self._seconds or not tokens:
             return
         kept = tokens if len(tokens) <= _MAX_LENGTH else tokens[:_MAX_LENGTH]
@@ -76,7 +76,6 @@ class WarmUp:
             self._tokens -= len(self._prompts.popleft()[1])
 
     def forget(self, tenant: str, cache_salts: Collection[str]) -> None:
-        """Forget a tenant's prompts: those with one of these salts, all if there are none."""
         kept = [
             one
             for one in self._prompts
@@ -85,7 +84,6 @@ class WarmUp:
         self._prompts, self._tokens = deque(kept), sum(len(tokens) for _, tokens in kept)
 
     async def warm(self, session: aiohttp.ClientSession, url: str, info: ReplicaInfo) -> None:
-        """Let a replica that is about to join prefetch common prefixes, within the time limit."""
         if not self._prompts or info.kind not in ("foreword", "vllm"):
             return
         began, loaded, problem = clock(), 0, ""

@@ -18,11 +18,11 @@ from typing import Any, Final, Literal
 from foreword.blocks.retention import MAX_PRIORITY, Retention, RetentionAnswer
 from foreword.blocks.retention_book import RetentionBook
 from foreword.blocks.salt import tenant_digest
+from foreword.integrations.vllm.control_extra import PARAMS_KEY
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.stored import PrefixPins, StoredRetentions
 from foreword.store.tiered import TieredStore
 
-PARAMS_KEY: Final = "foreword_cache"
 MAX_ACTIONS: Final = 16
 _DEFAULT_TTL: Final = 300.0
 _PIN_SHARE: Final = 0.5

@@ -29,8 +29,12 @@ from foreword.api.sse import DONE, EventParser
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, ReplicaFailed, RequestEnded
 from foreword.router.attempt import Attempt
-from foreword.router.gateway import envoy_messages as envoy
-from foreword.router.gateway.picker import (
+from foreword.router.passthrough import listed_models
+from foreword.router.proxied_request import RoutedRequest
+from foreword.router.replicas import clock, is_refusal
+from foreword.router.service import Router
+from foreword.router_extras.gateway import envoy_messages as envoy
+from foreword.router_extras.gateway.picker import (
     DESTINATION,
     FAULTS_OF_CLIENTS,
     PICK,
@@ -39,10 +43,6 @@ from foreword.router.gateway.picker import (
     Picker,
     RequestHead,
 )
-from foreword.router.passthrough import listed_models
-from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replicas import clock, is_refusal
-from foreword.router.service import Router
 from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
 

@@ -24,7 +24,10 @@ _SHOWN_CAUSES: Final = 20
 _SHOWN_REQUESTS: Final = 8
 
 
-def add_routes(routes: Routes[Handler], router: Router, history: MetricsHistory) -> None:
+def add_routes(routes: Routes[Handler], router: Router) -> None:
+    history = MetricsHistory(router.metrics.families, on_loop=True)
+    router.on_serving.append(history.keep_sampling)
+
     @routes.add("GET", "/ui/data/kind", right=Right.ANYONE, meter=Meter.FREE, body=NO_BODY, tag="dashboard")
     async def kind(call: Call) -> dict[str, Any]:
         """The kind of page, and whether the client may see the data. Needs no key."""

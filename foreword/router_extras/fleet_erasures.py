@@ -17,6 +17,7 @@ from foreword.errors import BadRequest, ForewordError, NoReplica, ReplicaFailed
 from foreword.router.passthrough import chosen, send_once
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
+from foreword.router_extras.router_prefixes import RouterPrefixes
 
 _ANSWER_SECONDS: Final = 60.0  # a replica may have much to erase
 _DOWN_SECONDS: Final = 15.0  # of one that takes no requests
@@ -77,8 +78,8 @@ class FleetErasure:
 class FleetErasures:
     """The last 64 erasures of each tenant."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, prefixes: RouterPrefixes) -> None:
+        self._router, self._prefixes = router, prefixes
         self._known: list[FleetErasure] = []
         self._repeating: asyncio.Task[None] | None = None
         router.on_failover = self._moved
@@ -89,7 +90,7 @@ class FleetErasures:
         if query.scope == "device":  # replicas would take the router for an operator
             raise BadRequest("the cache of all tenants is cleared on each server by itself", param="scope")
         given = query.cache_salt
-        salts = [one for salt in given for one in self._router.audit.salts.all_of(call.tenant.salt, salt)]
+        salts = [one for salt in given for one in self._router.audit.salts_of(call.tenant.salt, salt)]
         one = FleetErasure(call, str(URL("/v1/cache").with_query([("cache_salt", str(salt)) for salt in salts])))
         older = self._of(call)[: 1 - _MAX]
         # It is known from here on: a request may move while replicas are asked.
@@ -99,7 +100,7 @@ class FleetErasures:
         self._router.warm_up.forget(call.tenant.name, given)
         if not given:
             self._router.responses.forget(call.tenant.salt)
-            self._router.prefixes.registry.forget(call.tenant.name)
+            self._prefixes.registry.forget(call.tenant.name)
             one.open[_FILE] = "they are being removed"
         await self._ask(one, asked)
         for upstream in upstreams:
@@ -161,7 +162,7 @@ class FleetErasures:
     async def _ask(self, one: FleetErasure, upstreams: list[Upstream]) -> None:
         """Ask replicas, and write the router's file if that is open."""
         one.moved -= {upstream.url for upstream in upstreams}
-        if _FILE in one.open and not (problem := await self._router.prefixes.save()):
+        if _FILE in one.open and not (problem := await self._prefixes.save()):
             del one.open[_FILE]
         elif _FILE in one.open:
             one.open[_FILE] = problem
@@ -190,8 +191,8 @@ class FleetErasures:
         return _FILE in one.open or any(able)
 
 
-def add_routes(routes: Routes[Handler], router: Router) -> None:
-    erasures = FleetErasures(router)
+def add_routes(routes: Routes[Handler], router: Router, prefixes: RouterPrefixes) -> None:
+    erasures = FleetErasures(router, prefixes)
 
     @routes.add("DELETE", "/v1/cache", right=Right.OWNER, meter=Meter.FREE, body=NO_BODY, query=EraseQuery, tag="cache")
     async def clear_cache(call: Call) -> Answer:

@@ -73,7 +73,7 @@ async def _control(router: Router, call: Call, verb: str) -> Answer:
     everything = bytes(request.body.fields.get("all", b"")) == b"true"
     if everything:
         call.require(Right.OWNER, "releasing everything")
-    salt = router.audit.salts.all_of(call.tenant.salt, request.cache_salt or None)[-1]
+    salt = router.audit.salts_of(call.tenant.salt, request.cache_salt or None)[-1]
     targets, tokens = await _targets(router, call, request, salt, "release" if everything else verb)
     if computes:  # as far as it is known, so that a client that leaves before the answer has paid
         call.charge(TokenUsage(tokens * len(targets)))

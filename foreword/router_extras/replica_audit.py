@@ -34,6 +34,7 @@ from foreword.api.tenants import Tenant
 from foreword.blocks.salt import Salt, tenant_digest
 from foreword.errors import BadRequest, ConfigError, ReplicaFailed, reason_of
 from foreword.router.auth import RouterAuth
+from foreword.router.extras import Audit
 from foreword.router.replica_body import PATHS
 from foreword.router.replicas import CONNECTION_ERRORS, Upstream, read_whole
 from foreword.tasks import log_failure
@@ -166,7 +167,7 @@ class _Hit:
     tokens: int
 
 
-class RouterAudit:
+class ReplicaAudit(Audit):
     """Repeats hits and compares. On the router's event loop.
 
     Args:
@@ -175,34 +176,36 @@ class RouterAudit:
         budget: prompt tokens of repeated requests, as a share of those of all requests.
         folder: for reports, and for the changed salts, which must outlive the router; None keeps nothing.
 
-    Attributes:
-        salts: those whose cached KV was wrong.
-        results: audits by result: `equal`, `different`, `skipped` (no hit any more, or the replica did not answer) or `failed`
-            (an error of the audit).
-
     Raises ConfigError if changed salts cannot be read.
     """
 
     def __init__(
         self, auth: RouterAuth, is_idle: Callable[[], bool], every: int, budget: float, folder: str | None
     ) -> None:
+        super().__init__()
         self.hits = 0
-        self.results = {"equal": 0, "different": 0, "skipped": 0, "failed": 0}
         self._auth = auth
         self._is_idle = is_idle
         self._every = every
         self._budget = budget
         self._folder = None if folder is None else Path(folder)
-        self.salts = ChangedSalts(self._folder)
+        self._salts = ChangedSalts(self._folder)
         self._routed = self._spent = 0
         self._chosen = 0
         self._random = random.Random()  # which hits are audited is no secret
         self._pending: deque[_Hit] = deque()
 
+    @property
+    def quarantined(self) -> int:
+        return len(self._salts)
+
+    def salts_of(self, tenant: bytes, cache_salt: str | None) -> list[str | None]:
+        return self._salts.all_of(tenant, cache_salt)
+
     def finished(
         self, request: GenerateRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: UsageCounts
     ) -> None:
-        """A request has ended; it had this `cache_salt`. Some of those that hit are taken for an audit."""
+        """Some of the requests that hit are taken for an audit."""
         if not self._every:
             return
         self._routed += counts.prompt or 0
@@ -231,7 +234,7 @@ class RouterAudit:
         while True:
             await asyncio.sleep(_IDLE_SECONDS)
             if self._folder is not None:
-                await asyncio.to_thread(self.salts.sync)
+                await asyncio.to_thread(self._salts.sync)
             if not self._pending or not self._is_idle() or self._spent > self._budget * self._routed:
                 continue
             work = asyncio.ensure_future(self._audit(session, self._pending[0]))
@@ -282,7 +285,7 @@ class RouterAudit:
     def _quarantine(self, hit: _Hit, figures: list[float], output: Output, expected: Output) -> None:
         """Never use again what the tenant has cached, on any replica, and report it."""
         salt = Salt.of(hit.tenant.salt, hit.cache_salt)
-        self.salts.change(salt)
+        self._salts.change(salt)
         # What else waits of it was computed with the KV that is not used any more: it would be found wrong again.
         kept = [one for one in self._pending if one is hit or Salt.of(one.tenant.salt, one.cache_salt) != salt]
         self._pending = deque(kept)

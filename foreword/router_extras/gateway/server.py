@@ -15,8 +15,8 @@ from typing import Any, Final
 from foreword.api.errors import MAX_BODY_BYTES
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig, ServerConfig
-from foreword.router.gateway.picker import FAULTS_OF_CLIENTS, Picker
 from foreword.router.service import Router
+from foreword.router_extras.gateway.picker import FAULTS_OF_CLIENTS, Picker
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,14 @@ _OPTIONS: Final = (
 
 @asynccontextmanager
 async def picking(router: Router, limits: ServerConfig) -> AsyncIterator[None]:
-    """Serve a router's decisions on `config.picker` in this block, if it is set. Raises ConfigError."""
+    """Serve a router's decisions on `config.picker` in this block. Raises ConfigError."""
     config = router.config
-    if config.picker is None:
-        yield
-        return
+    assert config.picker is not None
     try:
         import grpc
 
-        from foreword.router.gateway import envoy_messages as envoy
-        from foreword.router.gateway.exchange import Exchanges
+        from foreword.router_extras.gateway import envoy_messages as envoy
+        from foreword.router_extras.gateway.exchange import Exchanges
     except ImportError as error:
         raise ConfigError("--picker needs more packages: pip install 'foreword[gateway]'") from error
 
@@ -125,8 +123,7 @@ async def _give_back() -> None:
 
 def check_config(config: RouterConfig) -> None:
     """Raises ConfigError."""
-    if config.picker is None:
-        return
+    assert config.picker is not None
     host, _, port = config.picker.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65_535:
         raise ConfigError(f"--picker is written HOST:PORT, such as 0.0.0.0:9002, not {config.picker!r}")
@@ -165,7 +162,7 @@ def _credentials(grpc: Any, certificate: str, key: str) -> Any:
 
 def _make_server(grpc: Any, streams: int) -> Any:
     try:
-        from foreword.router.gateway.grpc_server import RegisteredServer
+        from foreword.router_extras.gateway.grpc_server import RegisteredServer
 
         return RegisteredServer(_OPTIONS, streams)
     except (ImportError, AttributeError, TypeError):

@@ -17,8 +17,8 @@ from foreword.errors import BadRequest, NoReplica, ReplicaFailed
 from foreword.prefixes.book import NamedPrefix
 from foreword.router.passthrough import chosen, foreword_replicas, send_to_all, send_to_one
 from foreword.router.replicas import CONNECTION_ERRORS
-from foreword.router.router_prefixes import PUBLIC_TENANT, NewPrefix
 from foreword.router.service import Router
+from foreword.router_extras.router_prefixes import PUBLIC_TENANT, NewPrefix, RouterPrefixes
 from foreword.tasks import to_its_end
 from foreword.usage import TokenUsage
 
@@ -27,27 +27,29 @@ _PUBLIC_PATH = "/v1/public/prefixes"
 _JSON: Final = {"content-type": "application/json"}
 
 
-def add_routes(routes: Routes[Handler], router: Router) -> None:
+def add_routes(routes: Routes[Handler], router: Router, prefixes: RouterPrefixes) -> None:
     body = JsonBody(_parse, NewPrefix)
 
     @routes.add("POST", _PATH, right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="prefixes", status=201)
     async def add(call: Call) -> Answer:
         """Register a prefix on all replicas."""
-        return await to_its_end(_register(router, call, call.body), f"request {call.id}: registering a prefix")
+        return await to_its_end(
+            _register(router, prefixes, call, call.body), f"request {call.id}: registering a prefix"
+        )
 
     @routes.add("PUT", _PATH + "/{name}", right=Right.TENANT, meter=Meter.TOKENS, body=body, tag="prefixes")
     async def replace(call: Call) -> Answer:
         """Register a prefix, or a new version of it, on all replicas."""
         new: NewPrefix = call.body
         new.name, new.replace = call.names["name"], True
-        return await to_its_end(_register(router, call, new), f"request {call.id}: registering a prefix")
+        return await to_its_end(_register(router, prefixes, call, new), f"request {call.id}: registering a prefix")
 
     @routes.add("GET", _PATH, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def list_all(call: Call) -> Reply:
         """All named prefixes of the tenant, as one of the replicas has them."""
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
-        found = [_describe(prefix) for prefix in router.prefixes.registry.of(call.tenant.name)]
+        found = [_describe(prefix) for prefix in prefixes.registry.of(call.tenant.name)]
         return {"object": "list", "data": found}
 
     @routes.add("GET", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
@@ -55,21 +57,21 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """A prefix with its content."""
         if replicas := foreword_replicas(router):
             return await send_to_one(router, call, replicas, call.path, b"")
-        prefix = router.prefixes.registry.get(call.tenant.name, call.names["name"])
+        prefix = prefixes.registry.get(call.tenant.name, call.names["name"])
         return {**_describe(prefix), **prefix.body}
 
     @routes.add("DELETE", _PATH + "/{name}", right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag="prefixes")
     async def remove(call: Call) -> Reply:
         """Remove a prefix from all replicas."""
         tenant, name = call.tenant, call.names["name"]
-        known = router.prefixes.registry.find(tenant.name, name)
+        known = prefixes.registry.find(tenant.name, name)
         if known is not None:
-            await router.prefixes.remove(tenant, name)
+            await prefixes.remove(tenant, name)
         replicas = foreword_replicas(router)
         answer = chosen(await send_to_all(router, call, replicas, b"")) if replicas else None
         if answer is not None and not (answer.status == 404 and known is not None):
             return answer
-        known = known or router.prefixes.registry.get(tenant.name, name)
+        known = known or prefixes.registry.get(tenant.name, name)
         return {"id": name, "object": "prefix", "deleted": True, "version": known.version}
 
     operator: dict[str, Any] = {"right": Right.OPERATOR, "meter": Meter.FREE, "tag": "prefixes"}
@@ -82,20 +84,22 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         new: NewPrefix = call.body
         new.replace |= call.method == "PUT"
         new.name = call.names.get("name", new.name)
-        prefix = router.prefixes.registry.make(PUBLIC_TENANT.name, new)
-        answer = await to_its_end(_change_public(router, "PUT", prefix), f"request {call.id}: registering a prefix")
+        prefix = prefixes.registry.make(PUBLIC_TENANT.name, new)
+        answer = await to_its_end(
+            _change_public(router, prefixes, "PUT", prefix), f"request {call.id}: registering a prefix"
+        )
         if answer.status < 300:
-            await router.prefixes.add(PUBLIC_TENANT, prefix, lambda tokens: None)
+            await prefixes.add(PUBLIC_TENANT, prefix, lambda tokens: None)
         return answer
 
     @routes.add("DELETE", _PUBLIC_PATH + "/{name}", body=NO_BODY, **operator)
     async def unmark(call: Call) -> Answer:
         """Remove such a prefix from all of Foreword's servers. Its blocks are no tenant's then."""
         name = call.names["name"]
-        known = router.prefixes.registry.find(PUBLIC_TENANT.name, name)
+        known = prefixes.registry.find(PUBLIC_TENANT.name, name)
         if known is not None:
-            await router.prefixes.remove(PUBLIC_TENANT, name)
-        return await _change_public(router, "DELETE", known or NamedPrefix(name, 0, "", (), 0.0))
+            await prefixes.remove(PUBLIC_TENANT, name)
+        return await _change_public(router, prefixes, "DELETE", known or NamedPrefix(name, 0, "", (), 0.0))
 
     @routes.add("GET", _PUBLIC_PATH, **reads)
     @routes.add("GET", _PUBLIC_PATH + "/{name}", **reads)
@@ -104,7 +108,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         return await send_to_one(router, call, foreword_replicas(router), call.path, b"")
 
 
-async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
+async def _register(router: Router, prefixes: RouterPrefixes, call: Call, new: NewPrefix) -> Answer:
     """Goes to its end, so that all replicas have the prefix, and its tenant pays for what each of them computes."""
     tokens = 0
 
@@ -113,7 +117,7 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
         tokens += count
         call.charge(TokenUsage(tokens))
 
-    prefix = router.prefixes.registry.make(call.tenant.name, new)
+    prefix = prefixes.registry.make(call.tenant.name, new)
     replicas, answer = foreword_replicas(router), None
     if replicas:
         answers = await send_to_all(router, call, replicas, call.raw)
@@ -122,11 +126,11 @@ async def _register(router: Router, call: Call, new: NewPrefix) -> Answer:
         answer = chosen(answers)
     if answer is None or answer.status < 300:
         computed(0)
-        await router.prefixes.add(call.tenant, prefix, computed)
+        await prefixes.add(call.tenant, prefix, computed)
     return answer or Answer.json(_describe(prefix), 201 if prefix.version == 1 else 200)
 
 
-async def _change_public(router: Router, method: str, prefix: NamedPrefix) -> Answer:
+async def _change_public(router: Router, prefixes: RouterPrefixes, method: str, prefix: NamedPrefix) -> Answer:
     """Register or remove a public prefix on all of Foreword's servers. Raises BadRequest, NoReplica, ReplicaFailed."""
     if router.auth.replica_key is None:
         raise BadRequest(
@@ -136,7 +140,7 @@ async def _change_public(router: Router, method: str, prefix: NamedPrefix) -> An
     if not replicas:
         raise NoReplica("None of Foreword's servers takes requests now. At vLLM, mark the text on one of the servers")
     path, body = f"{_PATH}/{quote(prefix.name, safe='')}", prefix.body if method == "PUT" else None
-    sent = (router.prefixes.send(one.url, one.kind, PUBLIC_TENANT, method, path, body) for one in replicas)
+    sent = (prefixes.send(one.url, one.kind, PUBLIC_TENANT, method, path, body) for one in replicas)
     try:
         return chosen([Answer(status, data, _JSON) for status, data in await asyncio.gather(*sent)])
     except CONNECTION_ERRORS as error:

@@ -28,6 +28,7 @@ from foreword.errors import BadRequest, ConfigError, ReplicaFailed, StoreUnavail
 from foreword.newest import Newest
 from foreword.prefixes.book import KeptBytes, NamedPrefix, PrefixBook, content_of, size_of
 from foreword.router.auth import RouterAuth
+from foreword.router.extras import Prefixes
 from foreword.router.replica_body import PATHS, edited, parse_request
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, Upstream, read_whole
 
@@ -152,7 +153,7 @@ class _Router(Protocol):
     def background(self, work: Coroutine[Any, Any, None]) -> object: ...
 
 
-class RouterPrefixes:
+class RouterPrefixes(Prefixes):
     """The registrations, and what replicas need of them. Runs on the event loop.
 
     Raises ConfigError for an unreadable file.
@@ -195,25 +196,23 @@ class RouterPrefixes:
     # Requests
 
     def expanded(self, pool: ReplicaPool, tenant: Tenant, request: GenerateRequest) -> GenerateRequest:
-        """The request with the prefix itself in place of its name, if a replica of the pool does not know names.
-
-        Raises UnknownPrefix and BadRequest.
-        """
         if request.prefix is None or pool.kind == "foreword":
             return request
         prefix = self.registry.get(tenant.name, request.prefix)
         changes = _with_text(prefix, request) if request.dialect == "completions" else with_messages(prefix, request)
         return parse_request(request.dialect, edited(request.body, ("prefix",), changes), Limits())
 
+    def check(self, tenant: Tenant, request: GenerateRequest) -> None:
+        if request.prefix is not None:
+            with_messages(self.registry.get(tenant.name, request.prefix), request)
+
     async def repair(self, upstream: Upstream, tenant: Tenant, name: str) -> bool:
-        """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
         prefix = self.registry.find(tenant.name, name)
         return prefix is not None and upstream.kind == "foreword" and await self._ensure(upstream.url, tenant, prefix)
 
     # Replicas
 
     async def prepare(self, url: str, info: ReplicaInfo) -> None:
-        """Bring a replica that joins or has restarted up to date."""
         tenants = self._router.auth.tenants
         owners = {PUBLIC_TENANT.name: PUBLIC_TENANT}
         named = [(owners.get(name) or tenants.named(name), one) for name, one in self.registry.all()]

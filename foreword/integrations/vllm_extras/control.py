@@ -1,0 +1,80 @@
+"""Implements the connector's interface for cache control and sessions (`foreword.integrations.vllm.control_extra`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from foreword.blocks.salt import Salt
+from foreword.integrations.vllm.connector_config import KVCacheInfo
+from foreword.integrations.vllm.control_extra import PARAMS_KEY, SESSION_KEY, ControlExtra, EngineControl
+from foreword.integrations.vllm.request_state import BlockIds, RequestState
+from foreword.integrations.vllm.step_messages import RetiredBlocks
+from foreword.integrations.vllm_extras.agent_sessions import ConnectorSessions
+from foreword.integrations.vllm_extras.retentions import ConnectorRetentions, actions_of
+from foreword.offload.manager import OffloadManager
+from foreword.prefixes.stored import PrefixPins
+from foreword.store.tiered import TieredStore
+
+
+class ConnectorControl(EngineControl):
+    """Retentions and sessions of a vLLM engine."""
+
+    def __init__(self, info: KVCacheInfo, store: TieredStore) -> None:
+        per_key = sum(one.block_bytes * info.key_size // one.block_size for one in info.groups) * info.ranks
+        self._info = info
+        self._retentions = ConnectorRetentions(
+            store, info.stored_groups(), info.model, info.key_size, info.step, per_key
+        )
+        self._sessions = ConnectorSessions(info, self._retentions.book)
+        super().__init__()
+
+    @property
+    def retires(self) -> bool:
+        return self._sessions.retires
+
+    def take_retired(self) -> list[RetiredBlocks]:
+        return self._sessions.take_retired()
+
+    def begins(self, state: RequestState) -> None:
+        request, prompt = state.request, state.request.num_prompt_tokens
+        state.actions = actions_of(request)
+        state.retained = self._retentions.positions(state.actions, prompt)
+        if len(self._retentions.book):
+            self._retentions.book.on_path(state.chain.keys_to(prompt // self._info.key_size))
+        if state.retained and hasattr(request, "shared_prefix_boundary"):
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, state.retained[-1])
+
+    def ended(self, state: RequestState, salt: Salt, ids: BlockIds) -> dict[str, Any]:
+        request, prompt, found = state.request, state.request.num_prompt_tokens, dict[str, Any]()
+        if state.actions and request.num_computed_tokens >= prompt:
+            keys = state.chain.keys_to(prompt // self._info.key_size)[: prompt // self._info.key_size]
+            answers = self._retentions.apply(state.actions, state.chain.root, keys, prompt, salt.tenant)
+            found[PARAMS_KEY] = [dataclasses.asdict(one) for one in answers]
+        self._sessions.pool = self.pool
+        told = self._sessions.ended(state, salt, ids)
+        return found if told is None else {**found, SESSION_KEY: told}
+
+    def close(self) -> None:
+        self._retentions.close()
+
+
+class InstalledControl(ControlExtra):
+    """The extra of this package."""
+
+    def control(self, info: KVCacheInfo, store: TieredStore) -> EngineControl:
+        return ConnectorControl(info, store)
+
+    def retire(self, offload: OffloadManager, info: KVCacheInfo, retired: Sequence[RetiredBlocks]) -> None:
+        for one in retired:
+            pins = PrefixPins(offload.store, info.model.hex(), info.stored_groups())
+            unneeded = partial(pins.unneeded, one.tenant, one.root, one.keys)
+            if one.drop:
+                offload.delete(unneeded)
+            else:
+                offload.drop_held(unneeded)
+
+
+CONTROL: Final = InstalledControl()

@@ -1,0 +1,222 @@
+"""Interface of the router's extras, `foreword.router_extras`, a package of its own.
+
+Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
+hits, traces of the traffic, a tokenizer of its own. The others are used where the package is installed: named prefixes, cache
+control, erasures, the dashboard, causes of misses, and the warm-up of replicas that join. The classes here are what a router
+does without them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+import aiohttp
+from msgspec import Struct
+
+from foreword.api.dialects.answer_reader import UsageCounts
+from foreword.api.front import Call, Handler
+from foreword.api.request import GenerateRequest
+from foreword.api.routes import NO_BODY, Meter, Right, Routes
+from foreword.api.tenants import Tenant
+from foreword.errors import BadRequest, ConfigError, NotFound
+from foreword.process_config import RouterConfig, ServerConfig
+from foreword.router.auth import RouterAuth
+from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
+from foreword.router.router_metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from foreword.api.misses.causes import Miss
+    from foreword.router.replica_pool import ReplicaPool
+    from foreword.router.service import Router
+    from foreword.routing.fleet import Fleet
+    from foreword.tokens.tokenizer import Tokenizer
+
+_PACKAGE: Final = "foreword.router_extras"
+_MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
+# Paths that the extras serve.
+_ROOTS: Final = ("/ui", "/v1/cache", "/v1/prefixes", "/v1/public/prefixes", "/v1/sessions")
+_PATHS: Final = ("/", *_ROOTS, *(f"{root}/{{name:path}}" for root in _ROOTS))
+
+
+class Audit:
+    """The audit of hits, here of a router without one: no request is repeated, and no salt is changed. Runs on the event loop.
+
+    Attributes:
+        results: audits by result: `equal`, `different`, `skipped` (no hit any more, or the replica did not answer) or `failed`
+            (an error of the audit).
+    """
+
+    def __init__(self) -> None:
+        self.results = {"equal": 0, "different": 0, "skipped": 0, "failed": 0}
+
+    @property
+    def quarantined(self) -> int:
+        """The number of tenants whose cached KV was found to be wrong."""
+        return 0
+
+    def salts_of(self, tenant: bytes, cache_salt: str | None) -> Sequence[str | None]:
+        """Salts that requests of a tenant (its salt) with this `cache_salt` have had in its place: first itself, and from now
+        on the last."""
+        return (cache_salt,)
+
+    def finished(
+        self, request: GenerateRequest, tenant: Tenant, cache_salt: str | None, upstream: Upstream, counts: UsageCounts
+    ) -> None:
+        """A request has ended; it had this `cache_salt`."""
+
+    async def run(self, session: aiohttp.ClientSession) -> None:
+        """Audit until cancelled."""
+
+
+class Prefixes:
+    """Named prefixes, here of a router without them: Foreword's servers know their own, and other servers get no names. Runs on
+    the event loop."""
+
+    async def prepare(self, url: str, info: ReplicaInfo) -> None:
+        """Bring a replica that joins or has restarted up to date."""
+
+    def expanded(self, pool: ReplicaPool, tenant: Tenant, request: GenerateRequest) -> GenerateRequest:
+        """The request with the prefix itself in place of its name, if a replica of the pool does not know names.
+
+        Raises UnknownPrefix and BadRequest.
+        """
+        if request.prefix is None or pool.kind == "foreword":
+            return request
+        raise BadRequest(f"prefix: a name in front of other servers than Foreword's {_MISSING}", param="prefix")
+
+    def check(self, tenant: Tenant, request: GenerateRequest) -> None:
+        """Raises UnknownPrefix for a name that the tenant has not registered, and BadRequest for text before messages, where
+        that is known here."""
+
+    async def repair(self, upstream: Upstream, tenant: Tenant, name: str) -> bool:
+        """Register a prefix at a Foreword server that does not know it. Whether it knows it now."""
+        return False
+
+
+class WarmUp:
+    """Recent prompts, and the prefetches of replicas that join; here of a router without them. Runs on the event loop."""
+
+    def record(self, tenant: Tenant, model: str | None, cache_salt: str | None, tokens: Sequence[int]) -> None:
+        """Note a prompt: of a session only the first."""
+
+    def forget(self, tenant: str, cache_salts: Collection[str]) -> None:
+        """Forget a tenant's prompts: those with one of these salts, all if there are none."""
+
+    async def warm(self, session: aiohttp.ClientSession, url: str, info: ReplicaInfo) -> None:
+        """Let a replica that is about to join prefetch common prefixes, within the time limit."""
+
+
+class ServedRequest(Struct, frozen=True):
+    """A request that a replica has served, `began` and `computed_at` (its first token) on the router's clock."""
+
+    id: str
+    tenant: str
+    request: GenerateRequest
+    model: str
+    session: str | None
+    replica: str
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    began: float
+    computed_at: float
+    block_size: int
+
+
+class Misses:
+    """The causes of cache misses, and the records of a trace; here of a router without them. Runs on the event loop."""
+
+    def follow(self, fleet: Fleet) -> None:
+        """Record what a fleet has served, if there is a trace."""
+
+    def finished(self, served: ServedRequest) -> asyncio.Future[Miss] | None:
+        """A request succeeded. None if it is not explained."""
+        return None
+
+    def close(self) -> None:
+        """Record what is waiting, without causes."""
+
+
+class RouterExtras(ABC):
+    """Calls of the router to its extras. It has no state."""
+
+    @abstractmethod
+    def check_picker(self, config: RouterConfig) -> None:
+        """Raises ConfigError for settings of the picker that cannot work."""
+
+    @abstractmethod
+    def picking(self, router: Router, limits: ServerConfig) -> AbstractAsyncContextManager[None]:
+        """Answers gateways on `config.picker` in this block. Raises ConfigError."""
+
+    @abstractmethod
+    def check_services(self, config: RouterConfig) -> None:
+        """Raises ConfigError for `config.replica_services` that cannot be watched."""
+
+    @abstractmethod
+    async def watch_service(
+        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
+    ) -> None:
+        """Watch a Service, given as in `replica_services`, until cancelled. `changed` gets its name and all its replicas, and
+        whether each is ready, after every change."""
+
+    @abstractmethod
+    def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
+        """An audit with these settings. `is_idle`: whether no client waits for a response. Raises ConfigError."""
+
+    @abstractmethod
+    def prefixes(self, router: Router, path: str | None) -> Prefixes:
+        """Named prefixes, which a file keeps over restarts. Raises ConfigError for one that cannot be read."""
+
+    @abstractmethod
+    def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> WarmUp:
+        """Warm-up with this time limit for one replica; 0 turns it off."""
+
+    @abstractmethod
+    def misses(self, router: Router, config: ServerConfig) -> Misses:
+        """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
+
+    @abstractmethod
+    def load_tokenizer(self, source: str) -> Tokenizer:
+        """The router's own tokenizer. Slow. Raises ModelNotFound."""
+
+    @abstractmethod
+    def add_routes(self, routes: Routes[Handler], router: Router) -> None:
+        """Add the paths of named prefixes, cache control, erasures and the dashboard."""
+
+
+def installed_extras() -> RouterExtras | None:
+    """The extras; None where they are not installed."""
+    try:
+        extras: RouterExtras = import_module(_PACKAGE).EXTRAS
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("foreword"):
+            raise
+        return None
+    return extras
+
+
+def extras_for(setting: str) -> RouterExtras:
+    """The extras. Raises ConfigError, which names the setting that needs them, where they are not installed."""
+    extras = installed_extras()
+    if extras is None:
+        raise ConfigError(f"{setting} {_MISSING}")
+    return extras
+
+
+def add_routes(routes: Routes[Handler], router: Router) -> None:
+    """Add the paths of the extras; where these are not installed, an answer that says so."""
+    extras = installed_extras()
+    if extras is not None:
+        extras.add_routes(routes, router)
+        return
+
+    async def missing(call: Call) -> None:
+        raise NotFound(f"{call.path} {_MISSING}")
+
+    for path in _PATHS:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            routes.add(method, path, right=Right.TENANT, meter=Meter.FREE, body=NO_BODY, tag=None)(missing)

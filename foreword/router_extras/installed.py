@@ -1,0 +1,79 @@
+"""Implements the router's interface for its extras (`foreword.router.extras`). What a setting needs is imported with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foreword.api.front import Handler
+from foreword.api.routes import Routes
+from foreword.observability.recording import TraceRecorder
+from foreword.process_config import RouterConfig, ServerConfig
+from foreword.router.auth import RouterAuth
+from foreword.router.extras import Audit, RouterExtras
+from foreword.router.replicas import ReplicaSpec
+from foreword.router.router_metrics import RouterMetrics
+from foreword.router.service import Router
+from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api
+from foreword.router_extras.router_misses import RouterMisses
+from foreword.router_extras.router_prefixes import RouterPrefixes
+from foreword.router_extras.warm_up import PrefixWarmUp
+
+if TYPE_CHECKING:
+    from foreword.tokens.tokenizer import Tokenizer
+
+
+class InstalledExtras(RouterExtras):
+    """The extras of this package."""
+
+    def check_picker(self, config: RouterConfig) -> None:
+        from foreword.router_extras.gateway.server import check_config
+
+        check_config(config)
+
+    def picking(self, router: Router, limits: ServerConfig) -> AbstractAsyncContextManager[None]:
+        from foreword.router_extras.gateway.server import picking
+
+        return picking(router, limits)
+
+    def check_services(self, config: RouterConfig) -> None:
+        from foreword.router_extras.kubernetes import check_services
+
+        check_services(config)
+
+    async def watch_service(
+        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
+    ) -> None:
+        from foreword.router_extras.kubernetes import watch_service
+
+        await watch_service(config, text, changed)
+
+    def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
+        from foreword.router_extras.replica_audit import ReplicaAudit
+
+        return ReplicaAudit(auth, is_idle, config.audit_every, config.audit_budget, config.audit_reports)
+
+    def prefixes(self, router: Router, path: str | None) -> RouterPrefixes:
+        return RouterPrefixes(router, path)
+
+    def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> PrefixWarmUp:
+        return PrefixWarmUp(auth, metrics, seconds)
+
+    def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
+        recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
+        return RouterMisses(router.metrics, router.decisions, recorder)
+
+    def load_tokenizer(self, source: str) -> Tokenizer:
+        from foreword.tokens.tokenizer import Tokenizer
+
+        return Tokenizer.load(source)
+
+    def add_routes(self, routes: Routes[Handler], router: Router) -> None:
+        prefixes = router.prefixes
+        assert isinstance(prefixes, RouterPrefixes), "the router has those of this package"
+        fleet_erasures.add_routes(routes, router, prefixes)
+        prefixes_api.add_routes(routes, router, prefixes)
+        cache_api.add_routes(routes, router)
+        dashboard.add_routes(routes, router)

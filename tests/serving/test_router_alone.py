@@ -1,0 +1,57 @@
+"""A router without the package of its extras: it routes, and says of what it does not have which package has it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import http_client
+import pytest
+from hostile_replica import TEXT, HostileReplica
+from router_parts import Loop, RouterThread
+
+from foreword.errors import ConfigError
+from foreword.process_config import RouterConfig
+from foreword.router.discovery import configured_replicas
+from foreword.router.extras import extras_for
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the extras can be imported."""
+    for name in [name for name in sys.modules if f"{name}.".startswith("foreword.router_extras.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "foreword.router_extras", None)
+
+
+@pytest.fixture
+def router(alone: None) -> Iterator[RouterThread]:
+    started = RouterThread("--replica", HostileReplica(Loop()).url)
+    try:
+        yield started.wait_for(1)
+    finally:
+        started.kill()
+
+
+def test_it_routes(router: RouterThread) -> None:
+    """A request is answered, the state and metrics are shown, and a path of the extras names their package."""
+    answer = http_client.post(f"{router.url}/v1/completions", json={"prompt": "a", "max_tokens": 8})
+    assert answer.json()["choices"][0]["text"] == TEXT
+    assert http_client.get(f"{router.url}/v1/router/state").json()["ready"]
+    assert router.metric("foreword:router_audits_total") == 0
+    for method, path in (("GET", "/ui/"), ("POST", "/v1/prefixes"), ("DELETE", "/v1/cache"), ("POST", "/v1/cache/pin")):
+        refused = http_client.request(method, router.url + path, json={})
+        assert refused.status_code == 404 and "foreword-route-extras" in refused.text, path
+    named = http_client.post(
+        f"{router.url}/v1/completions", json={"prompt": "a", "max_tokens": 8, "prefix": "greeting"}
+    )
+    assert named.status_code == 400 and "foreword-route-extras" in named.text
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_name_the_package() -> None:
+    """A setting of the extras is a configuration error that names the setting and the package."""
+    with pytest.raises(ConfigError, match="--picker needs the package foreword-route-extras"):
+        extras_for("--picker")
+    with pytest.raises(ConfigError, match="--replica-service needs the package foreword-route-extras"):
+        configured_replicas(RouterConfig(replica_services=("default/vllm",)))
