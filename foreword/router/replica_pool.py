@@ -589,7 +589,10 @@ def _root(model: str, block_size: int, salt: Salt) -> bytes:
 
 
 def machine_of(info: ReplicaInfo) -> str:
-    """What a replica reports that its speed depends on: engine, model, context, block size and, within a factor of two, the
-    size of its KV memory, which tells most accelerators apart. No replica reports which one it has."""
+    """The name of a replica's machine, from what it reports that its speed depends on.
+
+    That is engine, model, context, block size and, within a factor of two, the size of its KV memory, which tells most
+    accelerators apart: no replica names its own.
+    """
     memory = 0 if not info.capacity_tokens else round(math.log2(info.capacity_tokens))
     return f"{info.kind} {info.models[0]} {info.max_model_len} {info.block_size} 2^{memory}"[:MOST_NAME]

@@ -1,8 +1,8 @@
-"""Measures how fast a replica is, before its first requests: the time of a prompt that nobody else has.
+"""Measures how fast a replica is, before its first requests: the time of a prompt that no request has.
 
-The prompt is drawn at random and has a salt of its own, so nothing of it is cached before and nobody hits it later. It asks for
-one token, as the least urgent request where the server knows priorities. The faster of two is what counts: the first prompt of
-a process may wait for kernels to be compiled.
+The prompt is drawn at random and has a salt of its own, so nothing of it is cached before and no request hits it later. It
+asks for one token, as the least urgent request where the server knows priorities. The faster of two is what counts: the first
+prompt of a process may wait for kernels to be compiled.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from foreword.router.replica_pool import machine_of
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaInfo, ReplicaProbe, Upstream, clock
 from foreword.routing.cost_kinds import MEASURED_TOKENS, Measurement
 from foreword.routing.fleet import Fleet
+from foreword.tasks import shared
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class SpeedProbes:
         with contextlib.suppress(*CONNECTION_ERRORS):
             if (await probe.metrics(upstream)).requests or upstream.in_flight:
                 return None
-        task = upstream.measuring = asyncio.ensure_future(measured(probe, upstream.url, info, self._seconds))
+        task = upstream.measuring = shared(measured(probe, upstream.url, info, self._seconds))
         try:
             await asyncio.wait((task,))
         finally:

@@ -142,7 +142,7 @@ class CostKinds:
                 known.append(_Kind(CostModel(one.costs), one))
 
     def records(self, now: float) -> list[CostRecord]:
-        """What was learned of each kind, or restored and not learned again since. `now`: seconds since 1970."""
+        """Records of each kind that has learned, or was restored and has not learned again since. `now`: seconds since 1970."""
         found = [
             _record(role, machine, now, one.model.costs) if one.model.has_learned else one.record
             for (role, costs, machine), known in self._kinds.items()
