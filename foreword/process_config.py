@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foreword.api.prompt_order import PromptOrder
 from foreword.config import (
     SHORTEST_SECRET,
     at_least,
@@ -85,6 +86,11 @@ class ServerConfig:
         tool_parser: how the model writes tool calls: `auto` (as its chat template does), `none`, hermes, llama3_json, mistral,
             harmony, qwen3_coder, or a format of an installed package.
         reasoning_parser: how the model writes reasoning: `auto`, `none`, think or mistral_think.
+        template_order: `tools-first` to render tools before the system prompt, with `client=NAME` or `model=NAME` behind it for
+            one client or model; by default as the chat template does. The model was not trained for it.
+        volatile_lines: lines of system prompts and tools that are moved behind them into a system message of their own:
+            `profiles` for those of known agents (claude-code, codex, opencode, qwen-code, continue), or a regular expression
+            as `/^Date: /`; with `client=NAME` or `model=NAME` behind it for one client or model. By default none.
         response_memory: memory for responses that clients may continue (`/v1/responses` with `store`); one tenant uses at most
             a quarter of it.
         response_ttl: seconds that a stored response is kept after its last use.
@@ -124,6 +130,8 @@ class ServerConfig:
     stream_keep_alive: float = positive(15.0)
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
+    template_order: tuple[str, ...] = ()
+    volatile_lines: tuple[str, ...] = ()
     response_memory: str = "64MiB"
     response_ttl: float = positive(86_400.0)
 
@@ -141,9 +149,15 @@ class ServerConfig:
                 raise ConfigError(
                     f"{origin!r} is not an origin; write it as https://chat.example.org (--allowed-origins)"
                 )
+        PromptOrder.parse(self.template_order, self.volatile_lines)
         parse_bytes(self.response_memory, "server.response_memory (--response-memory)")
         if self.kv_events_replay is not None and self.kv_events is None:
             raise ConfigError("server.kv_events_replay needs server.kv_events")
+
+    @property
+    def prompt_order(self) -> PromptOrder:
+        """In which order prompts have their parts."""
+        return PromptOrder.parse(self.template_order, self.volatile_lines)
 
     @property
     def is_local(self) -> bool:

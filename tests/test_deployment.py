@@ -377,16 +377,23 @@ ORCHESTRATORS = {
 }
 
 
-def orchestrated(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+# Those with vLLM's own offloading, and Foreword's stores behind it.
+OFFLOADING = {
+    "llminferenceservice": "kserve/llminferenceservice-offloading.yaml",
+    "llm-d-modelservice": "llm-d/values-offloading.yaml",
+}
+
+
+def orchestrated(name: str, files: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is in a file of deploy/, and its schema."""
-    found = yaml.safe_load((DEPLOY / ORCHESTRATORS[name]).read_text())
+    found = yaml.safe_load((DEPLOY / files[name]).read_text())
     return found, json.loads((ROOT / "tests" / "schemas" / f"{name}.json").read_text())
 
 
 def pods(schema: Any, found: Any) -> Iterator[dict[str, Any]]:
     """The pods in an object, where its schema leaves them to Kubernetes."""
     if isinstance(schema, dict) and schema.get("pod"):
-        yield {key: found[key] for key in ("containers", "terminationGracePeriodSeconds") if key in found}
+        yield {key: found[key] for key in ("containers", "terminationGracePeriodSeconds", "volumes") if key in found}
     if isinstance(found, dict):
         for key, one in found.items():
             yield from pods((schema or {}).get("properties", {}).get(key), one)
@@ -406,24 +413,39 @@ def vllm_arguments(name: str, found: dict[str, Any]) -> list[str]:
         [variable] = spec["template"]["containers"][0]["env"]
         script = "eval \"printf '%s\\n' ${VLLM_ADDITIONAL_ARGS}\""
         done = subprocess.run(["bash", "-c", script], env={variable["name"]: variable["value"]}, capture_output=True)
-        one, flag, value = done.stdout.decode().splitlines()
-        return [one, f"{flag}={value}"]
+        *some, flag, value = done.stdout.decode().splitlines()
+        return [*some, f"{flag}={value}"]
     containers = spec["predictor"]["containers"] if spec else found["decode"]["containers"]
     return [str(argument) for argument in containers[0]["args"]]
+
+
+@pytest.mark.parametrize("name", OFFLOADING)
+def test_offloading_under_orchestrators(name: str) -> None:
+    """The same holds of the files with vLLM's own offloading: vLLM gets the tier with a store that exists, in a mounted folder,
+    and no more host memory than is mounted for it."""
+    transfer, found = checked(name, OFFLOADING)
+    extra = transfer.pop("kv_connector_extra_config")
+    assert transfer == {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    [tier] = extra.pop("secondary_tiers")
+    assert extra == {"spec_name": "TieringOffloadingSpec"}
+    [url] = check_stores(tier.pop("store"))
+    assert tier == {"type": "ForewordTier", "module_path": "foreword.integrations.vllm"}
+    pod = found["decode"] if "decode" in found else found["spec"]["template"]
+    [container] = pod["containers"]
+    mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert url.path in mounts and set(mounts.values()) == set(volumes)
+    arguments = " ".join(vllm_arguments(name, found)).replace("=", " ").split()
+    gibibytes = int(arguments[arguments.index("--kv-offloading-size") + 1])
+    assert int(volumes[mounts["/dev/shm"]]["emptyDir"]["sizeLimit"].removesuffix("Gi")) > gibibytes
+    assert arguments[arguments.index("--kv-offloading-backend") + 1] == "native"
 
 
 @pytest.mark.parametrize("name", ORCHESTRATORS)
 def test_orchestrators(name: str) -> None:
     """The files for KubeRay, KServe and llm-d follow their schemas, their pods those of Kubernetes; vLLM gets the connector's
     configuration with stores that exist; and an unknown field is noticed."""
-    schemas = pytest.importorskip("kubernetes_validate")
-    found, schema = orchestrated(name)
-    jsonschema.validate(found, schema)
-    for spec in pods(schema, found):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
-        schemas.validate(pod, schemas.latest_version(), strict=True)
-    [text] = [one for one in vllm_arguments(name, found) if one.startswith("--kv-transfer-config=")]
-    transfer = json.loads(text.partition("=")[2])
+    transfer, _ = checked(name, ORCHESTRATORS)
     extra = transfer.pop("kv_connector_extra_config")
     assert transfer == {
         "kv_connector": "ForewordConnector",
@@ -431,8 +453,21 @@ def test_orchestrators(name: str) -> None:
         "kv_role": "kv_both",
     }
     assert [url.scheme for url in check_stores(extra["store"])] == ["memory", "redis"]
+
+
+def checked(name: str, files: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Check a file against its schemas. Returns vLLM's `kv_transfer_config` in it, and all of it."""
+    schemas = pytest.importorskip("kubernetes_validate")
+    found, schema = orchestrated(name, files)
+    jsonschema.validate(found, schema)
+    for spec in pods(schema, found):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": spec}
+        schemas.validate(pod, schemas.latest_version(), strict=True)
+    [text] = [one for one in vllm_arguments(name, found) if one.startswith("--kv-transfer-config=")]
+    transfer = json.loads(text.partition("=")[2])
     wrong = copy.deepcopy(found)
     part = wrong["modelArtifacts"] if "modelArtifacts" in wrong else wrong["spec"]
     part["unknownField"] = 1
     with pytest.raises(jsonschema.ValidationError, match="unknownField"):
         jsonschema.validate(wrong, schema)
+    return transfer, found

@@ -105,7 +105,7 @@ def test_server() -> None:
 def test_router() -> None:
     """The router's table lists every metric with its type and labels."""
     metrics = RouterMetrics()
-    audit = SimpleNamespace(results={"equal": 0}, salts={})
+    audit = SimpleNamespace(results={"equal": 0}, quarantined=0)
     router: Any = SimpleNamespace(
         upstreams={}, pools={}, subscriptions={}, audit=audit, suspects=SimpleNamespace(refused=0)
     )

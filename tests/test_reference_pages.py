@@ -46,7 +46,7 @@ FOREIGN = """
 --gpu-memory-utilization --hf-overrides --kv-cache-dtype --kv-events-config --kv-offloading-backend --kv-offloading-size
 --load-format --max-num-batched-tokens --middleware --mm-processor-cache-type --model-impl --otlp-traces-endpoint
 --scheduling-policy --shutdown-timeout --enable-prefix-caching --no-enable-prefix-caching --kv-transfer-config
---ec-transfer-config --max-model-len
+--ec-transfer-config --max-model-len --prefix-caching-hash-algo
 --enable-metrics --hicache-host-memory-mode --hicache-storage-backend-extra-config --hicache-storage-prefetch-policy
 --hicache-storage-backend --lora-paths --trust-mm-content-hashes --share
 --l1-size-gb --slot-save-path --level --processor-time --hold --help --help-all

@@ -1,9 +1,10 @@
-"""`foreword traffic report`."""
+"""`foreword traffic report` and `foreword traffic clients`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ import typer
 from foreword.cli.commands import described
 
 if TYPE_CHECKING:
+    from foreword.sim.client_report import ClientHits
     from foreword.sim.miss_report import CauseSummary, TrafficReport
 
 traffic_app = typer.Typer(help="Look at recorded traffic.", no_args_is_help=True, rich_markup_mode=None)
@@ -27,11 +29,6 @@ def register(app: typer.Typer) -> None:
     app.add_typer(traffic_app, name="traffic")
 
 
-@traffic_app.callback()
-def _group() -> None:
-    """Keeps `report` a command of its own while it is the only one."""
-
-
 @traffic_app.command("report", **described("traffic report recording.jsonl"))
 def report(recordings: Recordings, *, as_json: AsJson = False) -> None:
     """Rank the causes of cache misses by recomputed tokens, and estimate what it saves to remove each of them."""
@@ -42,6 +39,56 @@ def report(recordings: Recordings, *, as_json: AsJson = False) -> None:
         print(json.dumps({**dataclasses.asdict(found), "hit_rate": found.hit_rate}, indent=2))
     else:
         print(_table(found))
+
+
+@traffic_app.command("clients", **described("traffic clients requests.jsonl"))
+def clients(
+    recordings: Annotated[
+        list[Path], typer.Argument(metavar="RECORDING...", help="Whole requests (docs/reference/formats.md).")
+    ],
+    *,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the tokenizer; by default that of the built-in model.")
+    ] = None,
+    template_order: Annotated[list[str] | None, typer.Option(help="As for a server. May be repeated.")] = None,
+    volatile_lines: Annotated[
+        list[str] | None, typer.Option(help="As for a server; by default `profiles`. May be repeated.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what another order of prompts would give each client: the cached share of a next turn and of a new session."""
+    from foreword.api.prompt_order import PromptOrder
+    from foreword.engine.model import embedded_model
+    from foreword.sim.client_report import client_report
+    from foreword.tokens.tokenizer import Tokenizer
+
+    order = PromptOrder.parse(template_order or (), ("profiles",) if volatile_lines is None else volatile_lines)
+    found = client_report(recordings, Tokenizer.load(tokenizer or str(embedded_model())), order)
+    if as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found], indent=2))
+    else:
+        print(_clients_markdown(found) if markdown else _clients_table(found))
+
+
+def _clients_markdown(found: Sequence[ClientHits]) -> str:
+    head = "| Client | prompt tokens | next turn | new session | next turn, ordered | new session, ordered |"
+    rows = ["| " + " | ".join((one.client, f"{one.prompt_tokens:,}", *_shares(one))) + " |" for one in found]
+    return "\n".join([head, "|---|---|---|---|---|---|", *rows])
+
+
+def _clients_table(found: Sequence[ClientHits]) -> str:
+    lines = [f"{'client':<20}{'tokens':>8}{'next turn':>11}{'new session':>13}{'ordered: next':>15}{'new session':>13}"]
+    for one in found:
+        now, new, then, after = _shares(one)
+        lines.append(f"{one.client:<20}{one.prompt_tokens:>8,}{now:>11}{new:>13}{then:>15}{after:>13}")
+    lines += ["", *(f"{one.client}, a new session: {one.where}: {one.advice}" for one in found if one.where)]
+    return "\n".join(lines).rstrip()
+
+
+def _shares(one: ClientHits) -> tuple[str, ...]:
+    shares = (one.next_turn, one.new_session, one.next_turn_ordered, one.new_session_ordered)
+    return tuple("-" if share is None else f"{share:.1%}" for share in shares)
 
 
 def _table(found: TrafficReport) -> str:

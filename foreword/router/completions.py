@@ -30,6 +30,7 @@ from foreword.router.replica_body import (
     ROUTER_FIELDS,
     TRANSLATED,
     Translation,
+    arranged,
     chat_request,
     edited,
     parse_request,
@@ -92,6 +93,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
             return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)
         call.check_fields(messages.MessagesBody, given.body.fields)
         request = router.prefixes.expanded(pool, call.tenant, chat_request(given, pool.kind))
+        request = arranged(request, router.order, pool.model)
         prompt = await router.prompts.tokenize(request, pool, needed=True)
         if not prompt.exact:
             router.prefixes.check(call.tenant, request)
@@ -106,7 +108,8 @@ def _translated(router: Router, dialect: Dialect) -> Handler:
         given: GenerateRequest = call.body
         salt, pool = call.tenant.salt, router.pool(given.model)
         ours = given.previous is not None or given.prefix is not None or given.cache_report
-        speaks = pool.kind == "vllm" and not ours and pool.speaks(dialect.name)
+        # Only chats can be put into another order.
+        speaks = pool.kind == "vllm" and not ours and not router.order and pool.speaks(dialect.name)
         unknown = given.left_out and pool.kind != "foreword" and not speaks and given.previous is None
         if unknown and given.refusal is None:
             # The replica may run tools of its own.
@@ -149,7 +152,7 @@ async def _proxy(
     """`rendered`: the request as a chat, by which it is placed; None if it is one."""
     call.release_body()
     tenant, pool = call.tenant, router.pool(request.model)
-    request = router.prefixes.expanded(pool, tenant, request)
+    request = arranged(router.prefixes.expanded(pool, tenant, request), router.order, pool.model)
     wanted = _wanted_seconds(call)
     deadline = call.arrived + min(wanted, router.config.request_timeout)
     try:

@@ -27,6 +27,7 @@ from msgspec import Struct
 
 from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
+from foreword.api.prompt_order import PromptOrder
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
@@ -69,6 +70,7 @@ _HEDGE_SECONDS: Final = 0.02
 # Of a text of which nothing is known.
 _BYTES_PER_TOKEN: Final = 4
 _NO_SALT: Final = Salt()
+_AS_IS: Final = PromptOrder()
 # Factors of the time limit when replicas are asked repeatedly to detokenize. A prompt without tokens is compared as text, but a
 # broken stream cannot be continued without the text of its tokens.
 _TIMEOUT_FACTORS: Final = (1, 5, 25)
@@ -224,9 +226,10 @@ class PromptTokenizer:
         self._cache = TokenLru(_CACHED_TOKENS)
         self._pending: dict[bytes, asyncio.Future[array[int] | None]] = {}
 
-    async def load(self, source: str) -> None:
-        """Load the router's own tokenizer. Raises ModelNotFound."""
+    async def load(self, source: str, order: PromptOrder = _AS_IS) -> None:
+        """Load the router's own tokenizer. Raises ModelNotFound, and ConfigError if its template cannot show this order."""
         self._tokenizer = await self._work.run(0, extras_for("--tokenizer").load_tokenizer, source)
+        order.check(self._tokenizer)
         self._messages = MessageTokenizer(self._tokenizer)
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,7 @@ from foreword.api.dialects.sampling import Whole
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.output import Usage
+from foreword.api.prompt_order import PromptOrder, texts_of
 from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
 from foreword.api.sse import DONE, EventParser
 from foreword.decoders import decode_json
@@ -101,6 +103,34 @@ def path_of(request: GenerateRequest) -> str:
 def edited(body: ClientBody, drop: Container[str], changes: Mapping[str, Any]) -> bytes:
     """A body without these fields, and with others."""
     return msgspec.json.encode({**{name: one for name, one in body.fields.items() if name not in drop}, **changes})
+
+
+def arranged(request: GenerateRequest, order: PromptOrder, model: str) -> GenerateRequest:
+    """A chat with its messages and tools in this order, in its body too: what replicas render and the router tokenizes."""
+    if (
+        not order
+        or request.dialect != "chat"
+        or request.path
+        or request.prefix is not None
+        or request.refusal is not None
+    ):
+        return request
+    given = request.body.only("messages", "tools")
+    raw = decode_json(given["messages"], list[msgspec.Raw])
+    count = sum(1 for _ in takewhile(lambda one: one.role == "system", request.messages))
+    leading = [decode_json(one, dict[str, Any]) for one in raw[:count]]
+    tools = decode_json(given["tools"], list[dict[str, Any]]) if "tools" in given else []
+    messages, described = order.arranged(leading, tools, request.model or model)
+    if messages is leading:
+        return request
+    changes: dict[str, Any] = {"messages": [*messages, *raw[count:]]} | ({"tools": described} if tools else {})
+    body = ClientBody(edited(request.body, (), changes))
+    said = [Message("system", "".join(texts_of(one))) for one in messages]
+    shown = [one.get("function", {}).get("description", "") for one in described]
+    own = request.tools
+    if len(shown) == len(own):
+        own = tuple(replace(tool, description=text) for tool, text in zip(own, shown, strict=True))
+    return replace(request, messages=(*said, *request.messages[count:]), tools=own, body=body)
 
 
 def replica_body(

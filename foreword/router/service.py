@@ -134,6 +134,7 @@ class Router:
         self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
+        self.order = config.server.prompt_order
         self.stream_keep_alive = config.server.stream_keep_alive
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
@@ -181,7 +182,7 @@ class Router:
         self._fresh_probe = ReplicaProbe(self.config, self.fresh_session, headers)
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
-            await self.prompts.load(self.config.tokenizer)
+            await self.prompts.load(self.config.tokenizer, self.order)
         self.cost_kinds.restore(self._cost_file.read(), time.time())
         self.background(self._watchdog())
         self.background(self._keep_costs())

@@ -43,18 +43,6 @@ class Measurement(NamedTuple):
         """How many times as long it took as these costs expect."""
         return self.seconds / (costs.first + costs.compute_pairs(self.tokens, pairs(self.tokens, 0)))
 
-    def scaled(self, costs: ReplicaCosts) -> ReplicaCosts:
-        """These costs, all of computation scaled so that they expect what was measured."""
-        factor = self.ratio(costs)
-        return replace(
-            costs,
-            prefill=costs.prefill * factor,
-            first=costs.first * factor,
-            attention=costs.attention * factor,
-            decode_base=costs.decode_base * factor,
-            decode_each=costs.decode_each * factor,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class CostRecord:
@@ -126,9 +114,12 @@ class CostKinds:
             return known[0].model
         near = min(known, key=lambda one: one.distance(measured), default=None)
         if near is None or near.distance(measured) > math.log(_DIFFERENT):
-            # What else is known of a kind, such as the share of attention, holds for slower machines too.
-            like = near.model.costs if near is not None else DEFAULT_COSTS
-            near = _Kind(CostModel(measured.scaled(like)))
+            if near is None:
+                near = _Kind(CostModel(DEFAULT_COSTS.slower(measured.ratio(DEFAULT_COSTS))))
+            else:
+                # What the first kind learns of long prompts holds for the others too, but for their speed.
+                first = known[0].model
+                near = _Kind(CostModel(None, first, measured.ratio(first.costs)))
             known.append(near)
             del known[:-_MOST_OF_MACHINE]
         return near.model

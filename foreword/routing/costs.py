@@ -92,9 +92,14 @@ class ReplicaCosts:
         return self.prefill * tokens + self.attention * pairs
 
     def slower(self, factor: float) -> ReplicaCosts:
-        """The costs if computing takes `factor` times as long."""
+        """The costs if all computation takes `factor` times as long."""
         return replace(
-            self, prefill=self.prefill * factor, attention=self.attention * factor, first=self.first * factor
+            self,
+            prefill=self.prefill * factor,
+            attention=self.attention * factor,
+            first=self.first * factor,
+            decode_base=self.decode_base * factor,
+            decode_each=self.decode_each * factor,
         )
 
     def load(self, tier: CacheTier) -> LoadCost:
@@ -324,11 +329,16 @@ class CostModel:
     Args:
         prior: its costs, if they were configured.
         common: the costs of all replicas of its kind. They are learned from its observations too.
+        slowness: its times as a multiple of the common ones.
     """
 
-    def __init__(self, prior: ReplicaCosts | None = None, common: CostModel | None = None) -> None:
+    def __init__(
+        self, prior: ReplicaCosts | None = None, common: CostModel | None = None, slowness: float = 1.0
+    ) -> None:
+        self._common, self._slowness = common, slowness
         self._own = prior or ReplicaCosts()
-        self._common = common
+        if prior is None and common is not None:
+            self._own = self.common_costs
         # Whether its observations contradict the common costs.
         self._differs = common is None
         self._prefill = PrefillModel(self._own)
@@ -342,7 +352,9 @@ class CostModel:
     @property
     def common_costs(self) -> ReplicaCosts:
         """The expected costs of replicas of its kind."""
-        return self._own if self._common is None else self._common.costs
+        if self._common is None:
+            return self._own
+        return self._common.costs if self._slowness == 1.0 else self._common.costs.slower(self._slowness)
 
     @property
     def has_learned(self) -> bool:
@@ -363,14 +375,14 @@ class CostModel:
         """
         common, learned = self._common, self._prefill
         if common is not None:
-            common.observe_first_token(computed_tokens, running, seconds, pairs=pairs)
+            common.observe_first_token(computed_tokens, running, seconds / self._slowness, pairs=pairs)
         interference = self.costs.interference(computed_tokens, running)
         if not learned.add(computed_tokens, pairs, max(seconds - interference, seconds * _MIN_TTFT_SHARE)):
             return
         if common is not None:
-            differed, self._differs = self._differs, learned.contradicts(common.costs)
+            differed, self._differs = self._differs, learned.contradicts(self.common_costs)
             if self._differs and not differed:
-                self._own = common.costs
+                self._own = self.common_costs
                 self._decode = RobustLine(self._own.decode_base, self._own.decode_each)
         if self._differs:
             learned.fit()
@@ -380,7 +392,7 @@ class CostModel:
         """Restart from the common costs."""
         if self._common is not None:
             self._differs = False
-            self._prefill.reset(self._common.costs)
+            self._prefill.reset(self.common_costs)
 
     def observe_decode(self, running: int, tokens: int, seconds: float, prefilled: PrefillWork = NO_WORK) -> None:
         """Learn from `tokens` that took `seconds` while `running` sequences decoded.
@@ -389,7 +401,7 @@ class CostModel:
         other down as much as the prompts do that came with them.
         """
         if self._common is not None:
-            self._common.observe_decode(running, tokens, seconds, prefilled)
+            self._common.observe_decode(running, tokens, seconds / self._slowness, prefilled)
         stalled = min(prefilled.seconds(self.costs), seconds * (1 - _MIN_TTFT_SHARE))
         seconds = (seconds - stalled) / tokens
         if self._differs and self._decode.add(running, seconds):

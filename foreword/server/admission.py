@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
+from foreword.api.prompt_order import PromptOrder
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
 
 if TYPE_CHECKING:
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
 
 # Seconds between two checks for migrated requests that no client has fetched yet.
 _POLL_SECONDS = 0.05
+
+
+_AS_IS: Final = PromptOrder()
 
 
 class Admission:
@@ -25,13 +30,17 @@ class Admission:
     Args:
         max_queue: sequences that may wait for the engine.
         engine: the engine, if it is loaded already.
+        order: of the parts of prompts.
     """
 
-    def __init__(self, max_queue: int, engine: AsyncEngine | None = None) -> None:
+    def __init__(self, max_queue: int, engine: AsyncEngine | None = None, order: PromptOrder = _AS_IS) -> None:
         self.max_queue = max_queue
+        self._order = order
         # Set when the server has stopped waiting for running requests.
         self.stopped = asyncio.Event()
-        self._engine = engine
+        self._engine: AsyncEngine | None = None
+        if engine is not None:
+            self.set_engine(engine)
         self.draining = False  # refuses new requests because the server is about to stop
         self._admitted = 0
         self._idle = asyncio.Event()
@@ -41,6 +50,8 @@ class Admission:
 
     def set_engine(self, engine: AsyncEngine) -> None:
         """The engine is loaded: take requests from now on."""
+        if self._order:
+            engine.tokenizer.arrange = partial(self._order.arranged, model=engine.info.name)
         self._engine = engine
 
     def note_progress(self, text: str) -> None:

@@ -87,7 +87,7 @@ class ServerApp(AsgiFront):
         ledger: UsageLedger | None = None,
     ) -> None:
         given = config.server
-        admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine)
+        admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine, given.prompt_order)
         keys = data_keys_of(config.encryption)
         tenants = Tenants.from_config(given, bytes if keys is None else keys.current)
         formats_named(*parser_names(given))

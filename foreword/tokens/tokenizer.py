@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -29,13 +29,21 @@ _MAX_OPTIONS_TEXT = 16_384
 _LONG = 4096
 
 
+_Parts = Sequence[Mapping[str, Any]]
+
+
 class Tokenizer:
-    """A model's tokenizer. Thread-safe for reading; one `TextStream` belongs to one sequence."""
+    """A model's tokenizer. Thread-safe for reading; one `TextStream` belongs to one sequence.
+
+    Attributes:
+        arrange: changes the order of messages and tools before they are rendered; None to leave it.
+    """
 
     def __init__(self, inner: Any, eos_token_ids: tuple[int, ...] = ()) -> None:
         backend = getattr(inner, "backend_tokenizer", None)
         if backend is None:
             raise ModelNotFound("the model's tokenizer has no tokenizer.json (a 'fast' tokenizer); convert it first")
+        self.arrange: Callable[[_Parts, _Parts], tuple[_Parts, _Parts]] | None = None
         self._inner = inner
         self._backend = backend
         self._texts = TokenTexts(backend)
@@ -142,6 +150,8 @@ class Tokenizer:
             raise BadRequest("this model has no chat template; use /v1/completions", param="messages")
         if continue_final_message and not (messages and messages[-1].get("role") == "assistant"):
             raise BadRequest("only a message of the assistant can be continued", param="continue_final_message")
+        if self.arrange is not None:
+            messages, tools = self.arrange(messages, tools)
         try:
             text = self._inner.apply_chat_template(
                 [dict(message) for message in messages],

@@ -243,7 +243,7 @@ def uses(package: Path = FOREWORD) -> Uses:
     found = Uses()
     for path in sorted(package.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
-        connector = bool({"vllm", "vllm_extras"} & {*path.relative_to(package).parts})
+        connector = bool({"vllm", "vllm_extras", "vllm_offload"} & {*path.relative_to(package).parts})
         if "vllm" not in source and not connector:
             continue
         tree = ast.parse(source)
@@ -265,9 +265,14 @@ def uses(package: Path = FOREWORD) -> Uses:
                 for base in node.bases:
                     if isinstance(base, ast.Name) and base.id in bound:
                         found.hooks.setdefault(bound[base.id], set()).update(own_members(node))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "follow_engine":
+            wraps = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id
+            if (
+                isinstance(node, ast.Call)
+                and wraps in ("follow_engine", "follow_engines")
+                and path.name != "weights.py"
+            ):
                 method = node.args[1]
-                assert isinstance(method, ast.Constant), f"{path.name}: follow_engine needs a literal"
+                assert isinstance(method, ast.Constant), f"{path.name}: {wraps} needs a literal"
                 found.add("vllm.v1.engine.core", "EngineCore", str(method.value), path.name)
     return found
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foreword.routing.cost_kinds import MOST_RECORDS, RECORD_SECONDS, CostKinds, CostRecord, Measurement
-from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts
+from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
 from foreword.routing.fleet import Fleet
 from foreword.routing.placement import PlacementQuery
 
@@ -123,3 +123,17 @@ def test_an_overdue_prompt_is_an_observation() -> None:
     assert late[decision.replica] == pytest.approx(4 * 0.5) and late[other] == pytest.approx(0.5)
     fleet.first_token("1", 4.5)
     assert computing(4.6)[decision.replica] == pytest.approx(0.5)
+
+
+def test_what_one_kind_learns_of_long_prompts_holds_for_the_slower_one() -> None:
+    """A measurement is too short to show what attention costs. Once a fast replica has computed long prompts, a slow one of the
+    same machine is expected to take as many times longer for these as for what was measured."""
+    kinds = CostKinds()
+    fast, slow = kinds.of("both", None, "m", took(0.25)), kinds.of("both", None, "m", took(1.0))
+    for number in range(96):
+        tokens = 500 + 1000 * (number % 48)
+        work = pairs(tokens, 0)
+        fast.observe_first_token(tokens, 0, 0.05 + 1e-4 * tokens + 2e-9 * work, pairs=work)
+    assert fast.costs.attention == pytest.approx(2e-9, rel=0.1)
+    for tokens in (2000, 20_000, 200_000):
+        assert slow.costs.compute(tokens, 0) == pytest.approx(4 * fast.costs.compute(tokens, 0), rel=0.01)

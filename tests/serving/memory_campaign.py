@@ -38,7 +38,7 @@ from server_process import ServerProcess
 from servers import free_port
 from shared_server import until
 
-from foreword.router.gateway import envoy_messages as envoy
+from foreword.router_extras.gateway import envoy_messages as envoy
 
 AT_A_TIME = 8
 PATIENCE = 120.0
@@ -126,7 +126,9 @@ class _Client:
         """The status, and whether the connection can be used again."""
         first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         found = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        status, closes = first.split(" ")[1], found.get("connection") == "close"
+        version, status, *_ = first.split(" ")
+        # The HTTP server answers what it cannot parse as HTTP/1.0, which closes without saying so.
+        closes = version == "HTTP/1.0" or found.get("connection") == "close"
         if "content-length" in found:
             await reader.readexactly(int(found["content-length"]))
             return status, not closes

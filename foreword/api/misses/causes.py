@@ -84,6 +84,8 @@ _DETAILS: Final[dict[MissCause, str]] = {
 _BLOCK: Final = 16
 _SURE: Final = 0.7
 _AHEAD, _NEARLY = 1.1, 0.85
+# Share of the rest that an earlier conversation has behind something else.
+_WORTH_SAYING: Final = 0.1
 
 
 class ConversationHistory:
@@ -308,7 +310,21 @@ def _explain(new: Conversation, prompt: int, cached: int, reason: str, block: in
     lost = min(round(difference.repeated * prompt), computed)
     if lost < _BLOCK and difference.change != "compacted":
         return _miss("new_text" if difference.common * prompt >= _BLOCK else "new_conversation", "", 0)
-    return _miss(difference.change, difference.where, lost)
+    return _miss(difference.change, difference.where, lost, _elsewhere(new, difference, prompt, cached, lost))
+
+
+def _elsewhere(new: Conversation, difference: Difference, prompt: int, cached: int, lost: int) -> str:
+    """How much of the rest an earlier conversation has behind something else, and what would reuse it."""
+    place = difference.where.partition(" ")[0].partition(".")[0]
+    in_system = bool(new.messages) and new.messages[0].role == "system" and place == new.names[0]
+    share = lost / max(prompt - cached, 1)
+    if share < _WORTH_SAYING or not (in_system or difference.where.startswith("tools[")):
+        return ""
+    behind = "another system prompt" if in_system else "other tools"
+    return (
+        f"about {share:.0%} of what follows token {cached} was cached behind {behind}; "
+        "--volatile-lines and --template-order of a server or router put such parts behind it"
+    )
 
 
 def _without_effect(difference: Difference, prompt: int, cached: int, block: int) -> bool:
@@ -373,8 +389,8 @@ def _rendered_otherwise(new: Conversation, lost: int) -> Miss:
     return _miss("reasoning_changed", f"{new.names[at]}.reasoning", lost)
 
 
-def _miss(cause: MissCause, where: str, lost: int) -> Miss:
-    return Miss(cause, where, lost, _DETAILS[cause])
+def _miss(cause: MissCause, where: str, lost: int, more: str = "") -> Miss:
+    return Miss(cause, where, lost, f"{_DETAILS[cause]}. {more}" if more else _DETAILS[cause])
 
 
 def _as_message(pieces: Sequence[Piece]) -> Message:

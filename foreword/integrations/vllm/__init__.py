@@ -1,8 +1,8 @@
 """The vLLM KV connector: `kv_connector_module_path` is `foreword.integrations.vllm`.
 
-`ForewordECConnector` keeps encoder outputs; `NamedPrefixes` is a middleware. vLLM is imported when one of these classes
-is asked for, not before. A vLLM that does not fit is refused then, in one sentence. What Foreword logs in a process of vLLM
-goes through vLLM's logger.
+`ForewordECConnector` keeps encoder outputs; `ForewordTier` is a secondary tier of vLLM's own offloading; `NamedPrefixes` is a
+middleware. vLLM is imported when one of these classes is asked for, not before. A vLLM that does not fit is refused then, in
+one sentence. What Foreword logs in a process of vLLM goes through vLLM's logger.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector import ForewordConnector
     from foreword.integrations.vllm_extras.encoder_cache import ForewordECConnector
+    from foreword.integrations.vllm_offload.offload_tier import ForewordTier
 
-__all__ = ["ForewordConnector", "ForewordECConnector", "NamedPrefixes"]
+__all__ = ["ForewordConnector", "ForewordECConnector", "ForewordTier", "NamedPrefixes"]
 
 OLDEST: Final = (0, 31)
 NEWEST_TESTED: Final = (0, 33)
 _MODULES: Final = {
     "ForewordConnector": "vllm.connector",
     "ForewordECConnector": "vllm_extras.encoder_cache",
+    "ForewordTier": "vllm_offload.offload_tier",
     "NamedPrefixes": "vllm_middleware.middleware",
 }
 

@@ -152,6 +152,15 @@ def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *,
         before: call it before the method, with the `EngineCore` before the arguments. What it returns, if anything, is called
             when the method has ended, also by an error.
     """
+    model = vllm_config.model_config
+    return follow_engines(lambda config: config.model_config is model, method, told, before=before)
+
+
+def follow_engines(
+    mine: Callable[[Any], bool], method: str, told: Callable[..., object], *, before: bool = False
+) -> bool:
+    """Like `follow_engine`, for the engines of this process whose configuration is `mine`: one that has it from vLLM need not
+    know it."""
     try:
         from vllm.v1.engine.core import EngineCore
     except ImportError:
@@ -163,16 +172,17 @@ def follow_engine(vllm_config: Any, method: str, told: Callable[..., object], *,
     if listeners is None:
         listeners = []
         setattr(EngineCore, method, _announced(wrapped, listeners))
-    listeners.append((vllm_config.model_config, told, before))
+    listeners.append((mine, told, before))
     return True
 
 
-def _announced(
-    wrapped: Callable[..., Any], listeners: list[tuple[Any, Callable[..., object], bool]]
-) -> Callable[..., Any]:
+_Listener = tuple[Callable[[Any], bool], Callable[..., object], bool]
+
+
+def _announced(wrapped: Callable[..., Any], listeners: list[_Listener]) -> Callable[..., Any]:
     @functools.wraps(wrapped)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        following = [(told, before) for model, told, before in listeners if model is self.vllm_config.model_config]
+        following = [(told, before) for mine, told, before in listeners if mine(self.vllm_config)]
         with contextlib.ExitStack() as ends:
             for told, before in following:
                 at_end = told(self, *args, **kwargs) if before else None

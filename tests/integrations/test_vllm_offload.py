@@ -1,0 +1,128 @@
+"""Foreword's stores as a secondary tier of vLLM's own offloading, under vLLM's scheduler and managers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_process import BLOCK, attempt, disk, make_model, needs_vllm, prompts, run
+
+from foreword.blocks.salt import Salt
+from foreword.store.urls import open_store
+
+pytestmark = needs_vllm
+LENGTH = 300
+FULL = LENGTH // BLOCK  # blocks of a prompt; answers are not saved by vLLM's offloading unless it is told to
+
+
+def offload(
+    model: Path, store: list[str], *steps: list[Any], tier: dict[str, Any] | None = None, **job: Any
+) -> list[Any]:
+    """What the steps find in a new vLLM with its own offloading."""
+    job = {"model": str(model), "tier": {"store": store, **(tier or {})}, "steps": steps, **job}
+    found: list[Any] = run("vllm_offload_script.py", job)["found"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "model")
+
+
+def test_a_restart_finds_what_is_on_disk(model: Path, tmp_path: Path) -> None:
+    """A new vLLM loads what another has saved, and answers as that one did; one with other weights finds nothing. Blocks with
+    one flipped bit are computed, and counted."""
+    first, second = prompts(1, [LENGTH, LENGTH])
+    store, steps = [disk(tmp_path)], [["ask", first], ["ask", second]]
+    one, two, _, about = offload(model, store, *steps, ["written", 2 * FULL], ["about"])
+    assert one["cached"] == two["cached"] == 0 and about["counts"]["saved"] == 2 * FULL and not about["degraded"]
+    assert about["metrics"]["saved"] == 2 * FULL
+    again, twice, restarted = offload(model, store, *steps, ["about"])
+    assert again == {**one, "cached": FULL * BLOCK} and twice == {**two, "cached": FULL * BLOCK}
+    assert restarted["namespace"] == about["namespace"] and restarted["counts"]["loaded"] == 2 * FULL
+    found, different = offload(make_model(tmp_path / "other", seed=3), store, ["ask", first], ["about"])
+    assert found["cached"] == 0 and different["namespace"] != about["namespace"]
+    damage(tmp_path / "kv", seed=5)
+    mended, counted = offload(model, store, ["ask", first], ["about"])
+    assert mended["tokens"] == one["tokens"] and mended["cached"] < FULL * BLOCK
+    assert counted["counts"]["damaged"] >= 1 and counted["metrics"]["damaged"] == counted["counts"]["damaged"]
+
+
+def damage(folder: Path, seed: int) -> None:
+    """Flip a bit in the payload of every block."""
+    draw = random.Random(seed)
+    files = [path for path in folder.rglob("*") if path.is_file() and b"FWKV" in path.read_bytes()]
+    assert files
+    for path in files:
+        data = bytearray(path.read_bytes())
+        found = data.find(b"FWKV")
+        while found >= 0:
+            data[found - 1 - draw.randrange(20_000)] ^= 1 << draw.randrange(8)
+            found = data.find(b"FWKV", found + 1)
+        path.write_bytes(data)
+
+
+def test_tenants_and_erasure(model: Path, tmp_path: Path) -> None:
+    """Requests with other salts find nothing of each other. What is erased of one tenant is gone, and the other's blocks are
+    found."""
+    [prompt], store = prompts(2, [LENGTH]), [disk(tmp_path)]
+    mine, theirs = Salt(b"mine").text, Salt(b"theirs").text
+    one, two, _ = offload(model, store, ["ask", prompt, mine], ["ask", prompt, theirs], ["written", 2 * FULL])
+    assert one["cached"] == two["cached"] == 0
+    tiers = open_store(store)
+    for tier in tiers.tiers:
+        assert tier.store.erase(root=Salt(b"mine").prefix, deadline=1e12) == FULL
+    tiers.close()
+    gone, kept = offload(model, store, ["ask", prompt, mine], ["ask", prompt, theirs])
+    assert gone["cached"] == 0 and kept["cached"] == FULL * BLOCK and gone["tokens"] == kept["tokens"] == one["tokens"]
+
+
+def test_budget(model: Path, tmp_path: Path) -> None:
+    """A folder stays within its size while more than twice as much is saved, and what was saved last is found."""
+    many, store = prompts(3, [LENGTH] * 12), [f"disk://{tmp_path}/kv?size=3MiB"]
+    steps = [["ask", prompt] for prompt in many]
+    *answers, _, about = offload(model, store, *steps, ["written", len(many) * FULL], ["about"])
+    assert about["bytes"] <= about["budget"] == 3 << 20 and about["counts"]["saved"] == len(many) * FULL
+    last, first = offload(model, store, ["ask", many[-1]], ["ask", many[0]])
+    assert last == {**answers[-1], "cached": FULL * BLOCK} and first == answers[0]
+
+
+def test_weights_that_change_in_place(model: Path, tmp_path: Path) -> None:
+    """After a change of the weights nothing of the old ones is loaded, and nothing is saved before vLLM's caches are reset;
+    under a name, KV of the new weights is found again by a server that starts with that name."""
+    [prompt, other], store = prompts(4, [LENGTH, LENGTH]), [disk(tmp_path)]
+    steps: list[list[Any]] = [
+        ["ask", prompt], ["written", FULL], ["change_weights"], ["ask", other], ["written", 2 * FULL],
+        ["reset"], ["name_weights", "two"], ["ask", prompt], ["ask", other], ["written", 4 * FULL], ["about"],
+    ]  # fmt: skip
+    found = offload(model, store, *steps)
+    old, mixed, new = found[0], found[4], found[7]
+    assert mixed["saved"] == FULL and mixed["refused"] == FULL
+    assert new["cached"] == 0 and new["tokens"] != old["tokens"] and found[-1]["counts"]["saved"] == 3 * FULL
+    [again] = offload(model, store, ["ask", prompt])
+    assert again == {**old, "cached": FULL * BLOCK}
+    after = [["change_weights"], ["ask", prompt]]
+    unnamed, named = offload(model, store, *after), offload(model, store, *after, tier={"weights_version": "two"})
+    assert unnamed[-1] == new and named[-1]["tokens"] == new["tokens"]
+
+
+def test_hashes_that_clients_can_make_equal_are_refused(model: Path, tmp_path: Path) -> None:
+    """With a hash that is not cryptographic the start ends, and says which setting is wrong."""
+    job = {
+        "model": str(model),
+        "tier": {"store": [disk(tmp_path)]},
+        "steps": [],
+        "llm": {"prefix_caching_hash_algo": "xxhash"},
+    }
+    done = attempt("vllm_offload_script.py", job)
+    assert done.returncode and "--prefix-caching-hash-algo sha256" in done.stderr
+
+
+def test_contract_of_tiers(model: Path, tmp_path: Path) -> None:
+    """vLLM's manager gets back the bytes that it gave, from another tier object, too; lookups that need a call are retried;
+    jobs end also where the store fails; the queue has a bound; a reset ends all jobs and everything found; and each setting
+    that changes KV gives another namespace."""
+    found = run("vllm_offload_manager_script.py", {"model": str(model), "folder": str(tmp_path)})
+    assert len(found["checks"]) == 5
