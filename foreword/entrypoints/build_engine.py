@@ -41,6 +41,7 @@ from foreword.engine_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
+from foreword.offload.ring import RING_BYTES
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
@@ -219,7 +220,7 @@ def build_engine(
         self_check(loaded, config.block_size)
     loaded = _in_namespace(config, loaded, progress)
     models.trim_heap()
-    runner = _take_kv_memory(config, loaded, progress, stores.staging_bytes(loaded.device.type) if stores.urls else 0)
+    runner = _take_kv_memory(config, loaded, progress, _copy_bytes(stores, loaded.device.type))
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
@@ -445,6 +446,7 @@ def _open_stores(
         kinds=kinds,
         lookup_timeout=config.lookup_timeout,
         load_timeout=config.load_timeout,
+        direct=config.direct,
     )
 
 
@@ -455,6 +457,13 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def _copy_bytes(config: StoreConfig, device: str) -> int:
+    """Bytes that copies to and from stores take on a device of this type."""
+    if not config.urls:
+        return 0
+    return config.staging_bytes(device) + (RING_BYTES if config.direct and device == "cuda" else 0)
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel, staging: int = 0) -> int:

@@ -271,7 +271,12 @@ class ForewordConnectorWorker:
         if info.events:
             self._changes = TierWatch(store, units)
         self.offload = OffloadManager(
-            store, staging, units, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+            store,
+            staging,
+            units,
+            lookup_timeout=config.lookup_timeout,
+            load_timeout=config.load_timeout,
+            direct=config.direct,
         )
         self._late = LateSaves(self._save, self.offload.await_room, self.offload.note_dropped)
         self._memory_tiers = [
