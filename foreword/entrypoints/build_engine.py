@@ -434,9 +434,10 @@ def _open_stores(
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
     openers = {Reach.INSTANCE: peer_opener(transfer)}
-    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys)
+    device = loaded.device.type
+    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys, device=device)
     tiers.warm_up(layout.fingerprint for layout in layouts[:1])
-    wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
+    wanted = config.staging_bytes(device) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
     return EngineStores(

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Name
 
-WRITE_BLOCKS: Final = 32  # blocks per write
+WRITE_BLOCKS: Final = 32  # blocks that are queued together
+# Blocks per write: more of them where they are short. Each write of a disk has a fixed cost.
+_MOST_WRITTEN: Final = 128
+_WRITE_BYTES: Final = 64 << 20
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds
@@ -132,7 +135,8 @@ class WriteBehind:
         self._staging = staging
         self._read = read
         # A store whose write hangs keeps these slots; others remain for the writes to other tiers.
-        self._max_write_slots = min(WRITE_BLOCKS, max(staging.slots // 4, 1))
+        short = min(_WRITE_BYTES // staging.frame_bytes, _MOST_WRITTEN)
+        self._max_write_slots = min(max(short, WRITE_BLOCKS), max(staging.slots // 4, 1))
         self._max_promotion_slots = max(staging.slots // 4, 1)
         self._batches: list[WriteBatch] = []  # oldest first
         self._changed = threading.Condition()

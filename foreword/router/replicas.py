@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 
 from foreword.decoders import decode_object
-from foreword.errors import ConfigError, ReplicaFailed, RequestLost, did_you_mean
+from foreword.errors import ConfigError, ReplicaFailed, RequestLost, connection_reason, did_you_mean
 from foreword.process_config import RouterConfig
 from foreword.router import logprobs_probe
 from foreword.router.logprobs_probe import LogprobReadings
@@ -474,7 +474,7 @@ class ReplicaProbe:
                     reason = body.get("reason")
                     return ProbeResult(f"{path} says {status}{f': {reason}' if reason else ''}", status == 503)
         except aiohttp.ClientConnectorError as error:
-            return ProbeResult(f"cannot connect: {error.strerror or error}", certain=True, unreachable=True)
+            return ProbeResult(f"cannot connect: {connection_reason(error)}", certain=True, unreachable=True)
         except TimeoutError:
             problem = f"no answer within {self._config.health_timeout:g} s"
             return ProbeResult(problem, unreachable=True, timed_out=True)
@@ -487,7 +487,7 @@ class ReplicaProbe:
         try:
             status, _ = await self._get(f"{upstream.url}/health")
         except aiohttp.ClientConnectorError as error:
-            return f"cannot connect: {error.strerror or error}"
+            return f"cannot connect: {connection_reason(error)}"
         except TimeoutError:
             return f"no answer within {self._config.health_timeout:g} s"
         except CONNECTION_ERRORS as error:
