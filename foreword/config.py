@@ -96,6 +96,9 @@ class StoreConfig:
         urls: URLs of stores, fastest first, such as `memory://?size=4GiB` and `disk:///var/cache/foreword?size=200GiB`.
         staging: host memory for copies between device and stores, allocated at start, half of it for the write queue. 1 GiB
             with a GPU, which fills blocks faster than stores take them, and 256 MiB without if it is `auto`. A GPU has a copy.
+        direct: with a CUDA GPU and a memory:// store in front, page-lock its memory and copy blocks straight between it and the
+            device, which seals and checks them; `staging` is 128 MiB then if it is auto. A test at the start decides whether
+            it is used, and the log says why not.
         lookup_timeout: seconds that a request waits for a lookup in remote stores, or a tenth of the time to compute the prompt
             if that is longer. Memory and disks, which answer late only on a busy machine, have 8 times as long, or the whole
             time to compute the prompt.
@@ -107,6 +110,7 @@ class StoreConfig:
 
     urls: tuple[str, ...] = field(default=(), repr=False)  # they may contain passwords
     staging: str = "auto"
+    direct: bool = False
     lookup_timeout: float = positive(0.25)
     load_timeout: float = positive(30.0)
     flush_seconds: float = not_negative(20.0)
@@ -134,7 +138,9 @@ class StoreConfig:
     def staging_bytes(self, device: str) -> int:
         """Bytes of `staging` for KV on a device of this type."""
         if self.staging == "auto":
-            return (256 << 20) if device in ("cpu", "none") else (1 << 30)
+            if device in ("cpu", "none"):
+                return 256 << 20
+            return 128 << 20 if self.direct else 1 << 30
         return parse_bytes(self.staging, "store.staging (--store-staging)")
 
 

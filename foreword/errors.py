@@ -6,6 +6,7 @@ An error knows its HTTP status, whether a retry may succeed, and whether the cli
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from typing import ClassVar, Literal
@@ -272,6 +273,12 @@ def reason_of(error: Exception) -> str:
         else re.sub(r"^\[Errno -?\d+\] ", "", str(error))
     )
     return said or type(error).__name__
+
+
+def connection_reason(error: OSError) -> str:
+    """Why a connection could not be made, as the end of a sentence: "connection refused". asyncio repeats the address
+    as Python writes it."""
+    return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else reason_of(error)
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 8) -> str:

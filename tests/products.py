@@ -1,7 +1,10 @@
 """The products of the repository: which modules and tests each has, and which products it may import. Floors go up: a product
 imports those below it only.
 
-python tests/products.py stores      prints the files of tests of a product, one a line
+python tests/products.py                 prints the names of all products, one a line
+python tests/products.py stores          prints the files of tests of a product
+python tests/products.py stores --needs  prints the products that must be there for them: itself, what it needs, what the
+                                         processes of its tests use, and the contracts, which all tests need
 """
 
 from __future__ import annotations
@@ -170,4 +173,10 @@ def concerned(products: Collection[str]) -> set[str]:
 
 
 if __name__ == "__main__":
-    print(*tests_of(sys.argv[1]), sep="\n")
+    match sys.argv[1:]:
+        case [name, "--needs"]:
+            print(*sorted({name, "testing", *NEEDS[name], *TABLE[name].get("beside", [])}), sep="\n")
+        case [name]:
+            print(*tests_of(name), sep="\n")
+        case _:
+            print(*NEEDS, sep="\n")

@@ -117,6 +117,54 @@ def test_objects_are_valid(values: dict[str, Any]) -> None:
     assert {"Deployment", "Service", "Role", "RoleBinding", "ServiceAccount"} <= {one["kind"] for one in objects}
 
 
+def server_of(**more: Any) -> dict[str, Any]:
+    """Values with one server."""
+    return {"servers": {"llama": {"kind": "vllm", "image": "x", **more}}}
+
+
+CANNOT_RUN = [
+    ({"servers": {"Llama_3": {"kind": "vllm", "image": "x"}}}, "Llama_3"),
+    (server_of(stores=["dsk:///cache"]), "stores"),
+    (server_of(stores=["disk:///data?size=1GiB"]), "stores"),
+    (server_of(stores=["disk:///cachefolder"]), "stores"),
+    (server_of(stores=["disk:///cache?size=300GiB"], cache={"sizeLimit": "220Gi"}), "cache.sizeLimit 220Gi"),
+    (
+        server_of(stores=["disk:///cache?size=2GiB", "disk:///cache/b?size=2GiB"], cache={"sizeLimit": "3Gi"}),
+        "evict the pod",
+    ),
+    (server_of(stores=["disk:///cache"], cache={"sizeLimit": "20Gi"}), "evict the pod"),
+    ({**server_of(), "autoscaling": {"enabled": True, "server": "llama"}}, "model"),
+    (
+        {**server_of(), "autoscaling": {"enabled": True, "server": "llama", "model": "m", "minReplicas": 9}},
+        "minReplicas",
+    ),
+    ({**PLAIN, "router": {**PLAIN["router"], "service": {"port": 99999}}}, "port"),
+    ({**PLAIN, "router": {**PLAIN["router"], "service": {"type": "Loadbalancer"}}}, "type"),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), CANNOT_RUN, ids=[f"{number}" for number in range(len(CANNOT_RUN))])
+def test_values_that_cannot_run(values: dict[str, Any], named: str) -> None:
+    """Values that Kubernetes refuses, or with which a server could not start or would be evicted, are refused by name."""
+    helm = pytest.importorskip("helm_python")
+    with pytest.raises(helm.HelmError) as error:
+        rendered(values)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stores": ["disk:///cache?size=2GiB&owner=any", "disk:///cache/b?size=1GB"], "cache": {"sizeLimit": "3Gi"}},
+        {"stores": ["disk:///dev/shm/kv?size=9GiB", "s3://b/p", "redis+sentinel://a/m"], "cache": {"sizeLimit": "3Gi"}},
+        {"stores": ["disk:///cache?size=1.5TiB"]},
+    ],
+)
+def test_values_that_can_run(more: dict[str, Any]) -> None:
+    """A disk that fits, one in memory, and one on a volume without a limit are rendered."""
+    assert workloads(rendered(server_of(**more)))
+
+
 def test_chart_without_replicas() -> None:
     """Helm's linter has no complaint, and the chart's version is Foreword's. Without replicas an installation is refused."""
     helm = pytest.importorskip("helm_python")

@@ -53,14 +53,14 @@ def file_names() -> set[str]:
         ("public classes in two modules", class_names, 2),
         ("files in two packages", file_names, 10),
         ("imports that point up between products", upward, 0),
-        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 20_750),
-        ("lines that the router imports", lambda: lines(closure("foreword.router")), 20_400),
+        ("lines that the vLLM connector imports", lambda: lines(closure("foreword.integrations.vllm")), 23_050),
+        ("lines that the router imports", lambda: lines(closure("foreword.router")), 21_050),
         (
             "statements that prefixes for Transformers import",
             lambda: statements(closure("foreword.integrations.transformers")),
             8_000,
         ),
-        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 11_650),
+        ("lines that the cache imports", lambda: lines(closure("foreword.cache")), 12_550),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )

@@ -97,6 +97,7 @@ def test_options_are_those_of_the_engine() -> None:
             assert types_of[name] == hint, name
 
 
+@pytest.mark.extended
 def test_every_product_brings_the_types() -> None:
     """The marker for type checkers is in the wheel of the cache, which every product needs, since all are one package."""
     files_of = runpy.run_path(str(ROOT / "packages" / "build_hook.py"))["files_of"]

@@ -121,8 +121,8 @@ class Context:
         bench = self.engine()
         return layout_of(bench.runner.layers, bench.loaded.fingerprint)
 
-    def manager(self, *stores: Any) -> Any:
-        """An offload manager over stores, or URLs of stores, fastest first."""
+    def manager(self, *stores: Any, direct: bool = False) -> Any:
+        """An offload manager over stores, or URLs of stores, fastest first. `direct`: as the setting says."""
         from foreword.engine.engine_stores import EngineStores
         from foreword.store.tiered import TieredStore
         from foreword.store.urls import open_store
@@ -131,7 +131,7 @@ class Context:
         opened = (
             open_store(list(stores), layout) if all(isinstance(one, str) for one in stores) else TieredStore(stores)
         )
-        return EngineStores(opened, self.arena(), [layout])
+        return EngineStores(opened, self.arena(), [layout], direct=direct)
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
@@ -1019,7 +1019,7 @@ def step_kernels(context: Context) -> Iterator[Row]:
 
 
 def step_checksum(context: Context) -> Iterator[Row]:
-    """The checksum of frames on the device (offload/device_checksum.py), which no tier uses yet: right, and how fast."""
+    """The checksum of frames on the device (offload/device_checksum.py): right, and how fast."""
     import torch
 
     from foreword.offload.device_checksum import DeviceChecksums, heads
@@ -1067,6 +1067,94 @@ def step_checksum(context: Context) -> Iterator[Row]:
             seconds = seconds_of(functools.partial(one.check, frames, slots, size, wanted), device)
             figure = f"{many * size / seconds / 1e9:,.0f} GB/s"
             yield row(f"checked on the device, {many} frames of 2 MiB, {how}", figure, f"{seconds * 1e3:.2f} ms")
+
+
+# Straight between the device and the memory tier
+
+
+def step_direct(context: Context) -> Iterator[Row]:
+    """Blocks to the memory tier and back, with `store.direct` off and on: right, how fast, and with how much of the host."""
+    bench = context.engine()
+    if context.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        yield row("left out: Triton runs on CUDA, or interpreted", "TRITON_INTERPRET=1")
+        return
+    block = bench.runner.bytes_per_block
+    count = 4 if context.tiny else max(min(bench.blocks, context.shapes.copy_bytes // block, 512), 1)
+    for way, direct in (("through the staging arena", False), ("straight, with store.direct", True)):
+        yield part(f"{count} blocks {way}", functools.partial(_saved_and_loaded, context, count, way, direct=direct))
+    bench.cache.clear()
+
+
+def _saved_and_loaded(context: Context, count: int, way: str, *, direct: bool) -> Row:
+    """Save blocks and load them, and compare each byte. Raises RuntimeError for a wrong one."""
+    import torch
+
+    from foreword.blocks.keys import chain_keys
+    from foreword.offload.load_plan import LoadPlan
+    from foreword.offload.staging import tensors_of
+
+    bench = context.engine()
+    block, tokens = bench.runner.bytes_per_block, bench.config.block_size
+    tensors, root = tensors_of(bench.runner.layers), os.urandom(32)
+    manager = context.manager(f"memory://?size={4 * count * (block + (64 << 10)) + (64 << 20)}", direct=direct)
+    try:
+        until = time.monotonic() + min(context.left(), 20.0)
+        while direct and manager.direct_state == "" and time.monotonic() < until:
+            time.sleep(0.01)
+        if direct and manager.direct_state != "on":
+            return row(
+                f"{count} blocks {way}", "not used", manager.direct_state or "its memory was not page-locked in time"
+            )
+        chance = torch.Generator().manual_seed(5)
+        best: dict[str, tuple[float, float]] = {}
+        for number in range(2 if context.tiny else 3):
+            kept = [
+                torch.randint(0, 127, tuple(one[:count].shape), generator=chance).to(one.dtype) for one in tensors[:2]
+            ]
+            for one, values in zip(tensors, kept, strict=False):
+                one[:count] = values.to(one.device)
+            keys = chain_keys(root, [number] * tokens * count, tokens)
+            for what, work in (
+                ("save", functools.partial(_save_all, manager, root, keys)),
+                ("load", functools.partial(_load_all, manager, root, keys, tokens, LoadPlan)),
+            ):
+                if what == "load":
+                    for one in tensors:
+                        one[:count] = 0
+                if context.device.type == "cuda":
+                    torch.cuda.synchronize(context.device)
+                began, cpu = time.perf_counter(), time.process_time()
+                work()
+                took = time.perf_counter() - began, (time.process_time() - cpu) / count * 1e6
+                best[what] = min(best.get(what, took), took)
+            wrong = sum(not torch.equal(one[:count].cpu(), values) for one, values in zip(tensors, kept, strict=False))
+            if wrong:
+                raise RuntimeError(f"{wrong} of {len(kept)} tensors have other bytes {way}")
+        rates = " / ".join(f"{count * block / best[what][0] / 1e9:.1f}" for what in ("save", "load"))
+        host = " / ".join(f"{best[what][1]:.0f}" for what in ("save", "load"))
+        return row(f"{count} blocks {way}, save / load", f"{rates} GB/s", f"{host} us of processor time per block")
+    finally:
+        manager.close(10.0)
+
+
+def _save_all(manager: Any, root: bytes, keys: Sequence[bytes]) -> None:
+    done = 0
+    while done < len(keys):
+        more = manager.save(root, keys[done:], keys[done - 1] if done else root, done, range(done, len(keys)))
+        done += more
+        if not more:
+            manager.await_room(1.0)
+    if not manager.flush(30.0):
+        raise RuntimeError("blocks were not saved within 30 s")
+
+
+def _load_all(manager: Any, root: bytes, keys: Sequence[bytes], tokens: int, plan: Any) -> None:
+    places = {(0, number): 0 for number in range(len(keys))}
+    load = manager.load(plan(0, len(keys) * tokens, places), root, keys, range(len(keys)), patient=True)
+    while not load.done:
+        manager.wait(manager.changes, 0.001)
+    if load.loaded < len(keys):
+        raise RuntimeError(f"{load.loaded} of {len(keys)} blocks were loaded")
 
 
 # Bytes over the host's memory bus

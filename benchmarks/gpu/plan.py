@@ -78,13 +78,14 @@ def _vllm(context: Context) -> Rows:
 # In the order in which they run: what decides most is found first.
 DECISIONS = {
     "setup": PlanStep(decisions.step_setup, 45),
-    "engine": PlanStep(decisions.step_engine, 75),
-    "ttft-memory": PlanStep(decisions.step_ttft_memory, 85),
+    "engine": PlanStep(decisions.step_engine, 70),
+    "ttft-memory": PlanStep(decisions.step_ttft_memory, 80),
     "saving-few": PlanStep(functools.partial(decisions.step_saving, 0), 75),
     "ttft-copies": PlanStep(decisions.step_ttft_copies, 25),
-    "saving-many": PlanStep(functools.partial(decisions.step_saving, 1), 55),
-    "ttft-disk": PlanStep(decisions.step_ttft_disk, 55),
+    "saving-many": PlanStep(functools.partial(decisions.step_saving, 1), 50),
+    "ttft-disk": PlanStep(decisions.step_ttft_disk, 50),
     "copies": PlanStep(decisions.step_copies, 20),
+    "direct": PlanStep(decisions.step_direct, 20),
     "bytes": PlanStep(decisions.step_bytes, 10),
     "checksum": PlanStep(decisions.step_checksum, 10),
     "kernels": PlanStep(decisions.step_kernels, 25),

@@ -29,7 +29,7 @@ from benchmarks.harness import machine, median, set_up, table, version_of
 from foreword.store.base import Store
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import block_id
+from foreword.store.disk.index_rows import block_id, parent_id
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, seal
 from foreword.store.memory.memory_store import MemoryStore
 
@@ -277,7 +277,8 @@ def measure_lookup(folder: Path, rounds: int) -> list[list[str]]:
         memory.put(frames, deadline=LATER)
         with index.write(LATER) as transaction:
             by_number = {block_id(one.name): one for one in frames}
-            transaction.finish(transaction.add(by_number, transaction.tick(), 1, 0.0))
+            parents = {number: parent_id(one.header) for number, one in by_number.items()}
+            transaction.finish(transaction.add(by_number, parents, transaction.tick(), 1, 0.0, {}))
     size = os.path.getsize(index.file)
     disk, other = DiskStore(place, 1 << 40), DiskStore(place, 1 << 40)
     rows = []

@@ -17,7 +17,7 @@ bodies, and a server, which renders them, do the same. Applying it twice changes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final, NamedTuple, Protocol
@@ -29,15 +29,17 @@ _MARKED_CHARACTERS: Final = 1000
 _SYSTEM: Final = ("system", "developer")
 _FIRST: Final = "tools-first"
 _PROFILES: Final = "profiles"
-# Lines that most agents have.
+# How lines begin that most agents have, behind marks of a list.
 _USUAL: Final = (
-    r"^\W*(?:primary |current )?working directory:",
-    r"^\W*(?:workspace root|additional working directories)\b.*:",
-    r"^\W*is (?:a|directory a) git repo",
-    r"^\W*(?:platform|shell|os version):",
-    r"^\W*today's date",
-    r"^\W*(?:current|main) branch\b.*:",
+    r"(?:primary |current )?working directory:",
+    r"(?:workspace root|additional working directories)\b.*:",
+    r"is (?:a|directory a) git repo",
+    r"(?:platform|shell|os version):",
+    r"today's date",
+    r"(?:current|main) branch\b.*:",
 )
+# Whether a line moves.
+_Test = Callable[[str], object]
 
 
 # Without a last line it goes on to the end of its message.
@@ -55,12 +57,13 @@ class AgentProfile(NamedTuple):
 
     name: str
     mark: re.Pattern[str]
-    lines: re.Pattern[str]
+    lines: _Test
     block: _Block | None = None
 
 
-def _lines(*patterns: str) -> re.Pattern[str]:
-    return re.compile("|".join((*_USUAL, *patterns)), re.IGNORECASE)
+def _lines(*patterns: str) -> _Test:
+    # It matches at the start of a line only: a search would try each of its characters.
+    return re.compile("|".join((rf"\W*(?:{'|'.join(_USUAL)})", *patterns)), re.IGNORECASE).match
 
 
 # As recorded with the versions in docs/guides/agents.md.
@@ -68,16 +71,16 @@ AGENTS: Final = (
     AgentProfile(
         "claude-code",
         re.compile(r"^x-anthropic-billing-header:|\bClaude Code\b|\bClaude Agent SDK\b", re.MULTILINE),
-        _lines(r"^x-anthropic-billing-header:", r"\bmemory\b.*\bat `?[~/]"),
+        _lines(r"x-anthropic-billing-header:", r".*\bmemory\b.*\bat `?[~/]"),
         (re.compile(r"^gitStatus:"), None),
     ),
-    AgentProfile("codex", re.compile(r"\bCodex\b"), _lines(r"^\W*r\d+\W+/", r"<cwd>")),
+    AgentProfile("codex", re.compile(r"\bCodex\b"), _lines(r"\W*r\d+\W+/", r"\s*<cwd>")),
     AgentProfile("opencode", re.compile(r"\bopencode\b", re.IGNORECASE), _lines()),
-    AgentProfile("qwen-code", re.compile(r"\bQwen Code\b"), _lines(r"\bmemory system at `?[~/]", r"[~/]\S*/MEMORY\.md\b")),
+    AgentProfile("qwen-code", re.compile(r"\bQwen Code\b"), _lines(r".*\bmemory system at `?[~/]", r".*/MEMORY\.md\b")),
     AgentProfile(
         "continue",
         re.compile(r"\bContinue CLI\b"),
-        _lines(r"from the current working directory \("),
+        _lines(r".*from the current working directory \("),
         (re.compile(r"^<context name=\"gitStatus\">"), re.compile(r"</context>")),
     ),
 )  # fmt: skip
@@ -114,12 +117,12 @@ class PromptOrder:
     """
 
     first: tuple[_Rule, ...] = ()
-    lines: tuple[tuple[_Rule, re.Pattern[str] | None], ...] = ()
+    lines: tuple[tuple[_Rule, _Test | None], ...] = ()
 
     @classmethod
     def parse(cls, template_order: Sequence[str], volatile_lines: Sequence[str]) -> PromptOrder:
         """From the options. Raises ConfigError."""
-        first, lines = list[_Rule](), list[tuple[_Rule, re.Pattern[str] | None]]()
+        first, lines = list[_Rule](), list[tuple[_Rule, _Test | None]]()
         for text in template_order:
             value, rule = _parsed(text, "--template-order")
             if value != _FIRST:
@@ -165,7 +168,7 @@ class PromptOrder:
             return messages, tools
         return [*kept, *messages[len(leading) :]], described
 
-    def _patterns(self, agent: AgentProfile | None, model: str) -> Iterator[tuple[re.Pattern[str], _Block | None]]:
+    def _patterns(self, agent: AgentProfile | None, model: str) -> Iterator[tuple[_Test, _Block | None]]:
         for rule, pattern in self.lines:
             if not rule.holds(agent, model):
                 continue
@@ -187,11 +190,11 @@ def _parsed(text: str, option: str) -> tuple[str, _Rule]:
     return " ".join(words), _Rule(client, found.get("model"))
 
 
-def _pattern(text: str) -> re.Pattern[str]:
+def _pattern(text: str) -> _Test:
     if len(text) < 3 or not text.startswith("/") or not text.endswith("/"):
         raise ConfigError(f"--volatile-lines takes {_PROFILES} or /REGULAR EXPRESSION/, not {text!r}")
     try:
-        return re.compile(text[1:-1])
+        return re.compile(text[1:-1]).search
     except re.error as error:
         raise ConfigError(f"--volatile-lines: {text} is not a regular expression: {error}") from None
 
@@ -208,7 +211,7 @@ def texts_of(message: Mapping[str, Any]) -> Iterator[str]:
     yield from (text for part in parts if isinstance(part, dict) and isinstance(text := part.get("text"), str))
 
 
-_Patterns = Sequence[tuple[re.Pattern[str], _Block | None]]
+_Patterns = Sequence[tuple[_Test, _Block | None]]
 
 
 def _split(text: str, patterns: _Patterns, moved: list[str]) -> str:
@@ -216,8 +219,8 @@ def _split(text: str, patterns: _Patterns, moved: list[str]) -> str:
     stays = list[str]()
     block: _Block | None = None
     for line in text.split("\n"):
-        block = block or next((one for _, one in patterns if one is not None and one[0].search(line)), None)
-        if block is None and not any(pattern.search(line) for pattern, _ in patterns):
+        block = block or next((one for _, one in patterns if one is not None and one[0].match(line)), None)
+        if block is None and not any(moves(line) for moves, _ in patterns):
             stays.append(line)
             continue
         moved.append(line)

@@ -22,6 +22,7 @@ MAX_SERIES = 1024
 
 # Histograms whose quantiles the page shows.
 _WITH_BUCKETS = (
+    "vllm:time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds",
     "foreword:router_time_per_output_token_seconds",
     "foreword:router_time_to_first_token_seconds",

@@ -80,7 +80,7 @@ class EngineStores(OffloadManager):
         names = self.units[group].names(root, keys)
 
         def work() -> int:
-            self._writer.flush(WRITE_TIMEOUT)
+            self.flush_writes(WRITE_TIMEOUT)
             return self.store.pin(names, pinned=pinned, deadline=time.monotonic() + WRITE_TIMEOUT)
 
         return self.later(work)

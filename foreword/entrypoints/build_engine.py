@@ -41,6 +41,7 @@ from foreword.engine_config import KV_MEMORY_FORMS, EngineConfig, PrefixConfig
 from foreword.entrypoints.hit_reports import build_audit
 from foreword.errors import ConfigError, ModelUnsupported, StoreError
 from foreword.events import BlocksRemoved, BlocksStored, Observer
+from foreword.offload.ring import RING_BYTES
 from foreword.offload.staging import StagingArena, layout_of, tensors_of
 from foreword.prefixes.book import Content
 from foreword.prefixes.open_erasures import OpenErasures
@@ -219,7 +220,7 @@ def build_engine(
         self_check(loaded, config.block_size)
     loaded = _in_namespace(config, loaded, progress)
     models.trim_heap()
-    runner = _take_kv_memory(config, loaded, progress, stores.staging_bytes(loaded.device.type) if stores.urls else 0)
+    runner = _take_kv_memory(config, loaded, progress, _copy_bytes(stores, loaded.device.type))
     chains = ChainIndex() if readable else None
     watchers = tuple(observers) if chains is None else (*observers, chains)
     cache = _prefix_cache(config, loaded, runner.num_blocks, watchers)
@@ -433,9 +434,10 @@ def _open_stores(
     progress(f"opening {count} store{'s' if count > 1 else ''} for blocks of {largest.block_bytes} bytes")
     smaller = [layout for layout in layouts if layout is not largest]
     openers = {Reach.INSTANCE: peer_opener(transfer)}
-    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys)
+    device = loaded.device.type
+    tiers = open_store(config.urls, largest, openers, more_layouts=smaller, keys=keys, device=device)
     tiers.warm_up(layout.fingerprint for layout in layouts[:1])
-    wanted = config.staging_bytes(loaded.device.type) // (largest.block_bytes + HEADER_BYTES)
+    wanted = config.staging_bytes(device) // (largest.block_bytes + HEADER_BYTES)
     slots = max(min(wanted, 2 * runner.num_blocks), _FEWEST_SLOTS)
     staging = StagingArena([tensors_of(layers) for layers in groups], slots)
     return EngineStores(
@@ -445,6 +447,7 @@ def _open_stores(
         kinds=kinds,
         lookup_timeout=config.lookup_timeout,
         load_timeout=config.load_timeout,
+        direct=config.direct,
     )
 
 
@@ -455,6 +458,13 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def _copy_bytes(config: StoreConfig, device: str) -> int:
+    """Bytes that copies to and from stores take on a device of this type."""
+    if not config.urls:
+        return 0
+    return config.staging_bytes(device) + (RING_BYTES if config.direct and device == "cuda" else 0)
 
 
 def kv_blocks(config: EngineConfig, loaded: LoadedModel, staging: int = 0) -> int:

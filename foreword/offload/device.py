@@ -134,7 +134,7 @@ class Plane:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlaneTable:
+class PlaneTable:
     """Planes on the device."""
 
     numbers: Tensor
@@ -142,12 +142,36 @@ class _PlaneTable:
     word: int
 
     @classmethod
-    def of(cls, planes: Sequence[Plane], device: torch.device) -> _PlaneTable | None:
+    def of(cls, planes: Sequence[Plane], device: torch.device) -> PlaneTable | None:
         if not planes:
             return None
         word = min(plane.word for plane in planes)
         numbers = torch.tensor([plane.numbers(word) for plane in planes], dtype=torch.long, device=device)
         return cls(numbers, max(plane.words(word) for plane in planes), word)
+
+    def copy(self, frames: Tensor, places: Tensor, *, gather: bool, found: Tensor | None = None) -> None:
+        """Copy units into frames, or out of them, on the current stream.
+
+        Args:
+            frames: bytes `[slots, stride]` on the device.
+            places: int64 `[units, 4]` on the device: the coordinates of each unit, and its slot.
+            found: int32 `[units]` on the device, 1 for units that are copied, else 0. None: all are.
+        """
+        # Triton is imported where kernels run.
+        from foreword.offload.device_kernels import KINDS, copy_kernel
+
+        words = min(_WORDS_PER_PROGRAM, 1 << max(self.words - 1, 0).bit_length())
+        grid = (len(places), len(self.numbers), -(-self.words // words))
+        copy_kernel[grid](
+            self.numbers, places, frames.data_ptr(), frames.stride(0), places if found is None else found,
+            NUMBERS=_NUMBERS, AXES=_AXES, WORDS=words, KIND=KINDS[self.word], GATHER=gather, CHOSEN=found is not None,
+        )  # fmt: skip
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, made on the current stream. The thread does not wait for it."""
+    pinned = host.pin_memory() if device.type == "cuda" else host
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -172,8 +196,8 @@ class DeviceCopies:
         self._arena = arena
         self._device = device
         self._mirror = torch.empty(arena.shape, dtype=torch.uint8, device=device)
-        self._tables = [_PlaneTable.of(planes, device) for planes in groups]
-        self._queues = CudaQueues(device) if queues is None else queues
+        self._tables = [PlaneTable.of(planes, device) for planes in groups]
+        self.queues = self._queues = CudaQueues(device) if queues is None else queues
         self._saves: dict[int, _Copy] = {}
 
     def save(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int]) -> None:
@@ -219,18 +243,8 @@ class DeviceCopies:
             target[frames].copy_(source[frames], non_blocking=True)
 
     def _launch(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int], *, gather: bool) -> None:
-        # Triton is imported where kernels run.
-        from foreword.offload.device_kernels import KINDS, copy_kernel
-
         table = self._tables[group]
         if table is None:
             return
         host = torch.tensor([(*unit, slot) for unit, slot in zip(units, slots, strict=True)], dtype=torch.long)
-        places = host.pin_memory() if self._device.type == "cuda" else host
-        places = places.to(self._device, non_blocking=True)
-        words = min(_WORDS_PER_PROGRAM, 1 << max(table.words - 1, 0).bit_length())
-        grid = (len(units), len(table.numbers), -(-table.words // words))
-        copy_kernel[grid](
-            table.numbers, places, self._mirror.data_ptr(), self._mirror.stride(0),
-            NUMBERS=_NUMBERS, AXES=_AXES, WORDS=words, KIND=KINDS[table.word], GATHER=gather,
-        )  # fmt: skip
+        table.copy(self._mirror, to_device(host, self._device), gather=gather)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,4 +103,4 @@ def heads(names: Sequence[bytes]) -> Tensor:
     wrong = next((name for name in names if len(name) != NAME_BYTES), None)
     if wrong is not None:
         raise ValueError(f"a name has {NAME_BYTES} bytes, not {len(wrong)}")
-    return torch.tensor(list(b"".join(_HEAD + name for name in names)), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(_HEAD.join([b"", *names])), np.uint8))

@@ -9,14 +9,16 @@ KINDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @triton.jit
 def copy_kernel(
-    planes, units, frames, frame_stride,
+    planes, units, frames, frame_stride, found,
     NUMBERS: tl.constexpr, AXES: tl.constexpr, WORDS: tl.constexpr, KIND: tl.constexpr, GATHER: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Copy some words of one plane of one unit. Grid: (units, planes, words / WORDS).
 
     A unit is four numbers: three coordinates, which a plane's strides multiply, and the frame. A plane is NUMBERS numbers:
     the address of its tensor, its offset in a frame, three strides, and for each of AXES axes a size in words and the strides
-    in the tensor and in a frame. Strides are in bytes, `frames` is an address, and a word is an integer of type KIND.
+    in the tensor and in a frame. Strides are in bytes, `frames` is an address, and a word is an integer of type KIND. With
+    CHOSEN only units are copied whose number in `found` is 1; the others have 0.
     """
     unit = units + tl.program_id(0) * 4
     plane = planes + tl.program_id(1) * NUMBERS
@@ -37,6 +39,8 @@ def copy_kernel(
         framed_at += index * tl.load(axis + 2)
     in_tensor = (paged + paged_at).to(tl.pointer_type(KIND))
     in_frame = (framed + framed_at).to(tl.pointer_type(KIND))
+    if CHOSEN:
+        left += 1 - tl.load(found + tl.program_id(0))
     inside = left == 0
     if GATHER:
         tl.store(in_frame, tl.load(in_tensor, mask=inside), mask=inside)

@@ -32,6 +32,7 @@ class StoreLoad:
         held_up: the load waits for that work, which computing would wait for too: its deadline moves. `waited`: for how many
             seconds it did.
         loaded: number of blocks that were loaded; `tiers` are the tiers that they came from.
+        copied_at: when the last copy that has ended was seen to have.
         copying: copies into the blocks that have begun and are not known to be done.
         finished: no copy begins any more.
         task: what runs of it. An error may have kept it from saying that it has ended.
@@ -47,6 +48,7 @@ class StoreLoad:
     deadline: float = float("inf")
     held_up: bool = False
     waited: float = 0.0
+    copied_at: float = 0.0
     loaded: int = 0
     tiers: list[int] = field(default_factory=list)
     copying: int = 0
@@ -86,12 +88,14 @@ class StoreLoad:
             self.copying += not self.finished
             return not self.finished
 
-    def end_copy(self, tiers: Sequence[int] | None) -> None:
-        """The oldest copy is done, of blocks that came from `tiers`. None if it failed: what follows it does not count."""
+    def end_copy(self, tiers: Sequence[int] | None, *, whole: bool = True) -> None:
+        """The oldest copy is done, of blocks that came from `tiers`. None if it failed, or not `whole` if a block behind these
+        was not copied: what follows it does not count."""
         # Copies end in the order in which they began. Behind one that failed, blocks have no whole chain before them.
         with self._lock:
             self._lost |= tiers is None
             if tiers is not None and not self._lost:
                 self.loaded += len(tiers)
                 self.tiers += tiers
+            self._lost |= not whole
             self.copying -= 1

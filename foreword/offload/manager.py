@@ -35,6 +35,7 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
+from foreword.offload.ring import PIECES_OF_A_LOAD
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -48,6 +49,7 @@ from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
+    from foreword.offload.direct_tier import DirectLoad, DirectTier
     from foreword.offload.staging import StagingArena
 
 Done = TypeVar("Done")
@@ -68,6 +70,7 @@ class _GroupCopy:
     copied: Event | None
     slots: list[int]
     found: list[FetchedBlock]
+    direct: DirectLoad | None = None  # in place of slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class OffloadManager:
         lookup_timeout: seconds for a lookup in remote tiers, if computing does not take long (`policy.search_seconds`).
         load_timeout: upper limit in seconds for a load.
         on_change: called from other threads when a search or a load has changed; wakes the engine.
+        direct: on a device, copy straight to and from the first tier where that is possible (`direct_tier.py`).
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class OffloadManager:
         lookup_timeout: float = 0.25,
         load_timeout: float = 30.0,
         on_change: Callable[[], None] = lambda: None,
+        direct: bool = False,
     ) -> None:
         self.store = store
         self.units = [whole_blocks(one) if isinstance(one, Layout) else one for one in groups]
@@ -145,6 +150,11 @@ class OffloadManager:
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging, self._read_again)
+        self._direct: DirectTier | None = None
+        if direct:
+            from foreword.offload.direct_tier import open_direct
+
+            self._direct = open_direct(store, staging, self._writer)
         self._write_step = max(min(WRITE_BLOCKS, staging.slots // 4), 1)
         self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
         self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
@@ -239,6 +249,9 @@ class OffloadManager:
             count = min(max(size // frame_bytes, 1), requested - done, self._staging.slots // 4 or 1)
             patience = max(PATIENCE * compute, MIN_PATIENCE)
             deadline = store_load.deadline if done else min(store_load.deadline, time.monotonic() + patience)
+            if directly := self._load_direct(store_load, done, deadline, queued, known=known):
+                done += directly
+                continue
             loaded = self._load_lent(store_load, done, count, deadline)
             if not loaded:
                 slots = self._slots_to_load(store_load, count, deadline, queued)
@@ -249,6 +262,56 @@ class OffloadManager:
             if self._is_slower_than_computing(store_load, done, compute):
                 self._count(stopped=1)
                 return
+
+    def _load_direct(
+        self, store_load: StoreLoad, done: int, deadline: float, queued: deque[_GroupCopy], *, known: bool
+    ) -> int:
+        """Queue the copies of the next blocks from the memory of the first tier straight into the device, and return how many
+        there are: 0 if that is not possible. Whether they are right is known when they are copied."""
+        direct = self._direct
+        size = sys.maxsize if known else _PROBE_BYTES
+        count = 0 if direct is None else direct.count(store_load.places, done, size)
+        if direct is None or not count:
+            return 0
+        # Pieces of the ring come back when the copies through them have ended: first those of this load.
+        while queued and (len(queued) >= PIECES_OF_A_LOAD or not direct.ring.free):
+            self._await_copy(store_load, queued)
+        piece = direct.ring.wait_for(deadline)
+        if piece is None:
+            return 0
+        end, began = done + count, False
+
+        def begin() -> bool:
+            nonlocal began
+            began = store_load.begin_copy()
+            return began
+
+        parts = store_load.names[done:end], store_load.groups[done:end], store_load.blocks[done:end]
+        try:
+            load = direct.load(piece, *parts, None if done else store_load.mark, begin)
+        except BaseException:
+            if began:
+                store_load.end_copy([])
+            raise
+        if load is None:
+            return 0
+        queued.append(_GroupCopy(load.copy.copied, [], [], load))
+        return len(load.names)
+
+    def _end_direct(self, store_load: StoreLoad, load: DirectLoad, *, copied: bool, timed: bool) -> None:
+        """Blocks were copied straight from the first tier. A wrong one, of which nothing is in KV, ends the load."""
+        assert self._direct is not None
+        direct, began = self._direct, max(load.began, store_load.copied_at)
+        sound = load.copy.sound() if copied else 0
+        load.end()
+        store_load.copied_at = time.monotonic()
+        whole = sound == len(load.names)
+        store_load.end_copy([direct.place] * sound if copied else None, whole=whole)
+        size = load.size * sound // len(load.names)
+        direct.tier.count_borrowed(sound, size, store_load.copied_at - began if timed else 0.0)
+        if copied and not whole:
+            store_load.close()
+            direct.read_again(load.names[sound], self._staging.frame_bytes)
 
     def _slots_to_load(
         self, store_load: StoreLoad, count: int, deadline: float, queued: deque[_GroupCopy]
@@ -285,13 +348,17 @@ class OffloadManager:
                 oldest.copied.synchronize()
             loaded = True
         finally:
-            if store_load.held_up:
+            held_up = store_load.held_up
+            if held_up:
                 waited = time.monotonic() - began
                 store_load.waited += waited
                 store_load.deadline += waited
                 store_load.mark = None
                 store_load.held_up = False
-            store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
+            if oldest.direct is not None:
+                self._end_direct(store_load, oldest.direct, copied=loaded, timed=not held_up)
+            else:
+                store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
             if loaded:
                 self._promote(oldest.found, oldest.slots, store_load.started)
             else:
@@ -454,7 +521,10 @@ class OffloadManager:
 
     def await_room(self, timeout: float) -> None:
         """Wait until `save` may find room, for at most `timeout` seconds."""
-        self._saving_slots.wait_for_room(self._write_step, time.monotonic() + timeout)
+        deadline = time.monotonic() + timeout
+        if self._direct is not None:
+            self._direct.await_room(timeout)
+        self._saving_slots.wait_for_room(self._write_step, deadline)
 
     def note_dropped(self, blocks: int) -> None:
         """Count blocks for which the queue had no room, and which are not given again."""
@@ -462,6 +532,13 @@ class OffloadManager:
 
     def _save_units(self, units: Sequence[int], headers: list[Header], tiers: Tiers, group: int) -> int:
         """Queue units for these tiers. Returns for how many there was room."""
+        direct = self._direct
+        if direct is not None and direct.usable and direct.place in tiers:
+            taken = direct.save(units, headers, tiers, group)
+            if self._gathering is None:
+                direct.launch()
+            if taken is not None:
+                return taken
         step = self._write_step
         for low in range(0, len(units), step):
             part = units[low : low + step]
@@ -477,6 +554,8 @@ class OffloadManager:
 
     def _gather(self, waiting: Sequence[tuple[int, Sequence[int], WriteBatch]]) -> None:
         """Copy units of groups into their slots, and queue them."""
+        if self._direct is not None:
+            self._direct.launch()
         for group in {number for number, _, _ in waiting}:
             mine = [(units, queued.slots) for number, units, queued in waiting if number == group]
             units, slots = (list(itertools.chain.from_iterable(some)) for some in zip(*mine, strict=True))
@@ -507,7 +586,7 @@ class OffloadManager:
         done. Returns how many were there, by the label of the tier. A tier that fails keeps them until it evicts them."""
 
         def work() -> dict[str, int]:
-            self._writer.flush(WRITE_TIMEOUT)
+            self.flush_writes(WRITE_TIMEOUT)
             counts, wanted, deadline = {}, names(), time.monotonic() + WRITE_TIMEOUT
             for tier in (self.store.tiers[index] for index in self.store.writable):
                 with contextlib.suppress(StoreError):
@@ -544,9 +623,15 @@ class OffloadManager:
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all queued blocks, pins and records are written. False if that takes longer than `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        written = self._writer.flush(timeout)
+        written = self.flush_writes(timeout)
         _, late = futures.wait(self._tasks, max(deadline - time.monotonic(), 0.0))
         return written and not late
+
+    def flush_writes(self, timeout: float) -> bool:
+        """Wait until all queued blocks are written. False if that takes longer."""
+        deadline = time.monotonic() + timeout
+        published = self._direct is None or self._direct.flush(timeout)
+        return self._writer.flush(max(deadline - time.monotonic(), 0.0)) and published
 
     def _count(self, **more: int) -> None:
         with self._counting:
@@ -554,23 +639,30 @@ class OffloadManager:
                 self._counts[name] += amount
 
     @property
+    def direct_state(self) -> str:
+        """Whether blocks are copied straight to and from the first tier: "on", or why not; "" while that is being tested."""
+        if self._direct is None:
+            return "it was not asked for, or something is missing: see the log"
+        return self._direct.state
+
+    @property
     def queued(self) -> int:
         """Blocks that wait to be written."""
-        return self._writer.queued
+        return self._writer.queued + (0 if self._direct is None else self._direct.pending)
 
     @property
     def stamp(self) -> tuple[int, ...]:
         """Differs from before if a count of blocks or loads has changed. It is quicker than `status`."""
-        writer = self._writer
-        return writer.queued, self._dropped, writer.dropped, *self._counts.values()
+        return self.queued, self._dropped, self._writer.dropped, *self._counts.values()
 
     def status(self) -> OffloadStatus:
+        direct = self._direct
         return OffloadStatus(
-            queued=self._writer.queued,
+            queued=self.queued,
             dropped=self._dropped + self._writer.dropped,
             dropped_promotions=self._writer.dropped_promotions,
-            saved=self._writer.saved,
-            failed=self._writer.failed,
+            saved=self._writer.saved + (0 if direct is None else direct.saved),
+            failed=self._writer.failed + (0 if direct is None else direct.failed),
             lookups=self.lookups.counts(),
             declined=self.costs.declined,
             too_small=self.costs.too_small,
@@ -589,4 +681,6 @@ class OffloadManager:
         self.lookups.close()
         for pool in (self._loaders, self._memory_loaders, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._direct is not None:
+            self._direct.close()
         self.store.close()

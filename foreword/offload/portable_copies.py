@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import Structure, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,6 +116,13 @@ class PlaneGroup:
         """Row, unit of tokens and head unit."""
         tokens, head = divmod(unit, self._head_units)
         return (*divmod(tokens, self._per_row), head)
+
+    def places(self, units: Sequence[int]) -> np.ndarray[Any, Any]:
+        """`place` of many units: int64 `[units, 3]`."""
+        numbers = np.asarray(units, np.int64)
+        tokens = numbers // self._head_units
+        row = tokens // self._per_row
+        return np.stack([row, tokens - row * self._per_row, numbers - tokens * self._head_units], axis=1)
 
 
 class UnitGroup(PlaneGroup):

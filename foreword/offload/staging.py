@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Event, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
+from foreword.offload.ring import DeviceRing
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
 from foreword.store.frame import HEADER_BYTES
@@ -99,6 +101,17 @@ class StagingArena:
         else:
             for group in self._groups:
                 group.prepare()
+
+    def device_ring(self, piece_bytes: int) -> DeviceRing | None:
+        """A ring, with pieces of so many bytes, for copies straight between these tensors and a tier; None on a CPU."""
+        if self._on_device is None:
+            return None
+        planes = [group.planes() for group in self._groups]
+        return DeviceRing(planes, self.block_bytes, self.device, self._on_device.queues, piece_bytes)
+
+    def places(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The coordinates of blocks of a group: int64 `[blocks, 3]`."""
+        return self._groups[group].places(blocks)
 
     @property
     def copies_lent(self) -> bool:

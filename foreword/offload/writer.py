@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from foreword.offload.slots import StagingSlots
 from foreword.store.background import lower_priority, use_background_cores
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Name
 
-WRITE_BLOCKS: Final = 32  # blocks per write
+WRITE_BLOCKS: Final = 32  # blocks that are queued together
+# Blocks per write: more of them where they are short. Each write of a disk has a fixed cost.
+_MOST_WRITTEN: Final = 128
+_WRITE_BYTES: Final = 64 << 20
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds
@@ -52,6 +55,31 @@ _WRITE_NICE: Final = 5
 ReadBlocks = Callable[["Sequence[Name]", Sequence[int], float], tuple[Sequence[FetchedBlock | None], set[int]]]
 
 
+class SlotPool(Protocol):
+    """Where slots come from."""
+
+    def take(self, count: int) -> list[int] | None:
+        """Slots, or None if there are too few."""
+        ...
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Return slots."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LentSlots:
+    """Slots of a tier, which are lent until all of them were written further."""
+
+    end: Callable[[], None]
+
+    def take(self, count: int) -> list[int] | None:
+        return None
+
+    def give(self, slots: Iterable[int]) -> None:
+        self.end()
+
+
 @dataclass(slots=True, eq=False)
 class WriteBatch:
     """Blocks that wait to be written.
@@ -66,11 +94,12 @@ class WriteBatch:
         load: when the load of a promotion began, which tells loads apart.
         number: the order in which promotions came.
         kept: largest number of these blocks that one tier has stored.
+        lent: the frames, if they lie in a tier, which has counted them, and not in the staging arena.
     """
 
     headers: list[Header]
     slots: list[int]
-    pool: StagingSlots
+    pool: SlotPool
     pending: set[int]
     writing: int = 0
     sealed: bool = False
@@ -80,6 +109,7 @@ class WriteBatch:
     load: float = math.inf
     number: int = 0
     kept: int = 0
+    lent: list[Frame] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def is_stored(self) -> bool:
@@ -95,7 +125,7 @@ class WriteBehind:
     """Writes staged blocks into every tier, with one thread per tier: a slow tier does not delay the others.
 
     Attributes:
-        dropped: blocks that were never written because the queue was full.
+        dropped: blocks that were never written, or not by every tier, because the queue was full.
         dropped_promotions: promotions that were not written: the faster tier had no room, or too many were postponed.
         saved, failed: blocks (without promotions) that at least one tier has stored, and blocks that no tier has stored.
     """
@@ -105,7 +135,8 @@ class WriteBehind:
         self._staging = staging
         self._read = read
         # A store whose write hangs keeps these slots; others remain for the writes to other tiers.
-        self._max_write_slots = min(WRITE_BLOCKS, max(staging.slots // 4, 1))
+        short = min(_WRITE_BYTES // staging.frame_bytes, _MOST_WRITTEN)
+        self._max_write_slots = min(max(short, WRITE_BLOCKS), max(staging.slots // 4, 1))
         self._max_promotion_slots = max(staging.slots // 4, 1)
         self._batches: list[WriteBatch] = []  # oldest first
         self._changed = threading.Condition()
@@ -130,6 +161,12 @@ class WriteBehind:
         with self._changed:
             return sum(len(batch.headers) for batch in self._batches)
 
+    @property
+    def lent(self) -> int:
+        """Blocks that wait in the slots of a tier."""
+        with self._changed:
+            return sum(len(batch.headers) for batch in self._batches if batch.lent is not None)
+
     def add(self, batches: Iterable[WriteBatch]) -> None:
         """Queue blocks whose payloads are in their slots, without headers and checksums yet."""
         for batch in batches:
@@ -145,6 +182,20 @@ class WriteBehind:
         batch.load = started
         self._quiet = now + _PROMOTION_PAUSE
         self._queue(batch, started)
+
+    def add_lent(
+        self, frames: list[Frame], end: Callable[[], None], tiers: Iterable[int], began: float, most: int
+    ) -> None:
+        """Queue frames that lie in a tier for further ones, unless they were erased since `began`, when they were saved, or
+        more than `most` would wait: a slow tier gets the starts of chains then. `end` ends the loan."""
+        headers = [frame.header for frame in frames]
+        batch = WriteBatch(headers, [*range(len(frames))], LentSlots(end), set(tiers), sealed=True, lent=frames)
+        with self._changed:
+            held = sum(len(one.slots) for one in self._batches if one.lent is not None)
+            if held + len(frames) > most:
+                self.dropped += len(frames)
+                batch.pending.clear()
+        self._queue(batch, began)
 
     def _queue(self, batch: WriteBatch, started: float = math.inf) -> None:
         with self._changed:
@@ -289,6 +340,8 @@ class WriteBehind:
 
     def _sealed(self, batch: WriteBatch) -> list[Frame]:
         """The batch's frames. The first tier that writes the batch adds headers and checksums, or reads what was postponed."""
+        if batch.lent is not None:
+            return batch.lent
         # Of two tiers that took the batch at once the second waits for the first. A sealed slot does not change any more.
         with batch.lock:
             if batch.postponed:
@@ -330,7 +383,7 @@ class WriteBehind:
             done = [one for one in self._batches if not one.writing and not one.pending]
             self._batches = [one for one in self._batches if one.writing or one.pending]
             for batch in done:
-                if not batch.promotion:
+                if not batch.promotion and batch.lent is None:
                     self.saved += batch.kept
                     self.failed += len(batch.slots) - batch.kept
             self._changed.notify_all()

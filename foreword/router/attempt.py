@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiohttp
 
 from foreword.api.dialects.answer_reader import error_of
-from foreword.errors import ForewordError
+from foreword.errors import ForewordError, connection_reason
 from foreword.observability.tracing import Span
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.replicas import Upstream
@@ -73,7 +73,7 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, ForewordError):
         return error.message
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot connect: {error.strerror or error}"
+        return f"cannot connect: {connection_reason(error)}"
     if isinstance(error, asyncio.TimeoutError):
         return "no answer in time"
     return f"the connection broke ({type(error).__name__})"
@@ -214,6 +214,8 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
             "replica": estimate.replica,
             "seconds": round(estimate.total, 4),
             "others_seconds": round(estimate.others, 4),
+            "decoding_seconds": round(estimate.stalls, 4),
+            "ageing_seconds": round(estimate.ageing, 4),
             "reused_tokens": estimate.reused,
             "computed_tokens": estimate.computed,
             "excluded": estimate.excluded,

@@ -152,7 +152,9 @@ async def _proxy(
     """`rendered`: the request as a chat, by which it is placed; None if it is one."""
     call.release_body()
     tenant, pool = call.tenant, router.pool(request.model)
-    request = arranged(router.prefixes.expanded(pool, tenant, request), router.order, pool.model)
+    if request.prefix is not None:
+        request = router.prefixes.expanded(pool, tenant, request)
+    request = arranged(request, router.order, pool.model)
     wanted = _wanted_seconds(call)
     deadline = call.arrived + min(wanted, router.config.request_timeout)
     try:

@@ -189,6 +189,7 @@ class Store(Protocol):
         authenticates: whether `get` has verified a signature of each frame that `frame.check` does not refuse.
         refusal: why it takes no blocks now, or evicts although its budget is not used up: StoreFull, StoreReadOnly. None if
             it takes them, or does not know.
+        memory: where it lends and reserves slots, for as long as it is open; None: it does not.
         on_evicted: if set, called with the name of each block that the store itself evicts to make room. It may be
             called under the store's lock, so it must be quick, and it must not raise.
     """
@@ -202,6 +203,10 @@ class Store(Protocol):
 
     @property
     def refusal(self) -> StoreError | None:
+        return None
+
+    @property
+    def memory(self) -> memoryview | None:
         return None
 
     @property

@@ -31,6 +31,7 @@ from foreword.store.types import (
 
 _MEMORY_SIZE: Final = 4 << 30
 _DISK_SIZE: Final = 64 << 30
+_PIECES_OF_DEVICE: Final = "8MiB"
 # What is in the folder of a store: of these names, or named after a layout.
 _STORE_ENTRIES: Final = ("index.sqlite", "lock", "records")
 _LAYOUT: Final = re.compile(r"[0-9a-f]{32}")
@@ -91,6 +92,7 @@ class DiskType(StoreType):
         "read_only": parse_flag,
         "journal": str,
         "sync_records": parse_flag,
+        "pieces": parse_bytes,
         "owner": parse_owner,
     }
 
@@ -106,6 +108,9 @@ class DiskType(StoreType):
 
     def exists(self, url: StoreUrl) -> bool:
         return holds_store(url.path)
+
+    def for_device(self, url: StoreUrl) -> StoreUrl:
+        return replace(url, options={"pieces": _PIECES_OF_DEVICE, **url.options})
 
     def open(self, url: StoreUrl, layout: Layout | None) -> Store:
         from foreword.store.disk.disk_store import DiskStore

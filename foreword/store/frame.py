@@ -88,6 +88,11 @@ class Header:
         return self.layout + self.root + self.key
 
     @property
+    def prefix(self) -> bytes:
+        """The prefix of the names of all blocks with this layout and root."""
+        return self.layout + self.root
+
+    @property
     def parent_name(self) -> bytes:
         """The name of the previous block of the chain. For the first block it is a name that no block has."""
         return self.layout + named_root(self.root, self.parent) + self.parent

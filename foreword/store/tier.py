@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -32,6 +33,7 @@ from foreword.store.base import (
     Erased,
     Loan,
     Name,
+    ReservedSlots,
     Store,
     StoreStatus,
     copy_error,
@@ -367,6 +369,26 @@ class StoreTier:
             if frames:  # the time of the borrower's copy is part of a read
                 self._count_read(frames, time.perf_counter() - started)
 
+    @contextlib.contextmanager
+    def borrow(self, names: Sequence[Name], deadline: float) -> Iterator[Loan]:
+        """These frames in the memory of a store that lends it, not verified: the caller verifies them where it copies them to.
+        It says with `count_borrowed` how many were right, and reads the first that was not with `get`, which finds out."""
+        loan = Loan()
+        with contextlib.ExitStack() as stack:
+            if not self.suspended:
+                with contextlib.suppress(StoreError):
+                    loan = stack.enter_context(self.store.lend(names, deadline=deadline))
+            yield loan
+
+    def count_borrowed(self, blocks: int, size: int, seconds: float) -> None:
+        """Count borrowed frames that were right, with their bytes together, and the time that the read took; 0.0: not known."""
+        with self._lock:
+            self.counters.hit_blocks += blocks
+            self.counters.read_bytes += size
+            self.counters.read_seconds += seconds
+            if size and seconds:
+                self.read_rate.note(size, seconds)
+
     def _read(
         self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float, on_late: OnLate | None
     ) -> list[Outcome]:
@@ -595,6 +617,27 @@ class StoreTier:
             names = [frame.name for frame in frames]
             self._notify(True, names if kept == len(names) else self._present(names, deadline))
         return kept
+
+    def reserve(self, headers: Sequence[Header], deadline: float) -> ReservedSlots:
+        """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
+        return self.attempt(lambda: self.store.reserve(headers, deadline=deadline), ReservedSlots())
+
+    def publish(self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float) -> int:
+        """Let the blocks with these headers be found: it took some seconds to write their frames. Returns how many are; none if
+        the store fails, which then takes the slots back."""
+        kept = self.attempt(lambda: self.store.publish(reserved), 0)
+        with self._lock:
+            self.counters.written_blocks += kept
+            self.counters.written_bytes += sum(reserved.lengths) * kept // max(len(headers), 1)
+            self.counters.write_seconds += seconds
+        if self._listener is not None and kept:
+            names = [header.name for header in headers]
+            self._notify(True, names if kept == len(names) else self._present(names, math.inf))
+        return kept
+
+    def abandon(self, reserved: ReservedSlots) -> None:
+        """Give reserved slots back."""
+        self.store.abandon(reserved)
 
     def _note_refusal(self, refusal: StoreError | None) -> None:
         """Log when the store begins to refuse blocks, and when it takes them again."""

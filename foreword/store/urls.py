@@ -99,6 +99,7 @@ def open_store(
     keys: StoreKeys | None = None,
     must_exist: bool = False,
     only_read: bool = False,
+    device: str = "cpu",
 ) -> TieredStore:
     """Open a tiered store, fastest tier first.
 
@@ -110,6 +111,7 @@ def open_store(
             (`foreword.transfer.peer.opener`), and the memory of other processes.
         must_exist: refuse what does not exist instead of creating it: for tools.
         only_read: open stores read-only where they can be.
+        device: the type of the device on which the engine's KV is: stores have other defaults where it is no processor.
 
     Raises:
         StoreError: a URL is wrong, or a store cannot be opened. StoreUnavailable if one must exist and does not.
@@ -125,6 +127,8 @@ def open_store(
             replace(url, options={**url.options, "read_only": "1"}) if "read_only" in url.type.options else url
             for url in parsed
         ]
+    if device != "cpu":
+        parsed = [url.type.for_device(url) for url in parsed]
     opened: list[Store] = []
     locations: list[str] = []
     try:

@@ -27,7 +27,8 @@ BFLOAT16 = ("out", "query", "k_slots", "v_slots", "sinks", "key", "value")
 TILE = {"ROWS": 16, "GROUP": 4, "KEYS": 64, "WINDOW": True, "SHARED": False, "REST": False}
 SHARED = TILE | {"ROWS": 64, "WINDOW": False, "SHARED": True}
 REST = TILE | {"WINDOW": False, "REST": True}
-COPY = {"planes": "*i64", "units": "*i64", "frames": "i64", "frame_stride": "i64"}
+COPY = {"planes": "*i64", "units": "*i64", "frames": "i64", "frame_stride": "i64", "found": "*i32"}
+WORDS = {"NUMBERS": 23, "AXES": 6, "WORDS": 1024, "KIND": tl.int64}
 
 CHECKSUM = {
     "frames": "i64",
@@ -54,7 +55,8 @@ compile_kernel(write_kernel, DIMS | {"HEADS": 8})
 for tile in (TILE, SHARED, REST):
     compile_kernel(attend_kernel, DIMS | FLAGS | tile)
 compile_kernel(merge_kernel, {"V_DIM": 128, "V_PADDED": 128, "PARTS": 8, "SINKS": True})
-compile_kernel(copy_kernel, {"NUMBERS": 23, "AXES": 6, "WORDS": 1024, "KIND": tl.int64, "GATHER": True}, COPY)
+for gather, chosen in ((True, False), (False, False), (False, True)):
+    compile_kernel(copy_kernel, WORDS | {"GATHER": gather, "CHOSEN": chosen}, COPY)
 for short in (False, True):
     for seal in (False, True):
         compile_kernel(checksum_kernel, {"SHORT": short, "SEAL": seal, "AHEAD": 4}, CHECKSUM)

@@ -68,6 +68,7 @@ ROWS = {
         "disk: blocks saved",
     ],
     "copies": ["load / save in one copy", *["the same"] * 4],
+    "direct": ["left out"],
     "bytes": ["saved to memory", "loaded from memory", "saved to disk", "loaded from disk"],
     "checksum": ["left out"],
     "kernels": ["bytes through the staging arena", "bytes by vLLM's way of copying"],
@@ -392,7 +393,9 @@ def test_steps_run_on_a_cpu_with_the_kernels_of_the_device(tmp_path: Path) -> No
     assert status == 0, said
     found = results_of(tmp_path)
     assert list(found) == [*DECISIONS, *LONG]
-    for step, expected in (ROWS | {"checksum": ["frames sealed as the host seals them"]}).items():
+    ways = ["4 blocks through the staging arena", "4 blocks straight, with store.direct"]
+    interpreted = {"checksum": ["frames sealed as the host seals them"], "direct": ways}
+    for step, expected in (ROWS | interpreted).items():
         assert_rows(found, step, expected)
     assert all(one["rows"] and not one["error"] for one in found.values())
     assert not any(row["figure"] == "failed" for one in found.values() for row in one["rows"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,23 @@ def test_forms_of_prompts(engine: Make) -> None:
     assert llm.generate(tokens, SHORT)[0].outputs == one.outputs
     assert llm.generate([], SHORT) == []
     assert one.time_to_first_token > 0
+
+
+def test_loading_says_what_it_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a terminal lines on standard error name the steps; with logging on level INFO they are log lines, and nothing is
+    printed; a program whose output goes elsewhere prints nothing."""
+    small = {"kv_memory": "64 tokens", "threads": 1, "self_check": False, "kernels": "torch"}
+    LLM(**small)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    LLM(**small)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "foreword: loading the embedded model" and any("allocating 4 blocks" in line for line in said)
+    with caplog.at_level(logging.INFO, "foreword"):
+        LLM(**small)
+    assert "loading the embedded model" in caplog.messages and capsys.readouterr().err == ""
 
 
 def test_repr_is_short(engine: Make) -> None:

@@ -190,4 +190,4 @@ def test_kernels_compile(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_kernels.py")
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 10
+    assert len(done.stdout.splitlines()) == 12

@@ -10,18 +10,26 @@ from typing import Any
 
 import pytest
 from busy_device import BusyDevice
+from direct_engine import small_pieces
 from test_vllm_sleep import FakeWorker, vllm  # noqa: F401 - a fixture
 
 pytest.importorskip("triton")
+FRAME_PIECES = 64  # in a piece of the ring, of the frames of direct_engine.py: the blocks here are larger
 
 
-@pytest.fixture
-def busy(vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeWorker, BusyDevice]]:  # noqa: F811
-    """A worker with a chain of four blocks in its stores, and its device."""
-    device = BusyDevice()
+@pytest.fixture(params=["staging", "direct"])
+def busy(
+    vllm: Callable[[str], Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[FakeWorker, BusyDevice]]:
+    """A worker with a chain of four blocks in its stores, and its device; with and without a staging arena between the two."""
+    device, direct = BusyDevice(), request.param == "direct"
+    small_pieces(monkeypatch, FRAME_PIECES)
     module = vllm("worker_side")
     monkeypatch.setattr(module, "StagingArena", partial(module.StagingArena, queues=device))
-    worker = FakeWorker(vllm)
+    worker = FakeWorker(vllm, direct=direct)
+    assert (worker.offload.direct_state == "on") is direct
     for number in range(4):
         worker.compute(number, number)
     yield worker, device

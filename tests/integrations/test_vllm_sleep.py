@@ -39,7 +39,7 @@ def vllm() -> Iterator[Callable[[str], Any]]:
 class FakeWorker:
     """A worker of vLLM: its KV cache, the connector's worker side, and steps that save and load blocks."""
 
-    def __init__(self, vllm: Callable[[str], Any]) -> None:
+    def __init__(self, vllm: Callable[[str], Any], *, direct: bool = False) -> None:
         self._messages = vllm("step_messages")
         self.caches = {f"layer {n}": torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for n in range(2)}
         group = KVGroup(GroupKind.FULL, BLOCK)
@@ -51,7 +51,7 @@ class FakeWorker:
             trusts=False, base=bytes(32), settings="5e" * 32,
         )  # fmt: skip
         settings = vllm("connector_config").ConnectorSettings.read(
-            {"store": "memory://?size=1MiB", "load_timeout": WITHIN}
+            {"store": "memory://?size=1MiB", "load_timeout": WITHIN, "direct": direct}
         )
         self.connector = vllm("worker_side").ForewordConnectorWorker(info, settings, "engine")
         self.connector.register_kv_caches(self.caches)

@@ -82,6 +82,8 @@ def test_numbers_are_those_of_metrics(site: DashboardServer, page: Page) -> None
     for tier in ("memory", "disk"):
         held = site.metric("foreword:tier_bytes", tier=tier)
         assert held > 0 and page.attribute(f"[data-place={tier}]", "data-bytes") == f"{held:.0f}"
+    firsts = site.metric("vllm:time_to_first_token_seconds_count")
+    assert re.fullmatch(rf"p99 [\d.]+ m?s, of {firsts:.0f} requests", page.text("[data-field=first-token-sub]"))
     for share in ("none", "some", "most"):
         count = site.metric("foreword:time_to_first_token_by_cached_seconds_count", cached=share)
         assert page.attribute(f"[data-ttft={share}]", "data-count") == f"{count:.0f}"

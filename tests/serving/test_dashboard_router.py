@@ -217,7 +217,12 @@ def test_sixty_replicas(page: Page) -> None:
             http_client.post(f"{url}/v1/completions", json=body).raise_for_status()
         page.open(url)
         page.wait(lambda: page.attribute("#replicas summary", "data-rest") == "60" and rows(page) == 0)
-        page.wait(lambda: page.run("return document.querySelectorAll('[data-decision]').length") == 20)
+        decisions = "return document.querySelectorAll('[data-decision]').length"
+        page.wait(lambda: page.run(decisions) == 5 and page.attribute("#decisions summary", "data-rest") == "15")
+        page.click("#decisions summary")
+        page.wait(lambda: page.run(decisions) == 20)
+        page.click("#decisions summary")
+        page.wait(lambda: page.run(decisions) == 5)
         chosen = page.run("return document.querySelectorAll('[data-decision]:first-child [data-candidate]').length")
         assert chosen == 4 and re.search(r"\d+ more$", page.text("[data-decision] td.candidates"))
         page.click("[data-sort='6']")
@@ -253,7 +258,8 @@ def test_admin_key(routed: Routed, page: Page) -> None:
         page.run("document.getElementById('ask-key').value = 'root'")
         page.click("#ask button")
         page.wait(lambda: page.text(f"[data-replica='{routed.replicas[0]}'] .pill") == "ready")
-        page.wait(lambda: "cannot connect" in page.text(f"[data-replica='{gone}'] .note"))
+        page.wait(lambda: "cannot connect: connection refused" in page.text(f"[data-replica='{gone}'] .note"))
+        assert "Connect call" not in page.run("return document.body.innerText"), "a person's words, not Python's"
         body: dict[str, Any] = {"replica": routed.replicas[0]}
         http_client.post(
             f"{url}/v1/router/drain", json=body, headers={"authorization": "Bearer root"}
@@ -347,6 +353,9 @@ def test_the_first_screen_answers(fleet: Fleet, page: Page, width: int) -> None:
     assert f"{fleet.failing} fails" in page.text("[data-finding=failing]") and "500: boom" in page.text(
         "[data-finding=failing]"
     )
+    assert page.text("#state") == "1 of 60 failing", "the header says the worst of the fleet"
+    assert page.run("return document.title").startswith("1 of 60 failing – ")
+    assert page.run("return document.querySelectorAll('#decisions tbody tr').length") == 5, "the others are folded"
     assert page.text("[data-finding=slow]").startswith(fleet.slow) and "times" in page.text("[data-finding=slow]")
     assert page.text("[data-finding=misses]").startswith("default misses: ")
     shown = ["failing", "slow", "misses"]
@@ -356,14 +365,14 @@ def test_the_first_screen_answers(fleet: Fleet, page: Page, width: int) -> None:
         assert int(page.attribute("[data-shared]", "data-holders") or 0) > 0
     else:
         assert "reads no prompts" in page.text("#shared"), "round-robin looks at no prompt"
-        assert "unknown" in page.text("[data-decision] td.candidates")
+        assert page.text("[data-decision] td.candidates") == "–"
     for name in shown:
         assert page.run(SEEN, f"[data-finding={name}]") is True, name
     rows = page.run(
         "return [...document.querySelectorAll('#replicas tr[data-replica]')].map((row) => row.dataset.replica)"
     )
     assert rows[0] == f"http://{fleet.failing}" and f"http://{fleet.slow}" in rows and len(rows) < 20
-    assert page.text(f"[data-replica='{rows[0]}'] td:nth-child(2)") == "unknown"
+    assert page.text(f"[data-replica='{rows[0]}'] td:nth-child(2)") == "–"
     assert "p99" in page.text("#fleet-row td:nth-child(2)"), "the fleet's own TTFT is beside"
     assert page.text("[data-field=hit-share]") == "67 %"
     assert page.run("return document.querySelectorAll('[data-cell]').length") == 60
@@ -486,6 +495,8 @@ def test_a_thousand_replicas(page: Page, width: int) -> None:
     page.size(width, 844 if width < 600 else 900, phone=width < 600)
     page.open(ThousandReplicas(Loop()).url)
     page.wait(lambda: page.text("[data-finding=failing]").startswith("replica-701:8000 fails"))
+    assert page.text("#state") == "1 of 1,000 failing" and page.run(SEEN, "#state") is True
+    assert page.run("return document.title") == "1 of 1,000 failing – router of m – Foreword"
     assert page.text("[data-finding=slow]").startswith("replica-700:8000 is slow TTFT median 0.90 s, 18 times")
     assert "rules on 3 of 1000: replica-003:8000, replica-004:8000, replica-999:8000" in page.text(
         "[data-finding=prefix]"

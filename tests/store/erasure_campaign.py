@@ -41,6 +41,7 @@ from fault_campaign import (
     DiskPlace,
     MemoryPlace,
     ObjectPlace,
+    PiecePlace,
     RedisPlace,
     print_campaign,
     scratch_folder,
@@ -74,6 +75,7 @@ MASTER = f"campaign:{'11' * 32}"
 MIXTURES: dict[str, tuple[tuple[str, ...], float, bool]] = {
     "memory": (("memory",), 0.2, False),
     "disk": (("disk",), 0.2, False),
+    "disk pieces": (("pieces",), 0.1, False),
     "Redis": (("redis",), 0.16, False),
     "Redis cluster": (("cluster",), 0.03, False),
     "S3": (("s3",), 0.01, False),
@@ -511,6 +513,7 @@ def _make(kind: str, folder: Path) -> Base:
     folder.mkdir(parents=True, mode=0o700)
     makers: dict[str, Callable[[Path], Base]] = {
         "disk": DiskPlace,
+        "pieces": PiecePlace,
         "redis": RedisPlace,
         "cluster": ClusterPlace,
         "s3": ObjectPlace,
@@ -522,7 +525,7 @@ def _url(place: Base) -> str:
     if isinstance(place, MemoryPlace):
         return "memory://?size=4MiB"
     if isinstance(place, DiskPlace):
-        return f"disk://{place.folder}?size=64MiB"
+        return f"disk://{place.folder}?size=64MiB{'&pieces=64KiB' * isinstance(place, PiecePlace)}"
     if isinstance(place, ObjectPlace):
         return place.server.url("/campaign")
     assert isinstance(place, RedisPlace)

@@ -221,6 +221,19 @@ class IndexPlace(DiskPlace):
         return [str(path) for path in self.folder.glob("index.sqlite")]
 
 
+class PiecePlace(DiskPlace):
+    """Files of a disk tier that have several blocks each. What is damaged may be any of them, or their table."""
+
+    label, weight = "disk pieces", 0.05
+
+    def open(self) -> Store:
+        return DiskStore(self.folder, 64 << 20, label="disk", pieces=64 << 10)
+
+    def objects(self) -> list[str]:
+        # A pipe in the place of a piece that no block of the index is in stays until the folder is compared with it.
+        return [str(path) for path in self.folder.glob("?" * 32 + "/*/pieces/*") if path.is_file()]
+
+
 class RedisPlace(Base):
     label, weight = "Redis", 0.2
     special = ("removed", "list", "hash")
@@ -521,7 +534,9 @@ class Campaign:
             self.row.sound += len(sound)
             self.row.sound_served += sum(data is not None for data in sound)
             self.row.notes[f"lost beside: {kind}"] += sum(data is None for data in sound)
-        if kind not in ON_THE_WAY and not isinstance(self.place, ObjectPlace):  # whose objects have several blocks
+        if kind not in ON_THE_WAY and not isinstance(
+            self.place, ObjectPlace | PiecePlace
+        ):  # these have several blocks in one
             self._count_deleted([one for one in wanted if one is not victim], kind)
         self._calm()
         left = self.row.not_healed
@@ -550,9 +565,8 @@ class Campaign:
         place = self.place
         if isinstance(place, MemoryPlace):
             return self._spoil_memory(kind)
-        keys = (
-            place.objects() if not isinstance(place, PeerPlace | DiskPlace) or not self.by_key else self._known_keys()
-        )
+        listed = isinstance(place, PiecePlace) or not isinstance(place, PeerPlace | DiskPlace) or not self.by_key
+        keys = place.objects() if listed else self._known_keys()
         if not keys:
             self._store_all()
             self.row.notes["empty"] += 1
@@ -720,6 +734,7 @@ def places(folder: Path, chains: Sequence[Sequence[Frame]], only: Sequence[str] 
         "memory": MemoryPlace,
         "disk files": lambda: DiskPlace(folder / "disk"),
         "disk index": lambda: IndexPlace(folder / "index"),
+        "disk pieces": lambda: PiecePlace(folder / "pieces"),
         "Redis": lambda: RedisPlace(folder / "redis"),
         "Redis cluster": lambda: ClusterPlace(folder / "cluster"),
         "S3": lambda: ObjectPlace(folder / "s3"),

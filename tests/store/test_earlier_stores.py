@@ -13,7 +13,7 @@ import pytest
 
 from foreword.conformance import make_frames, names_of, read, soon
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.disk.index_rows import VERSION
+from foreword.store.disk.index_rows import WITHOUT_PIECES
 
 _GOLDEN = Path(__file__).parent / "golden"
 # Room for 60 blocks of 292 bytes.
@@ -39,7 +39,7 @@ def test_pins_of_an_earlier_version(form: int, tmp_path: Path) -> None:
             assert read(store, frames) == [bytes(one.data) for one in frames]
         assert store.get_record("prefixes/model/tenant/name", deadline=soon()) == b"a record"
         assert store.status().pinned_bytes == 10 * 292
-        assert store.status().notes["rebuilt"] == (form < VERSION)
+        assert store.status().notes["rebuilt"] == (form < WITHOUT_PIECES)
         for seed in range(10, 30):
             store.put(make_frames(seed, 10, 100), deadline=soon())
         assert store.status().evictions >= 150

@@ -13,7 +13,8 @@ from foreword.store.frame import frame
 def test_a_short_campaign() -> None:
     """600 faults in all tiers: no wrong byte, no crash, every block heals, and sound blocks beside bad ones are served."""
     rows = run(600, seed=20)
-    assert {row.label for row in rows} == {"memory", "disk files", "disk index", "Redis", "Redis cluster", "S3", "peer"}
+    tiers = {"memory", "disk files", "disk index", "disk pieces", "Redis", "Redis cluster", "S3", "peer"}
+    assert {row.label for row in rows} == tiers
     for row in rows:
         assert row.faults >= 10 and (row.wrong, row.crash, row.not_healed, row.sound_deleted) == (0, 0, 0, 0), row
         assert row.sound_served >= 0.99 * row.sound, row

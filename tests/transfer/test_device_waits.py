@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,9 @@ from foreword.blocks.layout import LayerLayout, Layout, block_names
 from foreword.disaggregation.kv_transfer import KVReceive
 from foreword.disaggregation.kv_view import KVView
 from foreword.engine.engine_stores import EngineStores
+from foreword.offload import direct_tier
 from foreword.offload.device import Stream
+from foreword.offload.ring import DeviceRing
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
 from foreword.store.frame import HEADER_BYTES
@@ -177,6 +181,52 @@ def loads(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     staging.scatter([0], [0])
 
 
+def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks go straight to and from a memory tier, after the test at the start; then copies cannot all be queued."""
+    monkeypatch.setattr(direct_tier, "SMALLEST_PAYLOAD", 0)
+    monkeypatch.setattr(direct_tier, "PIECE_BYTES", 4 * (LAYOUT.block_bytes + HEADER_BYTES))
+    blocks = torch.zeros(BLOCKS, LAYOUT.block_bytes, dtype=torch.uint8)
+    with ThreadPoolExecutor(
+        1
+    ) as starting:  # the engine's thread waits for the device at the start, and at no other time
+        made = partial(StagingArena, [[blocks]], 16, engine)
+        open_stores = partial(EngineStores, TieredStore([MemoryStore(1 << 20)]), lookup_timeout=WITHIN, direct=True)
+        offload = starting.submit(lambda: open_stores(staging=made(), groups=[LAYOUT])).result(WITHIN)
+    direct: Any = offload._direct
+    assert direct.usable and offload.save(ROOT, KEYS, ROOT, 0, range(BLOCKS)) == BLOCKS
+    assert offload.flush(WITHIN) and direct.saved == BLOCKS
+    save, load = DeviceRing.save, DeviceRing.load
+
+    def failing(call: Callable[..., Any], *given: Any) -> None:
+        call(*given)
+        raise RuntimeError("the device is lost")
+
+    for begin in (load, lambda *given: failing(load, *given)):
+        monkeypatch.setattr(DeviceRing, "load", begin)
+        engine.begin_step()
+        found = whole_loads.load(offload, ROOT, KEYS, range(BLOCKS))
+        engine.settle(lambda load=found: load.done)  # type: ignore[misc]
+        assert not found.done
+        found.close()
+        engine.end_step()
+        while not found.done:
+            engine.settle(lambda load=found: load.done)  # type: ignore[misc]
+    monkeypatch.setattr(DeviceRing, "load", load)
+    calls = iter([save, lambda *given: failing(save, *given)])
+    monkeypatch.setattr(DeviceRing, "save", lambda *given: next(calls)(*given))
+    others = [bytes(32 - 1) + bytes([number]) for number in range(6)]
+    saving = threading.Thread(target=lambda: suppressed(offload.save, ROOT, others, ROOT, 0, range(6)))
+    saving.start()
+    saving.join(WITHIN)
+    assert offload.store.tiers[0].store.status().blocks == BLOCKS, "what was not copied is not found"
+    offload.close(WITHIN)
+
+
+def suppressed(call: Callable[..., Any], *given: Any) -> None:
+    with pytest.raises(RuntimeError, match="is lost"):
+        call(*given)
+
+
 def leases(engine: BusyDevice) -> None:
     """A prompt's blocks are kept for another instance, and a window's are copied before the next step overwrites them."""
     with stubbed_vllm():
@@ -260,6 +310,7 @@ def places() -> Iterator[tuple[str, int]]:
 def run(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers(engine)
     loads(engine, monkeypatch)
+    direct_copies(engine, monkeypatch)
     leases(engine)
 
 

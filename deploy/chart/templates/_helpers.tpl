@@ -38,3 +38,27 @@ seccompProfile: {type: RuntimeDefault}
 allowPrivilegeEscalation: false
 capabilities: {drop: [ALL]}
 {{- end }}
+
+{{- /* A size as bytes: 200GiB and 500MB, as in the URLs of stores, or 220Gi and 500M, as in Kubernetes. */}}
+{{- define "foreword.bytes" -}}
+{{- $units := dict "" 1 "b" 1 "k" 1024 "ki" 1024 "kib" 1024 "kb" 1000 "m" 1048576 "mi" 1048576 "mib" 1048576 "mb" 1000000 "g" 1073741824 "gi" 1073741824 "gib" 1073741824 "gb" 1000000000 "t" 1099511627776 "ti" 1099511627776 "tib" 1099511627776 "tb" 1000000000000 }}
+{{- $unit := lower (regexFind "[A-Za-z]*$" (toString .)) }}
+{{- mulf (float64 (regexFind "^[0-9.]+" (toString .))) (get $units $unit) | int64 }}
+{{- end }}
+
+{{- /* Refuses a server whose disk stores may grow beyond the volume that they lie on: the kubelet would evict the pod. Arguments:
+the server's name and values. Without size= a disk store has 64 GiB. */}}
+{{- define "foreword.checkDisks" -}}
+{{- if hasKey (.server.cache | default dict) "sizeLimit" }}
+{{- $wanted := 0 }}
+{{- range .server.stores }}
+{{- if hasPrefix "disk:///cache" . }}
+{{- $size := regexFind "[?&]size=[^&]*" . | default "?size=64GiB" | trimPrefix "?" | trimPrefix "&" | trimPrefix "size=" }}
+{{- $wanted = add $wanted (include "foreword.bytes" $size | int64) }}
+{{- end }}
+{{- end }}
+{{- if gt ($wanted | int64) (include "foreword.bytes" .server.cache.sizeLimit | int64) }}
+{{- fail (printf "servers.%s: its disk stores may take more than cache.sizeLimit %v, and the kubelet would evict the pod" .name .server.cache.sizeLimit) }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -42,14 +42,14 @@ async function ask() {
   const [metrics, now] = await Promise.all([get("../metrics", signal).then((answer) => answer.text()), getJson("data/now", signal)]);
   page.timeline.push(now.time, parse(metrics)); // the server's clock, which is that of its history
   page.now = now;
-  const [word, tone] = (page.kind === "router" ? ROUTER_STATES : STATES)[now.state.status] || [now.state.status, "warn"];
-  say(word, tone, now.state.reason);
+  page.state = (page.kind === "router" ? ROUTER_STATES : STATES)[now.state.status] || [now.state.status, "warn"];
+  page.answered = true;
   if (now.model) {
     element("subject").textContent = `${now.model.name} · ${now.model.dtype} on ${now.model.device} · blocks of ${now.model.block_size} tokens`;
-    document.title = `${now.model.name} – Foreword`;
+    page.title = `${now.model.name} – Foreword`;
   } else if (now.subject) {
     element("subject").textContent = now.subject;
-    document.title = `${now.subject} – Foreword`;
+    page.title = `${now.subject} – Foreword`;
   }
   document.body.classList.remove("stale");
   page.heard = Date.now() / 1000;
@@ -58,6 +58,7 @@ async function ask() {
 async function tick() {
   if (page.busy) return;
   page.busy = true;
+  page.answered = false;
   clearTimeout(page.timer);
   try {
     await ask();
@@ -86,9 +87,17 @@ function broken(error) {
   say("page error", "bad", `This page failed to draw: ${error.message}. Please report it.`);
 }
 
+// The header and the title of the tab say the worst of the process and of the replicas behind it.
+function tellState() {
+  const [word, tone] = (page.state[1] === "good" && page.view.worst) || page.state;
+  say(word, tone, page.now.state.reason);
+  if (page.title) document.title = tone === "good" ? page.title : `${word} – ${page.title}`;
+}
+
 function draw() {
   try {
     if (page.view && page.timeline.last) page.view.draw(page.timeline, page.now, page.range);
+    if (page.answered) tellState();
   } catch (error) {
     broken(error);
   }

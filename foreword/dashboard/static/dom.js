@@ -29,16 +29,20 @@ export function renew(place, shown, build) {
   place.replaceChildren(...[build(shown)].flat(Infinity).filter(Boolean));
 }
 
-export const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "–");
+// How a figure without data is shown, everywhere: never as 0, and with the reason beside it.
+export const NONE = "–";
+export const nothing = (why) => h("small", { class: "nothing", title: why, "aria-label": `not known: ${why}` }, NONE);
+
+export const count = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : NONE);
 
 export const percent = (share) => {
-  if (!Number.isFinite(share)) return "–";
+  if (!Number.isFinite(share)) return NONE;
   const value = share * 100;
   return `${value > 0 && value < 10 ? value.toFixed(1) : Math.round(value)} %`;
 };
 
 export function bytes(value) {
-  if (!Number.isFinite(value)) return "–";
+  if (!Number.isFinite(value)) return NONE;
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
   while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
@@ -46,7 +50,7 @@ export function bytes(value) {
 }
 
 export function seconds(value) {
-  if (value === null || !Number.isFinite(value)) return "–";
+  if (value === null || !Number.isFinite(value)) return NONE;
   if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
   return value < 10 ? `${value.toFixed(2)} s` : value < 120 ? `${value.toFixed(1)} s` : `${Math.round(value / 60)} min`;
 }

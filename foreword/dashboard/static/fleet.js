@@ -1,6 +1,6 @@
 // Tables of a router: its replicas, and the candidates of its last decisions, with small bars.
 
-import { clock, count, h, percent, seconds, segment } from "./dom.js";
+import { NONE, clock, count, h, nothing, percent, seconds, segment } from "./dom.js";
 import { HEALTHY } from "./health.js";
 import { missCause } from "./outcomes.js";
 import { table } from "./parts.js";
@@ -17,8 +17,7 @@ const REASONS = { cheapest: "lowest TTFT", session: "session affinity", moved: "
 export const shortOf = (text) => text.replaceAll(/\bhttps?:\/\//g, "");
 
 const bar = (kind, title, ...parts) => h("div", { class: `bar thin ${kind}`, role: "img", title, "aria-label": title }, parts);
-const unknown = (why) => h("small", { title: why }, "unknown");
-const timesCell = (found, share) => (found ? [seconds(found[0]), h("small", {}, ` p99 ${seconds(found[1])}`), share === undefined ? null : bar("plain", `${seconds(found[0])}, of the slowest's median`, segment(share, "tone"))] : unknown("no streamed request yet"));
+const timesCell = (found, share) => (found ? [seconds(found[0]), h("small", {}, ` p99 ${seconds(found[1])}`), share === undefined ? null : bar("plain", `${seconds(found[0])}, of the slowest's median`, segment(share, "tone"))] : nothing("no streamed request yet"));
 const medianOf = (found) => (found ? found[0] : -1);
 
 // Columns: name, classes, value to sort by, cell. `row` has what `now` tells of a replica and its counters of the period.
@@ -31,8 +30,8 @@ const COLUMNS = [
   ["Queued tokens", "n wide", (row) => row.queued_tokens, (row, most) => [count(row.queued_tokens), bar("computed", `${count(row.queued_tokens)} queued prompt tokens`, segment(row.queued_tokens / most.queued_tokens, "tone"))]],
   ["Memory", "memories", (row) => (row.device ? 1 - row.device.free / row.device.all : row.usage || 0), memoryCell],
   ["Requests", "n wide", (row) => row.sent, (row, most) => [count(row.sent), bar("plain", `${percent(row.sent / most.all)} of the requests`, segment(row.sent / most.sent, "tone"))]],
-  ["Cached tokens", "n wide", (row) => row.actual, (row, most) => (row.asked ? [count(row.actual), bar("plain", `expected ${count(row.expected)}, actual ${count(row.actual)} of ${count(row.asked)}`, segment(row.actual / most.cached, "tone")), h("small", {}, `${count(row.expected)} expected`)] : unknown("its usage has no cached tokens"))],
-  ["Tokens/s", "n wide", (row) => row.speed || 0, (row) => (row.speed ? count(row.speed) : unknown("prefill speed: too few requests, or TTFT does not grow with the prompt"))],
+  ["Cached tokens", "n wide", (row) => row.actual, (row, most) => (row.asked ? [count(row.actual), bar("plain", `expected ${count(row.expected)}, actual ${count(row.actual)} of ${count(row.asked)}`, segment(row.actual / most.cached, "tone")), h("small", {}, `${count(row.expected)} expected`)] : nothing("its usage has no cached tokens"))],
+  ["Tokens/s", "n wide", (row) => row.speed || 0, (row) => (row.speed ? count(row.speed) : nothing("prefill speed: too few requests, or TTFT does not grow with the prompt"))],
   ["Failed", "n", (row) => row.failed, (row) => count(row.failed)],
 ];
 
@@ -57,7 +56,7 @@ function memoryCell(row) {
     places.push([tier.tier, text, null, tier.open ? [segment(1, "failing")] : tier.budget ? [segment(tier.held / tier.budget, "tone")] : []]);
   }
   return places.length ? places.map(([name, text, cached, parts]) =>
-    h("div", { "data-place": name, "data-cached": cached }, bar(kindOf(name), `${wordOf(name)}: ${text}`, parts))) : h("small", {}, "unknown");
+    h("div", { "data-place": name, "data-cached": cached }, bar(kindOf(name), `${wordOf(name)}: ${text}`, parts))) : nothing("it does not say what it holds");
 }
 
 // The fleet's own times, those that need attention (the worst first), one that was chosen, and the others behind one line.
@@ -118,7 +117,7 @@ export class ReplicaTable {
     const ready = rest.filter((row) => row.state.rank === HEALTHY).length;
     const words = [ready ? `${count(ready)} ready` : null, rest.length > ready ? `${count(rest.length - ready)} without requests yet` : null].filter(Boolean).join(", ");
     const medians = rest.filter((row) => row.ttft).map((row) => row.ttft[0]).sort((a, b) => a - b);
-    const summary = h("summary", { "data-rest": rest.length }, `${this.place.childElementCount && rest.length < this.rows.length ? "The others: " : ""}${words}; TTFT ${medians.length ? `medians ${seconds(medians[0])} to ${seconds(medians[medians.length - 1])}` : "unknown"}`);
+    const summary = h("summary", { "data-rest": rest.length }, `${this.place.childElementCount && rest.length < this.rows.length ? "The others: " : ""}${words}; TTFT ${medians.length ? `medians ${seconds(medians[0])} to ${seconds(medians[medians.length - 1])}` : NONE}`);
     const shown = rest.slice(0, SHOWN_REPLICAS);
     return h("details", { open: this.open }, summary, ...(this.open ? [this.tableOf(shown, false), rest.length > shown.length ? h("p", { class: "note" }, `and ${count(rest.length - shown.length)} more: sort or search`) : null] : []).filter(Boolean));
   }
@@ -148,14 +147,14 @@ export function decisionTable(rows) {
     h("tr", { "data-decision": one.request_id, class: one.replica ? null : "bad" },
       h("td", { class: "t" }, clock(one.time)), h("td", { class: "id wide", title: one.request_id }, one.request_id), h("td", { class: "t wide" }, one.dialect),
       h("td", { class: "to", title: one.in_words }, one.replica ? shortOf(one.replica) : "none", h("br"), h("small", {}, REASONS[one.reason] || one.reason)),
-      h("td", { class: "n wide" }, one.tokens_from === "unread" ? unknown("the router did not read the prompt") : count(one.prompt_tokens)),
+      h("td", { class: "n wide" }, one.tokens_from === "unread" ? nothing("the router did not read the prompt") : count(one.prompt_tokens)),
       h("td", { class: "candidates" }, candidates(one)), h("td", { class: "why wide" }, missCause(one.miss)))));
 }
 
 // Per candidate: its name, the parts of its TTFT and the sources of the prompt's tokens.
 function candidates({ replica, candidates: shown, more, tokens_from: source }) {
   // Without the prompt's tokens there is nothing to expect.
-  if (source === "unread") return unknown("the router did not read the prompt, so it expected nothing of its candidates");
+  if (source === "unread") return nothing("the router did not read the prompt, so it expected nothing of its candidates");
   const longest = Math.max(1e-9, ...shown.map((one) => one.seconds));
   return [h("div", { class: "offers" }, shown.map((one) => {
     const chosen = one.replica === replica;

@@ -3,7 +3,7 @@
 const LINE = /^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)/;
 const LABEL = /([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"/g;
 // Buckets only of the histograms whose quantiles are shown.
-const UNSHOWN = /_created$|(?<!:inter_token_latency_seconds|:router_time_per_output_token_seconds|:router_time_to_first_token_seconds)_bucket$/;
+const UNSHOWN = /_created$|(?<!vllm:time_to_first_token_seconds|:inter_token_latency_seconds|:router_time_per_output_token_seconds|:router_time_to_first_token_seconds)_bucket$/;
 const ROUTER = /^foreword:router_/;
 const BY_REPLICA = /^foreword:router_(decisions|failures|expected_cached_tokens|usage_prompt_tokens|usage_cached_tokens)_total$/;
 const KEEP = 1800;

@@ -1,6 +1,6 @@
 // Building blocks of both views.
 
-import { h } from "./dom.js";
+import { NONE, h } from "./dom.js";
 
 const COLUMNS = 60;
 const WIDTHS = [5, 10, 15, 20, 30];
@@ -8,7 +8,7 @@ const WIDTHS = [5, 10, 15, 20, 30];
 export const card = (classes, title, ...rest) => h("section", { class: `card ${classes}` }, h("h2", {}, title), ...rest);
 
 export function figure(field, title) {
-  const big = h("p", { class: "big", "data-field": field }, "–");
+  const big = h("p", { class: "big", "data-field": field }, NONE);
   const sub = h("p", { class: "sub", "data-field": `${field}-sub` });
   return { element: card("figure w4", title, big, sub), set: (value, text) => { big.textContent = value; sub.textContent = text; } };
 }

@@ -1,9 +1,9 @@
 // The view of a router.
 
 import { Lines, Shares } from "./charts.js";
-import { count, h, percent, renew, seconds } from "./dom.js";
+import { NONE, count, h, percent, renew, seconds } from "./dom.js";
 import { ReplicaTable, decisionLegend, decisionTable } from "./fleet.js";
-import { judged } from "./health.js";
+import { HEALTHY, judged } from "./health.js";
 import { Outcomes } from "./outcomes.js";
 import { card, columnsOf, empty, figure } from "./parts.js";
 import { Sharing } from "./sharing.js";
@@ -17,9 +17,21 @@ const DECIDED = "foreword:router_decisions_total";
 const TTFT = "foreword:router_time_to_first_token_seconds";
 const ITL = "foreword:router_time_per_output_token_seconds";
 const FAILED = "foreword:router_failures_total";
+const SHOWN_DECISIONS = 5;
 
 // The sum over all series of a metric, of a map of values or of a period.
 const sum = (timeline, value, name) => [...timeline.last.values.keys()].filter((key) => key === name || key.startsWith(`${name}|`)).reduce((all, key) => all + value(key), 0);
+
+// What the header says of the fleet if the router itself is well: the number of replicas in the worst state, and its tone.
+export function worstOf(rows) {
+  const [first] = rows;
+  if (!first || first.state.rank >= HEALTHY) return null;
+  const tone = first.state.tone;
+  const those = rows.filter((row) => row.state.tone === tone && row.state.rank < HEALTHY);
+  const same = those.every((row) => row.state.word === first.state.word);
+  const word = same ? (first.state.word === "not used" ? "down" : first.state.word) : tone === "bad" ? "failing or down" : "need attention";
+  return [`${count(those.length)} of ${count(rows.length)} ${word}`, tone];
+}
 
 export class RouterView {
   constructor(root) {
@@ -37,6 +49,7 @@ export class RouterView {
     this.sourcesLegend = h("p", { class: "legend" });
     this.load = new Lines("Requests in flight and queued at the router, over time", 170, ["running", "waiting"]);
     this.decisions = h("div", { id: "decisions" });
+    this.open = false; // whether earlier decisions are shown
     const legend = h("p", { class: "legend" },
       h("span", {}, h("span", { class: "swatch-line" }), "in flight"), h("span", {}, h("span", { class: "swatch-line waiting" }), "queued here"));
     root.replaceChildren(
@@ -58,17 +71,30 @@ export class RouterView {
     const total = (name) => sum(timeline, period.deltaOf, name);
     const level = (name) => sum(timeline, (key) => timeline.last.values.get(key), name);
     const [asked, found] = [total(ASKED), total(FOUND)];
-    this.hit.set(asked ? percent(found / asked) : "unknown", asked ? `${count(found)} of ${count(asked)}` : "no usage with cached tokens in this period");
+    this.hit.set(asked ? percent(found / asked) : NONE, asked ? `${count(found)} of ${count(asked)}` : "no usage with cached tokens in this period");
     const firsts = period.delta(`${TTFT}_count`);
-    this.first.set(firsts ? seconds(period.quantile(TTFT, 0.5)) : "unknown", firsts ? `p99 ${seconds(period.quantile(TTFT, 0.99))}, of ${count(firsts)} requests` : "no streams in this period");
+    this.first.set(firsts ? seconds(period.quantile(TTFT, 0.5)) : NONE, firsts ? `p99 ${seconds(period.quantile(TTFT, 0.99))}, of ${count(firsts)} requests` : "no streams in this period");
     const streams = period.delta(`${ITL}_count`);
-    this.next.set(streams ? seconds(period.quantile(ITL, 0.5)) : "unknown", streams ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(streams)} requests' means` : "no streams in this period");
+    this.next.set(streams ? seconds(period.quantile(ITL, 0.5)) : NONE, streams ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(streams)} requests' means` : "no streams in this period");
     this.outcomes.draw(timeline, period);
     this.flight.set(count(level("foreword:router_in_flight")), `${count(level("foreword:router_queue_length"))} queued here`);
     this.moved.set(count(total("foreword:router_sessions_moved_total")), `${count(level("foreword:router_sessions"))} sessions known`);
     this.drawReplicas(timeline, period, now);
     this.drawCharts(timeline, range, asked, found);
-    renew(this.decisions, now.decisions, (rows) => (rows.length ? decisionTable(rows) : empty("None since the router started.")));
+    renew(this.decisions, now.decisions, (rows) => (rows.length ? this.decided(rows) : empty("None since the router started.")));
+  }
+
+  // The newest decisions; the others are behind one line.
+  decided(rows) {
+    const rest = rows.slice(SHOWN_DECISIONS);
+    if (!rest.length) return decisionTable(rows);
+    const more = h("details", { open: this.open }, h("summary", { "data-rest": rest.length }, `${count(rest.length)} earlier ones`), this.open ? decisionTable(rest) : null);
+    more.addEventListener("toggle", () => {
+      if (more.open === this.open) return;
+      this.open = more.open;
+      if (this.open) more.append(decisionTable(rest)); else more.lastChild.remove();
+    });
+    return [decisionTable(rows.slice(0, SHOWN_DECISIONS)), more];
   }
 
   drawReplicas(timeline, period, now) {
@@ -79,13 +105,14 @@ export class RouterView {
     const ready = rows.filter((row) => !row.reason).length;
     this.count.textContent = rows.length ? `${count(ready)} of ${count(rows.length)} take requests` : "There is no replica yet.";
     const found = judged(rows);
+    this.worst = worstOf(found);
     this.strip.show(found, now);
     this.replicas.show(found, now.fleet);
     this.sharing.show(now);
   }
 
   drawCharts(timeline, range, asked, found) {
-    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens cached` : "unknown");
+    const tell = (part, whole) => (whole ? `${percent(part / whole)} of ${count(whole)} tokens cached` : NONE);
     const points = columnsOf(timeline, range).map(([from, to]) => {
       const [before, after] = [timeline.at(from), timeline.at(to)];
       const delta = (name) => Math.max(0, sum(timeline, (key) => (after.get(key) || 0) - (before.get(key) || 0), name));
@@ -95,7 +122,7 @@ export class RouterView {
     });
     this.sources.show(points, tell(found, asked));
     renew(this.sourcesLegend, [found, asked], () => [["plain", "Cached", found], ["computed", "Computed", asked - found]].map(([kind, word, tokens]) =>
-      h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, asked ? percent(tokens / asked) : "unknown"))));
+      h("span", { class: `key ${kind}` }, `${word} `, h("b", {}, asked ? percent(tokens / asked) : NONE))));
     const names = ["foreword:router_in_flight", "foreword:router_queue_length"];
     const loads = columnsOf(timeline, range).map(([from, to]) => {
       const values = timeline.mostOf(from, to, names);

@@ -1,13 +1,14 @@
 // The view of one engine.
 
 import { Lines, Shares } from "./charts.js";
-import { ago, bytes, clock, count, h, percent, renew, seconds, segment } from "./dom.js";
+import { NONE, ago, bytes, clock, count, h, percent, renew, seconds, segment } from "./dom.js";
 import { Outcomes, missCause } from "./outcomes.js";
 import { card, columnsOf, empty, figure, table } from "./parts.js";
 import { devicePlace, tierPlace } from "./places.js";
 import { bySpeed, kindOf, wordOf } from "./sources.js";
 
 const SOURCE = "vllm:prompt_tokens_cached_by_source_total";
+const FIRST = "vllm:time_to_first_token_seconds";
 const TTFT = "foreword:time_to_first_token_by_cached_seconds";
 const ITL = "vllm:inter_token_latency_seconds";
 const SHARES = [["none", "No hit", "computed"], ["some", "Under half", "device light"], ["most", "Half or more", "device"]];
@@ -15,7 +16,7 @@ const SHARES = [["none", "No hit", "computed"], ["some", "Under half", "device l
 export class ServerView {
   constructor(root) {
     this.hit = figure("hit-share", "Prefix cache hit rate");
-    this.first = figure("first-token", "Time to first token (TTFT), mean");
+    this.first = figure("first-token", "Time to first token (TTFT), median");
     this.next = figure("inter-token", "Inter-token latency (ITL), median");
     this.outcomes = new Outcomes("foreword:");
     this.requests = figure("running", "Requests running");
@@ -35,7 +36,7 @@ export class ServerView {
       card("w7", "Where prompt tokens came from", this.sources.element, this.sourcesLegend),
       card("w5", "Where blocks are", this.places),
       card("w7", "Requests", this.load.element, legend),
-      card("w5", h("span", {}, "Time to first token ", h("small", {}, "by the cached share of the prompt")), this.ttft),
+      card("w5", h("span", {}, "Time to first token ", h("small", {}, "mean, by the cached share of the prompt")), this.ttft),
       card("w6", h("span", {}, "Named prefixes ", h("small", {}, "pinned until removed")), this.prefixes),
       card("w6", h("span", {}, "Common prefixes ", h("small", {}, "of recent requests")), this.commonPrefixes),
       ...this.outcomes.cards,
@@ -59,18 +60,11 @@ export class ServerView {
   drawFigures(timeline, period) {
     const asked = period.delta("vllm:prefix_cache_queries_total");
     const hits = period.delta("vllm:prefix_cache_hits_total");
-    this.hit.set(asked ? percent(hits / asked) : "–", asked ? `${count(hits)} of ${count(asked)}` : "no prompts in this period");
-    const firsts = period.delta("vllm:time_to_first_token_seconds_count");
-    const mean = (share) => {
-      const number = period.delta(`${TTFT}_count`, { cached: share });
-      return number ? period.delta(`${TTFT}_sum`, { cached: share }) / number : NaN;
-    };
-    this.first.set(
-      firsts ? seconds(period.delta("vllm:time_to_first_token_seconds_sum") / firsts) : "–",
-      Number.isFinite(mean("most")) && Number.isFinite(mean("none")) ? `${seconds(mean("most"))} with a hit, ${seconds(mean("none"))} without` : `${count(firsts)} requests`,
-    );
+    this.hit.set(asked ? percent(hits / asked) : NONE, asked ? `${count(hits)} of ${count(asked)}` : "no prompts in this period");
+    const firsts = period.delta(`${FIRST}_count`);
+    this.first.set(firsts ? seconds(period.quantile(FIRST, 0.5)) : NONE, firsts ? `p99 ${seconds(period.quantile(FIRST, 0.99))}, of ${count(firsts)} requests` : "no requests in this period");
     const tokens = period.delta(`${ITL}_count`);
-    this.next.set(tokens ? seconds(period.quantile(ITL, 0.5)) : "–", tokens ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(tokens)} tokens` : "no tokens in this period");
+    this.next.set(tokens ? seconds(period.quantile(ITL, 0.5)) : NONE, tokens ? `p99 ${seconds(period.quantile(ITL, 0.99))}, of ${count(tokens)} tokens` : "no tokens in this period");
     this.requests.set(count(period.gauge("vllm:num_requests_running")), `${count(period.gauge("vllm:num_requests_waiting"))} waiting`);
     const recent = timeline.period(10);
     const speed = (name) => recent.delta(name) / 10;
@@ -89,7 +83,7 @@ export class ServerView {
     const parts = this.partsOf((key) => { const [name, source] = key.split("|source="); return period.delta(name, source === undefined ? {} : { source }); }, labels);
     const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
     this.sources.show(columns, tell(parts, total));
-    renew(this.sourcesLegend, parts.map(([kind, amount, label]) => [kind, label, total ? percent(amount / total) : "–", count(amount)]), (shown) =>
+    renew(this.sourcesLegend, parts.map(([kind, amount, label]) => [kind, label, total ? percent(amount / total) : NONE, count(amount)]), (shown) =>
       shown.map(([kind, label, share, tokens]) => h("span", { class: `key ${kind}`, "data-source": label, "data-tokens": tokens, title: `${tokens} tokens` }, `${wordOf(label)} `, h("b", {}, share))));
   }
 
@@ -182,7 +176,7 @@ function requestTable(rows, tiers) {
       h("td", {}, `${percent(one.cached_tokens / one.prompt_tokens)}`, sourceBar(one, tiers)),
       h("td", { class: "n" }, seconds(one.ttft)), h("td", { class: "n wide" }, seconds(one.seconds)),
       h("td", { class: "n" }, failed ? { error: "failed", abort: "aborted" }[one.finish_reason] : count(one.output_tokens)),
-      h("td", { class: "why wide" }, missCause(one.miss), one.report ? one.report.detail : one.miss ? null : h("span", { title: "Cache reports are made while this page is open." }, "–")));
+      h("td", { class: "why wide" }, missCause(one.miss), one.report ? one.report.detail : one.miss ? null : h("span", { title: "Cache reports are made while this page is open." }, NONE)));
   }));
 }
 

@@ -1,6 +1,6 @@
 // The fleet at a glance: what needs attention in words, and one cell per replica.
 
-import { count, h, percent, renew, seconds } from "./dom.js";
+import { NONE, count, h, percent, renew, seconds } from "./dom.js";
 import { shortOf } from "./fleet.js";
 import { HEALTHY } from "./health.js";
 import { NO_LOSS } from "./outcomes.js";
@@ -14,7 +14,7 @@ const TENANTS = 2;
 const NAMES = 3;
 
 export const namesOf = (names) => `${names.slice(0, NAMES).map(shortOf).join(", ")}${names.length > NAMES ? ` and ${count(names.length - NAMES)} more` : ""}`;
-export const tellTimes = (found, word) => (found ? `${word} median ${seconds(found[0])}, p99 ${seconds(found[1])}` : `${word} unknown`);
+export const tellTimes = (found, word) => (found ? `${word} median ${seconds(found[0])}, p99 ${seconds(found[1])}` : `${word} ${NONE}`);
 export const prefixName = (one) => (one.names.length ? one.names.join(", ") : `${count(one.tokens)} tokens of ${one.tenants.join(", ")}`);
 export const holdersOf = (one, replicas) => replicas.filter((_, place) => one.tiers[place] !== "-").map((replica) => replica.replica);
 
@@ -47,7 +47,7 @@ export class Strip {
     this.told = h("p", { class: "readout", "aria-live": "polite" });
     this.active = 0;
     const legend = h("p", { class: "legend" }, h("span", {}, "TTFT against the fleet:"),
-      ...[["good", "like the others"], ["near", "above 1.4 times"], ["warn", "needs attention"], ["bad", "fails or not used"], ["none", "unknown"]].map(([tone, word]) => h("span", { class: `cellkey ${tone}` }, word)));
+      ...[["good", "like the others"], ["near", "above 1.4 times"], ["warn", "needs attention"], ["bad", "fails or not used"], ["none", "not measured yet"]].map(([tone, word]) => h("span", { class: `cellkey ${tone}` }, word)));
     this.element = card("", "Fleet", this.list, this.cells, this.told, legend);
     this.cells.addEventListener("keydown", (event) => this.key(event));
     this.cells.addEventListener("focus", () => this.point(this.active));
@@ -94,4 +94,4 @@ export class Strip {
   }
 }
 
-export const shareOf = (part, whole) => (whole ? percent(part / whole) : "unknown");
+export const shareOf = (part, whole) => (whole ? percent(part / whole) : NONE);

@@ -113,7 +113,16 @@ class ConnectorSettings:
         units = PortableSettings.take(given)
         if units is not None and transfer is not None:
             raise ConfigError("KV is transferred between instances in the native layout; leave out layout or transfer")
-        known = ("store", "fingerprint", "transfer", "staging", "lookup_timeout", "load_timeout", "flush_seconds")
+        known = (
+            "store",
+            "fingerprint",
+            "transfer",
+            "staging",
+            "direct",
+            "lookup_timeout",
+            "load_timeout",
+            "flush_seconds",
+        )
         for key in given:
             if key not in known:
                 more = ("encryption", "layout", "unit_tokens", "head_units", "trust_unmeasured")

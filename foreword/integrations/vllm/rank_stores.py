@@ -120,7 +120,11 @@ class RankStores(ReadOnlyStore):
 
 
 def open_tiers(
-    urls: Sequence[str], keys: StoreKeys | None, layouts: Sequence[Layout], openers: Mapping[Reach, Opener]
+    urls: Sequence[str],
+    keys: StoreKeys | None,
+    layouts: Sequence[Layout],
+    openers: Mapping[Reach, Opener],
+    device: str = "cpu",
 ) -> TieredStore:
     """Like `open_store`, but without URLs there are no tiers: an instance may only hand prompts off. Codecs encode keys and
     values of all layouts."""
@@ -129,4 +133,4 @@ def open_tiers(
     # Stores take the first layout for that of the longest blocks.
     first = max(layouts, key=lambda layout: layout.block_bytes, default=None)
     coded = [layout for layout in layouts if layout.layers and layout is not first]
-    return open_store(urls, first, openers, more_layouts=coded, keys=keys)
+    return open_store(urls, first, openers, more_layouts=coded, keys=keys, device=device)

@@ -266,12 +266,17 @@ class ForewordConnectorWorker:
         longest = max(_block_bytes(views) for views in tensors)
         frames_of = [layout for one in units for layout in one.layouts]
         openers = {Reach.INSTANCE: opened_by(lambda extra: extra.peers_of_rank(self._settings, layouts, longest))}
-        store = open_tiers(config.urls, self._settings.keys(), frames_of, openers)
+        store = open_tiers(config.urls, self._settings.keys(), frames_of, openers, staging.device.type)
         store.warm_up(one.layouts[0].fingerprint for one in units[:1])
         if info.events:
             self._changes = TierWatch(store, units)
         self.offload = OffloadManager(
-            store, staging, units, lookup_timeout=config.lookup_timeout, load_timeout=config.load_timeout
+            store,
+            staging,
+            units,
+            lookup_timeout=config.lookup_timeout,
+            load_timeout=config.load_timeout,
+            direct=config.direct,
         )
         self._late = LateSaves(self._save, self.offload.await_room, self.offload.note_dropped)
         self._memory_tiers = [

@@ -59,11 +59,13 @@ from foreword.store.disk.files import (
     make_folder,
     read_block_header,
     remove_file,
+    skip,
 )
 from foreword.store.disk.index import DiskIndex
 from foreword.store.disk.index_rows import block_id
 from foreword.store.disk.locks import folder_lock, is_alive, remove_dead_locks
 from foreword.store.disk.opener import IndexOpener
+from foreword.store.disk.pieces import ALONE, BlockPlace
 from foreword.store.disk.writer import FLUSH_TIMEOUT, BlockBudget, BlockWriter, in_groups
 from foreword.store.frame import Frame
 from foreword.store.opened_folder import OpenedFolder
@@ -74,6 +76,7 @@ _SCAN_ROWS: Final = 1024
 _MAX_UNREADABLE: Final = 4096
 _FOUND_STEP: Final = 8192
 _KNOWN_SECONDS: Final = 0.005  # of a lookup, for what other processes have added since the last one
+_LARGEST_PIECE: Final = 64 << 20
 _LOAD_SECONDS: Final = 0.5  # of opening a folder, for what it has; the rest is read on a thread
 
 log = logging.getLogger("foreword.store")
@@ -90,6 +93,8 @@ class DiskStore(Store):
         tenant_quota: share of `size`, or bytes, that the blocks of one tenant may take; None: all.
         read_only: never write, not even uses. Implied if the folder cannot be written.
         sync_records: a call that puts or deletes a record returns when the device has that.
+        pieces: blocks that are written together become files of about this many bytes, where the file system can free parts of
+            files; 0: a file for each block. What is read may have both.
         journal: "delete" on network file systems, where SQLite's write-ahead log does not work across hosts.
 
     A deadline cannot end a call to a file system that hangs, such as a network mount whose server is down.
@@ -112,8 +117,9 @@ class DiskStore(Store):
         journal: Literal["wal", "delete"] = "wal",
         tenant_quota: float | None = None,
         sync_records: bool = False,
+        pieces: int = 0,
     ) -> None:
-        self.check_options(size, pin_share=pin_share, journal=journal, tenant_quota=tenant_quota)
+        self.check_options(size, pin_share=pin_share, journal=journal, tenant_quota=tenant_quota, pieces=pieces)
         self.label = label
         self.readers = 2
         self.path = os.path.abspath(path)
@@ -131,7 +137,8 @@ class DiskStore(Store):
         self._notes: Counter[str] = Counter(missing=0, recovered=0, rebuilt=0, found=0, stuck=0)
         self._opener = IndexOpener(self._index, self._files, self._notes, self._index_opened)
         self._budget = BlockBudget(self._files, size, self._notes, quota_of(tenant_quota, size))
-        self._writer = BlockWriter(self._files, self._index, self._budget)
+        self._pieces = bool(pieces)
+        self._writer = BlockWriter(self._files, self._index, self._budget, pieces)
         self._lock = threading.Lock()
         self._opened = OpenedFolder(self.path)
         _stores.add(self)
@@ -149,8 +156,11 @@ class DiskStore(Store):
         journal: str = "wal",
         tenant_quota: float | None = None,
         sync_records: bool = False,
+        pieces: int = 0,
     ) -> None:
         """Raises StoreConfigError for what the constructor would refuse."""
+        if not 0 <= pieces <= _LARGEST_PIECE:
+            raise StoreConfigError(f"pieces of a disk store have at most {_LARGEST_PIECE:,} bytes, not {pieces:,}")
         if size < 1 or not 0.0 <= pin_share <= 1.0 or journal not in ("wal", "delete"):
             raise StoreConfigError(
                 f"no disk store of {size} bytes with a pin share of {pin_share} and journal {journal!r}"
@@ -218,7 +228,10 @@ class DiskStore(Store):
                     self._read_known(deadline)
                     return known
         for count in range(known, len(names)):
-            if self._files.size(names[count]) < 0 or time.monotonic() >= deadline:
+            if self._files.size(names[count]) < 0:
+                rest = itertools.takewhile(lambda length: length >= 0, self._files.lengths(names[count:]))
+                return count + sum(1 for _ in rest)
+            if time.monotonic() >= deadline:
                 return count
         return len(names)
 
@@ -229,7 +242,7 @@ class DiskStore(Store):
                 found = self._index.present(ids, deadline)
                 self._read_known(deadline)
                 return [one in found for one in ids]
-        return [self._files.size(name) >= 0 for name in names]
+        return [length >= 0 for length in self._files.lengths(names)]
 
     def _read_known(self, deadline: float) -> None:
         self._index.read_known(min(deadline, time.monotonic() + _KNOWN_SECONDS))
@@ -244,19 +257,55 @@ class DiskStore(Store):
         return lengths
 
     def _read(self, names: Sequence[Name], buffers: Sequence[memoryview], deadline: float) -> list[int]:
-        """As `get`, by the names of the files."""
-        lengths: list[int] = []
-        for name, buffer in zip(names, buffers, strict=True):
+        """As `get`: what has a file of its own by its name, what lies in pieces by the index, or by the tables of the pieces
+        where it cannot be asked."""
+        lengths = [MISSING] * len(names)
+        places = self._places(names, deadline) if self._pieces else {}
+        self._read_alone([i for i, name in enumerate(names) if name not in places], names, buffers, lengths, deadline)
+        if not self._pieces and MISSING in lengths:
+            places = self._places([name for name, one in zip(names, lengths, strict=True) if one == MISSING], deadline)
+        inside = [(i, *places[name]) for i, name in enumerate(names) if lengths[i] == MISSING and name in places]
+        for piece, members in itertools.groupby(inside, key=lambda one: one[1].piece):
+            some = list(members)
             if time.monotonic() >= deadline:
-                lengths += [FAILED] * (len(names) - len(lengths))
-                break
-            lengths.append(self._files.read(name, buffer) if is_name(name) else MISSING)
-            if lengths[-1] == UNREADABLE and len(self._unreadable) < _MAX_UNREADABLE:
+                found = [FAILED] * len(some)
+            else:
+                found = self._files.read_piece(piece, [(names[i], at.at, size, buffers[i]) for i, at, size in some])
+            for (i, _, _), length in zip(some, found, strict=True):
+                lengths[i] = length
+        for name, length in zip(names, lengths, strict=True):
+            if length == UNREADABLE and len(self._unreadable) < _MAX_UNREADABLE:
                 self._unreadable.add(name)
         if FAILED in lengths and max(lengths) < MISSING:
             time_left(deadline)
             raise StoreUnavailable(f"no block in {self.path} can be read")
         return lengths
+
+    def _read_alone(
+        self,
+        chosen: Sequence[int],
+        names: Sequence[Name],
+        buffers: Sequence[memoryview],
+        lengths: list[int],
+        deadline: float,
+    ) -> None:
+        """Read blocks that have files of their own."""
+        for i in chosen:
+            late = time.monotonic() >= deadline
+            if is_name(names[i]) or late:
+                lengths[i] = FAILED if late else self._files.read(names[i], buffers[i])
+
+    def _places(self, names: Sequence[Name], deadline: float) -> dict[Name, tuple[BlockPlace, int]]:
+        """Places and sizes of blocks in pieces."""
+        places: dict[Name, tuple[BlockPlace, int]] = {}
+        complete = False
+        with contextlib.suppress(StoreError):
+            if self._index.usable():
+                places = self._index.places(names, deadline)
+                complete = self._opener.was_complete or (self.read_only and self._index.compared(deadline))
+        if not complete and len(places) < len(names):
+            places |= self._files.find([name for name in names if name not in places], skip)
+        return places
 
     def put(self, frames: Sequence[Frame], *, deadline: float) -> int:
         """As in the contract. Blocks that another process or thread is writing at this moment are not counted.
@@ -264,12 +313,14 @@ class DiskStore(Store):
         Nothing is written while the files are listed for a new index. A file that could not be read is written again.
         """
         if not self._ready_to_write(deadline):
-            return sum(self._files.size(one.name) == len(one.data) for one in frames)
+            lengths = self._files.lengths([one.name for one in frames])
+            return sum(length == len(one.data) for one, length in zip(frames, lengths, strict=True))
         for frame in frames if self._unreadable else ():
             if frame.name in self._unreadable:
                 self._unreadable.discard(frame.name)
                 with contextlib.suppress(StoreError):  # it stays as it is, and is found out again
-                    self._files.replace(frame.name, frame.data, self._writer.token())
+                    if not self._files.replace(frame.name, frame.data, self._writer.token()):
+                        self._writer.remove_files(list(self._files.find([frame.name])))
         kept, full, now = 0, False, 0
         for part in in_groups(frames):
             if full:  # do not write the rest of the chain: it would lie behind a gap
@@ -290,16 +341,43 @@ class DiskStore(Store):
         return self._writer.with_room(partial(self._delete, wanted, deadline), deadline)
 
     def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
-        count = 0
+        count, problem = 0, None
         with self._writer.transaction(deadline) as transaction:
             rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
             for id_, name in wanted.items():
                 if id_ in pending:  # not present yet, and its writer could not tell that it was deleted
                     continue
-                count += self._files.remove(name, prune=True)
-                if id_ in rows and rows[id_].name == name:
-                    transaction.remove(rows[id_])
+                row = rows.get(id_)
+                if row is not None and row.name != name:
+                    row = None
+                try:
+                    removed = self._files.remove(name, prune=True, place=ALONE if row is None else row.place)
+                    if not removed and row is None:
+                        for place, _ in self._files.find([name]).values():
+                            removed |= self._files.remove(name, prune=True, place=place)
+                except DiskFull:
+                    raise
+                except StoreError as error:  # the index learns of those that are gone
+                    problem = error
+                    continue
+                count += removed
+                if row is not None:
+                    transaction.remove(row)
+        if problem is not None:
+            raise copy_error(problem)
         return count
+
+    def _remove_copies(self, found: Sequence[BlockFile], deadline: float) -> None:
+        """Remove blocks from pieces in which they were found: the index may have had them in another place."""
+        if not self._ready_to_write(deadline):
+            self._writer.remove_files([file.name for file in found])
+            return
+        ids = [block_id(file.name) for file in found]
+        with self._writer.transaction(deadline) as transaction:
+            pending = transaction.find_pending(ids)
+            for id_, file in zip(ids, found, strict=True):
+                if id_ not in pending:
+                    self._files.remove(file.name, prune=True, place=file.place)
 
     def pin(self, names: Sequence[Name], *, pinned: bool = True, deadline: float) -> int:
         if not self._ready_to_write(deadline):
@@ -325,7 +403,7 @@ class DiskStore(Store):
         if not self._ready(deadline):
             for file in self._files.walk():
                 time_left(deadline)
-                header = None if file.token else read_block_header(file)
+                header = None if file.token or file.broken else read_block_header(file)
                 if header is not None:
                     yield StoredBlock(file.name, header.parent, header.depth, file.size, file.modified)
             return
@@ -340,7 +418,7 @@ class DiskStore(Store):
     def list_names(self, layout: bytes = b"", root: bytes = b"", *, deadline: float) -> Iterator[Sequence[Name]]:
         """As in the contract. Lists the files, so a block that the index lacks is found."""
         self._check_open(deadline)
-        names = (file.name for file in self._files.walk(layout, root) if file.token is None)
+        names = (file.name for file in self._files.walk(layout, root) if file.token is None and not file.broken)
         while batch := list(itertools.islice(names, _SCAN_ROWS)):
             self._check_open(deadline)
             yield batch
@@ -354,9 +432,12 @@ class DiskStore(Store):
             self._check_open(deadline)
             files = self._files.walk(layout, root, problems.append)
             whole = (one for one in files if self._is_whole(one, problems))
-            names = (one.name for one in whole if chosen is None or one.name in chosen)
-            while batch := list(itertools.islice(names, _SCAN_ROWS)):
-                yield Erased(self.delete(batch, deadline=step_deadline(deadline)))
+            wanted = (one for one in whole if chosen is None or one.name in chosen)
+            while batch := list(itertools.islice(wanted, _SCAN_ROWS)):
+                yield Erased(self.delete([one.name for one in batch], deadline=step_deadline(deadline)))
+                copies = [one for one in batch if one.place.piece]
+                if copies:
+                    self._remove_copies(copies, step_deadline(deadline))
             if chosen is None:
                 self._files.prune(layout, root)
                 self._records.remove_incomplete(self._is_dead)
@@ -366,13 +447,13 @@ class DiskStore(Store):
         yield from map(Erased.failed, problems)
 
     def _is_whole(self, file: BlockFile, problems: list[StoreError]) -> bool:
-        """Whether a file is complete. Removes it if it is not and its writer is dead."""
-        if file.token is not None and self._is_dead(file.token):
+        """Whether a file is complete. Removes it if it is not and its writer is dead, or it is a broken piece."""
+        if file.broken or (file.token is not None and self._is_dead(file.token)):
             try:
                 remove_file(file.path)
             except StoreError as error:
                 problems.append(error)
-        return file.token is None
+        return file.token is None and not file.broken
 
     # Records
 

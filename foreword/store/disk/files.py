@@ -3,6 +3,7 @@
     <folder>/index.sqlite                                  the index (index.py)
     <folder>/<layout, 32 hex>/<root, 32 hex>/<first 2 hex>/<key, 64 hex>  the frame of a block
     <folder>/<...>/<key>.<writer>                          the same while it is being written
+    <folder>/<layout>/<root>/pieces/<id, 16 hex>           a piece: many blocks (pieces.py), <id>.<writer> while it is written
     <folder>/records/a=/b~                                 the record a/b
     <folder>/writers/<writer>                              locked while that process lives (locks.py)
     <folder>/lock                                          locked while a process opens the folder (locks.py)
@@ -21,7 +22,7 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_char_p, c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -38,13 +39,17 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES, key_of
 from foreword.errors import BadFrame, StoreError, StoreFull, StoreReadOnly, StoreUnavailable, StoreUnreadable
 from foreword.store.base import BAD, FAILED, MISSING, UNREADABLE, Name, PartialListing, check_record, check_record_key
+from foreword.store.disk import pieces
+from foreword.store.disk.pieces import ALONE, BadPiece, BlockPlace, PieceEntry
 from foreword.store.frame import HEADER_BYTES, Header, read_header
 
 _HEX: Final = 2 * FINGERPRINT_BYTES  # digits of a layout or a root
 _DIGITS: Final = re.compile(rf"[0-9a-f]{{{_HEX}}}")
 _FIRST_DIGITS: Final = re.compile(r"[0-9a-f]{2}")
+_PIECE: Final = re.compile(r"([0-9a-f]{16})(?:\.(.+))?")
 _BLOCK: Final = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})(?:\.(.+))?")
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not block
+_CHANGE: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.ENODEV}  # a link, a socket or a device lies in the place of the file
@@ -68,13 +73,22 @@ def skip(error: StoreError) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BlockFile:
-    """A file under the name of a block. `token` is that of its writer while the file is incomplete, else None."""
+    """A file under the name of a block, or a block in a piece.
+
+    Attributes:
+        name: of the block; ends with zeros for a piece that is no block, incomplete or broken.
+        token: that of its writer while the file is incomplete, else None.
+        size: bytes of the frame.
+        broken: it is a piece whose table cannot be used, so nothing in it can be found.
+    """
 
     name: Name
     path: str
     token: str | None
     size: int
     modified: float
+    place: BlockPlace = ALONE
+    broken: bool = False
 
 
 class DiskFull(StoreFull):
@@ -103,6 +117,86 @@ class BlockFiles:
         parent = f"{self.folder}/{layout.hex()}/{root.hex()}/"
         key = key_of(name).hex()
         return f"{parent}{key[:2]}/{key}"
+
+    def piece_path(self, name: Name, piece: int) -> str:
+        """The path of a piece with the layout and root of a block."""
+        layout, root = name[:FINGERPRINT_BYTES], name[FINGERPRINT_BYTES:PREFIX_BYTES]
+        return f"{self.folder}/{layout.hex()}/{root.hex()}/{pieces.FOLDER}/{piece:016x}"
+
+    def find(self, names: Iterable[Name], on_error: OnError = raise_error) -> dict[Name, tuple[BlockPlace, int]]:
+        """Place and length of those of these blocks that lie in pieces, by the tables of all pieces of their roots: where no
+        index knows it."""
+        wanted = {name for name in names if is_name(name)}
+        found: dict[Name, tuple[BlockPlace, int]] = {}
+        for prefix in {name[:PREFIX_BYTES] for name in wanted}:
+            for file in self._walk_pieces(os.path.dirname(self.piece_path(prefix, 0)), prefix, on_error):
+                if file.token is None and file.name in wanted:
+                    found[file.name] = file.place, file.size
+        return found
+
+    def read_piece(self, piece: int, wanted: Sequence[tuple[Name, int, int, memoryview]]) -> list[int]:
+        """Read blocks of one piece, given their names, offsets and lengths, into buffers. Returns lengths, as `read` does."""
+        try:
+            handle = os.open(self.piece_path(wanted[0][0], piece), _READ)
+        except OSError as error:
+            return [_failed_read(error)] * len(wanted)
+        lengths = []
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                return [BAD] * len(wanted)
+            for _, at, size, buffer in wanted:
+                try:
+                    os.lseek(handle, at, os.SEEK_SET)
+                    length = _read_all(handle, buffer, size) if size <= buffer.nbytes else 0
+                    lengths.append(length or BAD)
+                except OSError as error:
+                    lengths.append(_failed_read(error))
+            # Behind the reads: a block that is removed loses its entry first, and its bytes then.
+            listed = {(one.key, one.at) for one in pieces.read_table(handle)[1] if one.length}
+            there = [(key_of(name), at) in listed for name, at, _, _ in wanted]
+            return [length if here else MISSING for length, here in zip(lengths, there, strict=True)]
+        except BadPiece:
+            return [MISSING] * len(wanted)
+        except OSError as error:
+            return [_failed_read(error)] * len(wanted)
+        finally:
+            os.close(handle)
+
+    def write_piece(self, piece: int, files: Sequence[tuple[Name, memoryview]], token: str) -> None:
+        """Write blocks of one layout and root as a piece, completely or not at all. Raises StoreError."""
+        names, frames = zip(*files, strict=True)
+        path = self.piece_path(names[0], piece)
+        temporary = f"{path}.{token}"
+        try:
+            handle = _create(temporary)
+            try:
+                pieces.write(handle, [key_of(name) for name in names], frames)
+            finally:
+                os.close(handle)
+            os.rename(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise store_error(error) from error
+
+    def in_piece(self, name: Name, piece: int) -> list[BlockFile]:
+        """The blocks of a complete piece with the layout and root of `name`; none if there is none. Raises StoreError."""
+        path = self.piece_path(name, piece)
+        try:
+            modified = os.stat(path, follow_symlinks=False).st_mtime
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise store_error(error) from error
+        found = _piece_blocks(path, name[:PREFIX_BYTES], piece, modified)
+        return [] if found is None else found
+
+    def makes_holes(self, token: str) -> bool:
+        """Whether parts of a file can be freed here: if not, blocks are not put into pieces. Raises StoreError."""
+        try:
+            return pieces.makes_holes(self.folder, token)
+        except OSError as error:
+            raise store_error(error) from error
 
     def read(self, name: Name, buffer: memoryview) -> int:
         """Read a file into `buffer`. Returns its length, or MISSING, BAD, FAILED or UNREADABLE as `Store.get` does."""
@@ -161,19 +255,43 @@ class BlockFiles:
             return 0
         return found.f_bavail * found.f_frsize if found.f_favail or not found.f_files else 0
 
-    def size(self, name: Name) -> int:
-        """Length of a block's file, -1 if there is no regular file that its owner may read."""
-        return readable_size(self.path(name))
+    def lengths(self, names: Sequence[Name]) -> list[int]:
+        """Lengths of blocks wherever they lie, -1 for each that is missing: where no index can be asked."""
+        alone = [self.size(name) for name in names]
+        inside = self.find([name for name, length in zip(names, alone, strict=True) if length < 0], skip)
+        return [inside[name][1] if name in inside else length for name, length in zip(names, alone, strict=True)]
 
-    def remove(self, name: Name, token: str = "", *, prune: bool = False) -> bool:
-        """Remove the file of a block, or the incomplete file of the writer `token`. False if there is none. With `prune`, the
-        folders of its key and of its root are removed as well if they are empty: who writes there creates them again. Evictions
-        leave them: a file system may take a millisecond for each."""
-        path = self.path(name)
-        removed = remove_file(f"{path}.{token}" if token else path)
+    def size(self, name: Name, place: BlockPlace = ALONE) -> int:
+        """Length of a block, in a file of its own or at this place, -1 if no regular file that its owner may read has it."""
+        if not place.piece:
+            return readable_size(self.path(name))
+        path = self.piece_path(name, place.piece)
+        if readable_size(path) < 0:
+            return -1
+        key = key_of(name)
+        for one in _entries_of(path):
+            if one.key == key and one.at == place.at:
+                return one.length
+        return -1
+
+    def remove(self, name: Name, token: str = "", *, prune: bool = False, place: BlockPlace = ALONE) -> bool:
+        """Remove a block, which has a file of its own or lies at this place, or the incomplete file of the writer `token`.
+        False if there is none. With `prune`, the folders of its key and of its root are removed as well if they are empty: who
+        writes there creates them again. Evictions leave them: a file system may take a millisecond for each."""
+        if place.piece:
+            path = self.piece_path(name, place.piece)
+            removed = _remove_from_piece(path, key_of(name), place.at)
+        else:
+            path = self.path(name)
+            removed = remove_file(f"{path}.{token}" if token else path)
         if prune:
             _remove_empty(os.path.dirname(path), path.rsplit("/", 3)[0])
         return removed
+
+    def remove_piece(self, name: Name, piece: int, token: str = "") -> None:
+        """Remove a piece with the layout and root of `name`, or the incomplete one of the writer `token`. Raises StoreError."""
+        path = self.piece_path(name, piece)
+        remove_file(f"{path}.{token}" if token else path)
 
     def prune(self, layout: bytes, root: bytes) -> None:
         """Remove the empty folders of these layouts and roots, which evictions have left."""
@@ -192,6 +310,25 @@ class BlockFiles:
                 for part in _entries(inner, on_error):
                     if _FIRST_DIGITS.fullmatch(part.name):
                         yield from _block_files(part.path, prefix, on_error)
+                    elif part.name == pieces.FOLDER:
+                        yield from self._walk_pieces(part.path, prefix, on_error)
+
+    def _walk_pieces(self, path: str, prefix: bytes, on_error: OnError) -> Iterator[BlockFile]:
+        """The blocks of the pieces in a folder, and the pieces that are incomplete or broken."""
+        for entry in _entries(path, on_error):
+            matched = _PIECE.fullmatch(entry.name)
+            if matched is None:
+                continue
+            number, token = matched.groups()
+            with contextlib.suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                piece, name = int(number, 16), prefix + bytes(KEY_BYTES)
+                blocks = _piece_blocks(entry.path, prefix, piece, found.st_mtime) if token is None else None
+                if blocks is None:
+                    whole = BlockPlace(piece, 0)
+                    yield BlockFile(name, entry.path, token, found.st_size, found.st_mtime, whole, token is None)
+                else:
+                    yield from blocks
 
     def remove_format_1(self) -> bool:
         """Remove the blocks of format 1, whose folders lie directly in those of their layouts. False if there are none."""
@@ -232,7 +369,7 @@ def read_block_header(file: BlockFile) -> Header | None:
     try:
         handle = os.open(file.path, _READ)
         try:
-            length = os.preadv(handle, [data], max(file.size - HEADER_BYTES, 0))
+            length = os.preadv(handle, [data], file.place.at + max(file.size - HEADER_BYTES, 0))
         finally:
             os.close(handle)
         header = read_header(memoryview(data)[:length])
@@ -253,6 +390,61 @@ def remove_file(path: str) -> bool:
     except OSError as error:
         raise store_error(error) from error
     return True
+
+
+def _piece_blocks(path: str, prefix: bytes, piece: int, modified: float) -> list[BlockFile] | None:
+    """The blocks of a piece; None if it is broken, which a piece without a block is, too. Raises StoreError."""
+    try:
+        handle = os.open(path, _READ)
+        try:
+            found = pieces.entries(handle)
+        finally:
+            os.close(handle)
+    except FileNotFoundError:
+        return []
+    except BadPiece:
+        return None
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            return None
+        raise StoreUnreadable(f"a piece cannot be read: {error}") from error
+    blocks = [BlockFile(prefix + one.key, path, None, one.length, modified, BlockPlace(piece, one.at)) for one in found]
+    return blocks or None
+
+
+def _entries_of(path: str) -> list[PieceEntry]:
+    """The blocks of a piece, none if it cannot be read."""
+    with contextlib.suppress(OSError, BadPiece):
+        handle = os.open(path, _READ)
+        try:
+            return pieces.entries(handle)
+        finally:
+            os.close(handle)
+    return []
+
+
+def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
+    """Remove a block from a piece, and the piece if it was the last one. False if it is not there. Raises StoreError."""
+    try:
+        handle = os.open(path, _CHANGE)
+        try:
+            if [one.key for one in pieces.entries(handle)] == [key]:  # the file goes at once, or not at all
+                os.unlink(path)
+                return True
+            removed, more = pieces.remove_block(handle, key, at)
+        finally:
+            os.close(handle)
+        if not more:
+            os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except BadPiece:  # nothing in it can be found
+        return remove_file(path)
+    except OSError as error:
+        if error.errno in _NO_FILE or error.errno == errno.EISDIR:
+            return remove_file(path)
+        raise store_error(error) from error
+    return removed
 
 
 def make_folder(path: str) -> None:

@@ -22,8 +22,10 @@ from foreword.store.disk.files import DiskFull
 from foreword.store.disk.index_rows import (
     CLOCKS,
     IN_LIST,
+    PLACES,
     SCHEMA,
     VERSION,
+    WITHOUT_PIECES,
     BrokenIndex,
     IndexTransaction,
     OldIndex,
@@ -33,6 +35,7 @@ from foreword.store.disk.index_rows import (
     read_totals,
 )
 from foreword.store.disk.known_blocks import ChangeBoard, KnownBlocks
+from foreword.store.disk.pieces import BlockPlace
 
 _MAX_VERSION: Final = 1000  # a larger number is not a version but damage
 _FIRST_BATCH: Final = 64
@@ -177,6 +180,9 @@ class DiskIndex:
             return
         if not 0 < version < _MAX_VERSION:
             raise BrokenIndex("the index has no valid version")
+        if version == WITHOUT_PIECES and not self.read_only:
+            connection.executescript(f"BEGIN IMMEDIATE;{PLACES}PRAGMA user_version = {VERSION};COMMIT;")
+            version = VERSION
         if version < VERSION:
             raise OldIndex(f"the index has the old format {version}")
         if version != VERSION:
@@ -326,6 +332,17 @@ class DiskIndex:
         """The ids of those blocks that are complete."""
         return {one for (one,) in self._read(f"SELECT id FROM blocks WHERE {IN_LIST}", (json.dumps(ids),), deadline)}
 
+    def places(self, names: Sequence[Name], deadline: float) -> dict[Name, tuple[BlockPlace, int]]:
+        """Place and size of each of these blocks that lies in a piece."""
+        sql = f"SELECT name, piece, at, size FROM blocks WHERE {IN_LIST} AND piece != 0"
+        rows = self._read(sql, (json.dumps([block_id(name) for name in names]),), deadline)
+        return {name: (BlockPlace(piece, at), size) for name, piece, at, size in rows}
+
+    def places_of(self, ids: Sequence[int], deadline: float) -> dict[int, BlockPlace]:
+        """The places of those of these blocks that are complete, by id."""
+        rows = self._read(f"SELECT id, piece, at FROM blocks WHERE {IN_LIST}", (json.dumps(ids),), deadline)
+        return {id_: BlockPlace(piece, at) for id_, piece, at in rows}
+
     def page(self, after: int, count: int, deadline: float) -> tuple[list[StoredBlock], int]:
         """The next blocks in the order of their rows, and the last row id."""
         rows = self._read(
@@ -356,11 +373,11 @@ class DiskIndex:
             )[0][0]
         )
 
-    def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int]]:
-        """The next rows: row id, block id, name, size."""
-        return self._read(
-            "SELECT rowid, id, name, size FROM blocks WHERE rowid > ? ORDER BY rowid LIMIT ?", (after, count), deadline
-        )
+    def rows_after(self, after: int, count: int, deadline: float) -> list[tuple[int, int, Name, int, BlockPlace]]:
+        """The next rows: row id, block id, name, size, place."""
+        sql = "SELECT rowid, id, name, size, piece, at FROM blocks WHERE rowid > ? ORDER BY rowid LIMIT ?"
+        rows = self._read(sql, (after, count), deadline)
+        return [(row, id_, name, size, BlockPlace(piece, at)) for row, id_, name, size, piece, at in rows]
 
     def oldest_leaves(self, count: int, deadline: float) -> list[Name]:
         """The names of the least recently used blocks of the largest tenant."""

@@ -11,6 +11,9 @@ moves it (`IndexTransaction.now`).
 `used` starts at the microseconds since the epoch when the index was created: blocks that are found in a folder without an index
 are ordered by the times of their files.
 
+A piece (pieces.py) that is being written has one row in `writing`: its id, the bytes of all its blocks, the depth -1, a name of
+its layout and root with zeros in place of a key, and the ids of the blocks as `parent`.
+
 A row 0 in `writing` stands for the files that a scan has listed and not yet added: for their bytes.
 
 Children are counted as they are added and removed. The children of a block that is not in the index are counted in
@@ -26,26 +29,37 @@ import contextlib
 import itertools
 import json
 import sqlite3
+import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
 import xxhash
 
 from foreword.blocks.fair_share import TenantUse, choose, compared, share, tenant_of
-from foreword.blocks.layout import NAME_BYTES
+from foreword.blocks.keys import KEY_BYTES
+from foreword.blocks.layout import NAME_BYTES, PREFIX_BYTES
 from foreword.errors import StoreUnavailable
 from foreword.store.base import Name
+from foreword.store.disk.pieces import ALONE, BlockPlace
 from foreword.store.frame import Frame, Header
 from foreword.store.machine import clock_id
 
-VERSION: Final = 4
+VERSION: Final = 5
+WITHOUT_PIECES: Final = 4  # the version before, which differs in nothing else
+# What it lacks.
+PLACES: Final = """
+ALTER TABLE blocks ADD COLUMN piece INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE blocks ADD COLUMN at INTEGER NOT NULL DEFAULT 0;
+"""
 SCHEMA: Final = f"""
 CREATE TABLE blocks (
     id INTEGER NOT NULL UNIQUE, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,
     size INTEGER NOT NULL, above INTEGER NOT NULL, depth INTEGER NOT NULL, hits INTEGER NOT NULL,
-    stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL, tenant INTEGER NOT NULL
+    stored_at REAL NOT NULL, used_at REAL NOT NULL, name BLOB NOT NULL, parent BLOB NOT NULL, tenant INTEGER NOT NULL,
+    piece INTEGER NOT NULL DEFAULT 0, at INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX leaves ON blocks (tenant, used, depth DESC) WHERE children = 0 AND pinned = 0;
 CREATE TABLE writing (
@@ -80,7 +94,7 @@ _WRONG: Final = f"""typeof(id) != 'integer' OR typeof(children) != 'integer' OR 
     OR typeof(used) != 'integer' OR typeof(size) != 'integer' OR size < 0 OR typeof(above) != 'integer'
     OR typeof(depth) != 'integer' OR typeof(hits) != 'integer' OR typeof(stored_at) != 'real'
     OR typeof(used_at) != 'real' OR typeof(name) != 'blob' OR length(name) != {NAME_BYTES} OR typeof(parent) != 'blob'
-    OR typeof(tenant) != 'integer'"""
+    OR typeof(tenant) != 'integer' OR typeof(piece) != 'integer' OR piece < 0 OR typeof(at) != 'integer' OR at < 0"""
 _WRONG_VALUES: Final = f"SELECT 1 FROM blocks WHERE {_WRONG} LIMIT 1"
 _WRONG_ROW_SAMPLE: Final = f"SELECT id, name, {_WRONG} FROM blocks WHERE rowid >= ? ORDER BY rowid"
 _WRONG_CHILDREN: Final = """
@@ -91,11 +105,15 @@ _WRONG_CHILDREN: Final = """
         OR (SELECT coalesce(sum(children), 0) FROM blocks) != (SELECT coalesce(sum(found), 0) FROM present)"""
 _WRONG_TENANTS: Final = """SELECT 1 WHERE (SELECT coalesce(sum(bytes), 0) FROM tenants) != (SELECT bytes FROM totals)
     OR EXISTS (SELECT 1 FROM tenants WHERE typeof(bytes) != 'integer' OR typeof(used_at) != 'real')"""
-_ROW: Final = "id, name, above, size, used, children, pinned"  # the fields of BlockRow
-_PENDING: Final = "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow
+_ROW: Final = "id, name, above, size, used, children, pinned, piece, at"  # the fields of BlockRow
+_PENDING: Final = (
+    "id, writer, used, size, above, depth, stored_at, name, parent"  # the fields of PendingRow but its place
+)
+_PENDING_FIELDS: Final = 9
+_OF_PIECE: Final = -1  # the depth of the row of a piece
 # PendingRow's fields without the writer, and what else a complete block has.
 _INSERTED: Final = (
-    "blocks (id, used, size, above, depth, stored_at, name, parent, used_at, children, tenant, pinned, hits)"
+    "blocks (id, used, size, above, depth, stored_at, name, parent, piece, at, used_at, children, tenant, pinned, hits)"
 )
 
 
@@ -117,10 +135,16 @@ class BlockRow(NamedTuple):
     used: int
     children: int
     pinned: int
+    piece: int
+    at: int
+
+    @property
+    def place(self) -> BlockPlace:
+        return BlockPlace(self.piece, self.at)
 
 
 class PendingRow(NamedTuple):
-    """A block whose file is being written."""
+    """A block whose file is being written, or a piece. `piece` and `at`: where the block will lie."""
 
     id: int
     writer: int
@@ -131,6 +155,21 @@ class PendingRow(NamedTuple):
     stored_at: float
     name: Name
     parent: bytes
+    piece: int = 0
+    at: int = 0
+
+    @property
+    def place(self) -> BlockPlace:
+        return BlockPlace(self.piece, self.at)
+
+    def is_at(self, place: BlockPlace) -> bool:
+        """Whether this, as the table has it, is what is being written there."""
+        return self.id == place.piece if self.is_piece else not place.piece
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether this is the row of a piece."""
+        return self.depth == _OF_PIECE
 
 
 _UNLISTED: Final = PendingRow(0, 0, 0, 0, 0, 0, 0.0, bytes(NAME_BYTES), b"")
@@ -146,14 +185,19 @@ def tenant_id(name: Name) -> int:
     return xxhash.xxh3_64_intdigest(tenant_of(name)) >> 1
 
 
-def parent_id(header: Header) -> int:
-    """The id of a block's parent, 0 for the first block of a chain."""
-    return block_id(header.parent_name) if header.depth and header.parent != header.key else 0
+def parent_id(header: Header, known: Mapping[Name, int] = MappingProxyType({})) -> int:
+    """The id of a block's parent, 0 for the first block of a chain. `known`: ids by name."""
+    if not header.depth or header.parent == header.key:
+        return 0
+    name = header.parent_name
+    return known.get(name) or block_id(name)
 
 
-def pending_row(id_: int, head: Header, size: int, used: int, stored_at: float, writer: int = 0) -> PendingRow:
-    """The row of a block of `size` bytes with this header."""
-    return PendingRow(id_, writer, used, size, parent_id(head), head.depth, stored_at, head.name, head.parent)
+def pending_row(
+    id_: int, head: Header, size: int, used: int, stored_at: float, place: BlockPlace = ALONE
+) -> PendingRow:
+    """The row of a block of `size` bytes with this header, which is complete."""
+    return PendingRow(id_, 0, used, size, parent_id(head), head.depth, stored_at, head.name, head.parent, *place)
 
 
 class IndexTransaction:
@@ -235,16 +279,46 @@ class IndexTransaction:
         """The blocks with these ids that a process is writing."""
         if self._execute("SELECT 1 FROM writing LIMIT 1").fetchone() is None:
             return {}
-        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(list(ids)),))
-        return {row.id: row for row in map(PendingRow._make, found)}
+        wanted = list(ids)
+        found = self._execute(f"SELECT {_PENDING} FROM writing WHERE {IN_LIST}", (json.dumps(wanted),)).fetchall()
+        rows = {row.id: row for row in (PendingRow(*fields) for fields in found)}
+        of_pieces = self._execute(f"SELECT {_PENDING} FROM writing WHERE depth = {_OF_PIECE}").fetchall()
+        for piece in (PendingRow(*fields) for fields in of_pieces):
+            rows |= dict.fromkeys(set(wanted).intersection(_unpacked(piece.parent)), piece)
+        return rows
 
-    def add(self, frames: dict[int, Frame], used: int, writer: int, clock: float) -> list[PendingRow]:
-        """Note the blocks that `writer` is going to write, by id. None of them is in the index."""
-        rows = [pending_row(id_, one.header, len(one.data), used, clock, writer) for id_, one in frames.items()]
-        self._insert_rows(f"writing ({_PENDING})", rows)
-        for row in rows:
-            self._add_bytes(row.name, row.size)
-            self.note_tenant(tenant_id(row.name), self.now())
+    def add(
+        self,
+        frames: Mapping[int, Frame],
+        parents: Mapping[int, int],
+        used: int,
+        writer: int,
+        clock: float,
+        places: Mapping[int, BlockPlace],
+    ) -> list[PendingRow]:
+        """Note the blocks that `writer` is going to write, by id, the ids of their parents, and where those will lie that have
+        no file of their own. None of them is in the index."""
+        rows = []
+        for id_, one in frames.items():
+            head, place = one.header, places.get(id_, ALONE)
+            facts = len(one.data), parents[id_], head.depth, clock, head.name, head.parent
+            rows.append(PendingRow(id_, writer, used, *facts, *place))
+        noted, sizes = list[Sequence[object]](), dict[bytes, int]()
+        for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
+            some = list(members)
+            if not piece:
+                noted += [row[:_PENDING_FIELDS] for row in some]
+            else:
+                size, name = sum(row.size for row in some), some[0].name[:PREFIX_BYTES] + bytes(KEY_BYTES)
+                ids = struct.pack(f"<{len(some)}q", *(row.id for row in some))
+                noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, name, ids))
+            for row in some:
+                prefix = row.name[:PREFIX_BYTES]
+                sizes[prefix] = sizes.get(prefix, 0) + row.size
+        self._insert_rows(f"writing ({_PENDING})", noted)
+        for prefix, size in sizes.items():
+            self._add_bytes(prefix, size)
+            self.note_tenant(tenant_id(prefix), self.now())
         return rows
 
     def _add_bytes(self, name: Name, size: int) -> None:
@@ -260,9 +334,20 @@ class IndexTransaction:
     def finish(self, done: Iterable[PendingRow]) -> None:
         """Make blocks visible: their files are complete."""
         rows = {row.id: row for row in done}
-        if self._remove_pending(rows) != len(rows):
-            raise BrokenIndex("the index has lost blocks that are being written")
+        self._end_writing(rows.values())
         self._insert(rows)
+
+    def finish_piece(self, piece: PendingRow, blocks: Iterable[PendingRow]) -> None:
+        """Make the blocks of a piece visible that are there; the piece's row says what was to be there."""
+        rows = {row.id: row for row in blocks}
+        self._end_writing([piece])
+        self._insert(rows)
+        self._add_bytes(piece.name, sum(row.size for row in rows.values()) - piece.size)
+
+    def _end_writing(self, rows: Iterable[PendingRow]) -> None:
+        ids = {row.piece or row.id for row in rows}
+        if self._remove_pending(ids) != len(ids):
+            raise BrokenIndex("the index has lost blocks that are being written")
 
     def add_found(self, found: Iterable[PendingRow]) -> None:
         """Add blocks whose files were found in the folder. None of them is in the index."""
@@ -304,7 +389,8 @@ class IndexTransaction:
         self._add_bytes(_UNLISTED.name, (size or 0) - self.unlisted())
         self._execute("DELETE FROM writing WHERE id = 0")
         if size is not None:
-            self._execute(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", _UNLISTED._replace(size=size))
+            row = _UNLISTED._replace(size=size)[:_PENDING_FIELDS]
+            self._execute(f"INSERT INTO writing ({_PENDING}) VALUES (?,?,?,?,?,?,?,?,?)", row)
 
     def _insert(self, rows: dict[int, PendingRow]) -> None:
         children = self._take_waiting(rows)
@@ -314,10 +400,11 @@ class IndexTransaction:
                 children[row.parent_id] = children.get(row.parent_id, 0) + 1
             elif row.parent_id:
                 elsewhere[row.parent_id] = elsewhere.get(row.parent_id, (0, 0))[0] + 1, row.used
+        tenants = {prefix: tenant_id(prefix) for prefix in {row.name[:PREFIX_BYTES] for row in rows.values()}}
         self._insert_rows(
             _INSERTED,
             [
-                (row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenant_id(row.name), 0, 0)
+                (row.id, *row[2:], row.stored_at, children.get(row.id, 0), tenants[row.name[:PREFIX_BYTES]], 0, 0)
                 for row in rows.values()
             ],
         )
@@ -336,8 +423,7 @@ class IndexTransaction:
     def drop(self, given_up: Iterable[PendingRow]) -> None:
         """Forget blocks that will not be written. No file of them is left."""
         rows = list(given_up)
-        if self._remove_pending(row.id for row in rows) != len(rows):
-            raise BrokenIndex("the index has lost blocks that are being written")
+        self._end_writing(rows)
         for row in rows:
             self._add_bytes(row.name, -row.size)
 
@@ -468,7 +554,7 @@ class IndexTransaction:
     def unfinished(self, writer: int) -> list[PendingRow]:
         """The blocks that a process is writing."""
         found = self._execute(f"SELECT {_PENDING} FROM writing WHERE writer = ?", (writer,)).fetchall()
-        return [PendingRow._make(row) for row in found]
+        return [PendingRow(*row) for row in found]
 
     def unregister(self, writer: int) -> None:
         self._execute("DELETE FROM writers WHERE id = ?", (writer,))
@@ -481,6 +567,11 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
+
+
+def _unpacked(ids: bytes) -> tuple[int, ...]:
+    """The ids of the blocks of a piece that is being written."""
+    return struct.unpack(f"<{len(ids) // 8}q", ids[: len(ids) // 8 * 8])
 
 
 def read_pins(file: str, seconds: float) -> list[int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import struct
 import threading
@@ -126,7 +127,9 @@ class ChangeBoard:
 
     def _append(self, changes: Sequence[int]) -> bool:
         """Put changes into the log. False if that has failed."""
-        records = b"".join(_RECORD.pack(change, self._value + 1 + i) for i, change in enumerate(changes))
+        numbers = range(self._value + 1, self._value + 1 + len(changes))
+        pairs = itertools.chain.from_iterable(zip(changes, numbers, strict=True))
+        records = struct.pack(f"<{2 * len(changes)}Q", *pairs)
         start = (self._value + 1) % _LOGGED
         split = (_LOGGED - start) * _RECORD.size
         return self._write(self._log_at(self._entry, start), records[:split]) and (

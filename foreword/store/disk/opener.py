@@ -24,7 +24,6 @@ from foreword.store.disk.files import (
     DiskFull,
     make_folder,
     read_block_header,
-    readable_size,
     remove_file,
     skip,
     store_error,
@@ -32,12 +31,14 @@ from foreword.store.disk.files import (
 from foreword.store.disk.index import DiskIndex, translate
 from foreword.store.disk.index_rows import BrokenIndex, OldIndex, PendingRow, block_id, pending_row, read_pins
 from foreword.store.disk.locks import folder_lock, is_alive, scan_lock
+from foreword.store.disk.pieces import BlockPlace
 from foreword.store.disk.recovery import OLD, boot_of_host, open_index, quarantine_index, remove_oldest_files
 
 log = logging.getLogger("foreword.store")
 
 _SCHEMA: Final = (
-    "CREATE TABLE files (modified INTEGER, name BLOB, size INTEGER, PRIMARY KEY (modified, name)) WITHOUT ROWID"
+    "CREATE TABLE files (modified INTEGER, name BLOB, size INTEGER, piece INTEGER, at INTEGER,"
+    " PRIMARY KEY (modified, name)) WITHOUT ROWID"
 )
 _CACHE_KIB: Final = 32 << 10
 _ROWS: Final = 512
@@ -72,18 +73,22 @@ class UnlistedFiles:
 
     def add(self, found: Sequence[BlockFile]) -> None:
         """Add files. Raises sqlite3.Error."""
-        rows = [(int(file.modified * 1e6), file.name, file.size) for file in found]
-        self._database.executemany("INSERT OR IGNORE INTO files VALUES (?, ?, ?)", rows)
+        rows = [(int(file.modified * 1e6), file.name, file.size, *file.place) for file in found]
+        self._database.executemany("INSERT OR IGNORE INTO files VALUES (?, ?, ?, ?, ?)", rows)
         self.bytes += sum(file.size for file in found)
 
     def batches(self, count: int) -> Iterator[list[BlockFile]]:
         """All files, the oldest first. Raises sqlite3.Error."""
-        sql = "SELECT modified, name, size FROM files ORDER BY modified, name"
+        sql = "SELECT modified, name, size, piece, at FROM files ORDER BY modified, piece, at, name"
         with contextlib.closing(self._database.execute(sql)) as cursor:
             while rows := cursor.fetchmany(count):
                 yield [
-                    BlockFile(name, self._files.path(name), None, size, modified / 1e6) for modified, name, size in rows
+                    BlockFile(name, self._path(name, piece), None, size, modified / 1e6, BlockPlace(piece, at))
+                    for modified, name, size, piece, at in rows
                 ]
+
+    def _path(self, name: bytes, piece: int) -> str:
+        return self._files.piece_path(name, piece) if piece else self._files.path(name)
 
 
 @contextlib.contextmanager
@@ -178,7 +183,7 @@ class FolderScan:
             rows = self._index.rows_after(last, _ROWS, _soon())
             if not rows:
                 return
-            wrong = [id_ for _, id_, name, size in rows if self._files.size(name) != size]
+            wrong = [id_ for _, id_, name, size, place in rows if self._files.size(name, place) != size]
             if wrong:
                 self._discard(wrong)
             last = rows[-1][0]
@@ -187,9 +192,9 @@ class FolderScan:
     def _discard(self, ids: Sequence[int]) -> None:
         with self._index.write(_soon()) as transaction:
             for row in transaction.find(ids).values():
-                if self._files.size(row.name) != row.size:
+                if self._files.size(row.name, row.place) != row.size:
                     with contextlib.suppress(StoreError):
-                        self._files.remove(row.name)
+                        self._files.remove(row.name, place=row.place)
                     transaction.remove(row)
                     self._notes["missing"] += 1
 
@@ -200,28 +205,48 @@ class FolderScan:
             if self._stopped.is_set():
                 return
             for file in batch:
-                if file.token is not None and not is_alive(self._files.folder, file.token):
+                if file.broken or (file.token is not None and not is_alive(self._files.folder, file.token)):
                     _try_to_remove(file.path)
             started = time.monotonic()
-            complete = {block_id(file.name): file for file in batch if file.token is None}
-            known = self._index.present(list(complete), _soon())
-            unlisted.add([file for id_, file in complete.items() if id_ not in known])
+            complete = [file for file in batch if file.token is None and not file.broken]
+            known = self._index.places_of([block_id(file.name) for file in complete], _soon())
+            unlisted.add([file for file in complete if block_id(file.name) not in known])
+            twice = [file for file in complete if known.get(block_id(file.name), file.place) != file.place]
+            if twice:
+                self._remove_copies(twice)
             self._pause(time.monotonic() - started)
+
+    def _remove_copies(self, found: Sequence[BlockFile]) -> None:
+        """Remove copies of blocks that the index has in another place: two processes have written them, each for an index of
+        its own."""
+        ids = [block_id(file.name) for file in found]
+        with self._index.write(_soon()) as transaction:
+            rows, pending = transaction.find(ids), transaction.find_pending(ids)
+            for id_, file in zip(ids, found, strict=True):
+                same = id_ in pending and pending[id_].is_at(file.place)
+                if not same and id_ in rows and rows[id_].place != file.place:
+                    with contextlib.suppress(StoreError):
+                        self._files.remove(file.name, place=file.place)
 
     def _add(self, batch: Sequence[BlockFile]) -> None:
         headers = [read_block_header(file) for file in batch]
         ids = [block_id(file.name) for file in batch]
         with self._index.write(_soon()) as transaction:
-            known = transaction.find(ids).keys() | transaction.find_pending(ids).keys()
+            known = {id_: row.place for id_, row in transaction.find(ids).items()}
+            pending = transaction.find_pending(ids)
             found: list[PendingRow] = []
             for id_, file, header in zip(ids, batch, headers, strict=True):
-                if id_ in known or readable_size(file.path) != file.size:  # written or removed in the meantime
+                if self._files.size(file.name, file.place) != file.size:  # removed in the meantime
                     continue
-                if header is None:
-                    _try_to_remove(file.path)
+                if known.get(id_) == file.place or (id_ in pending and pending[id_].is_at(file.place)):
                     continue
+                if header is None or id_ in known or id_ in pending:  # damaged, or a second copy
+                    with contextlib.suppress(StoreError):
+                        self._files.remove(file.name, place=file.place)
+                    continue
+                known[id_] = file.place
                 used = min(max(int(file.modified * 1e6), 1), transaction.clock)
-                found.append(pending_row(id_, header, file.size, used, file.modified))
+                found.append(pending_row(id_, header, file.size, used, file.modified, place=file.place))
             transaction.set_unlisted(transaction.unlisted() - sum(file.size for file in batch))
             transaction.add_found(found)
             self._notes["found"] += len(found)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from foreword.errors import StoreUnavailable
-from foreword.store.disk.files import BlockFiles, remove_file, skip
+from foreword.store.disk.files import BlockFiles, read_block_header, remove_file, skip
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import IndexTransaction
+from foreword.store.disk.index_rows import IndexTransaction, PendingRow, block_id, pending_row
 from foreword.store.disk.locks import is_alive, remove_dead_lock
 from foreword.store.machine import boot_id
 
@@ -85,7 +85,10 @@ def recover_dead_writers(transaction: IndexTransaction, files: BlockFiles, ours:
     for writer, token in transaction.writers().items():
         if writer == ours or is_alive(files.folder, token):
             continue
-        rows = transaction.unfinished(writer)
+        unfinished = transaction.unfinished(writer)
+        rows = [row for row in unfinished if not row.is_piece]
+        for piece in (row for row in unfinished if row.is_piece):
+            count += _recover_piece(transaction, files, piece, token)
         for row in rows:
             files.remove(row.name, token)
             if files.size(row.name) != row.size:
@@ -96,3 +99,23 @@ def recover_dead_writers(transaction: IndexTransaction, files: BlockFiles, ours:
         transaction.unregister(writer)
         remove_dead_lock(files.folder, token)
     return count
+
+
+def _recover_piece(transaction: IndexTransaction, files: BlockFiles, piece: PendingRow, token: str) -> int:
+    """Finish the write of a piece that is complete, roll back that of one that is not. Returns the number of its blocks."""
+    files.remove_piece(piece.name, piece.id, token)
+    blocks = list[PendingRow]()
+    for file in files.in_piece(piece.name, piece.id):
+        header = read_block_header(file)
+        if header is None:
+            files.remove(file.name, place=file.place)
+        else:
+            blocks.append(
+                pending_row(block_id(file.name), header, file.size, piece.used, piece.stored_at, place=file.place)
+            )
+    if blocks:
+        transaction.finish_piece(piece, blocks)
+    else:
+        files.remove_piece(piece.name, piece.id)
+        transaction.drop([piece])
+    return len(piece.parent) // 8

@@ -8,10 +8,12 @@ of eviction."""
 from __future__ import annotations
 
 import contextlib
+import itertools
+import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -21,12 +23,21 @@ from foreword.store.background import at_once, divide
 from foreword.store.base import Name, time_left
 from foreword.store.disk.files import BlockFiles, DiskFull, is_name
 from foreword.store.disk.index import DiskIndex
-from foreword.store.disk.index_rows import BlockRow, IndexTransaction, PendingRow, block_id, parent_id, tenant_id
+from foreword.store.disk.index_rows import (
+    BlockRow,
+    BrokenIndex,
+    IndexTransaction,
+    PendingRow,
+    block_id,
+    parent_id,
+    tenant_id,
+)
 from foreword.store.disk.locks import LivenessLock
+from foreword.store.disk.pieces import BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
-_GROUP_FRAMES: Final = 64  # limits of one transaction: other processes wait while it removes files
+_GROUP_FRAMES: Final = 256  # limits of one transaction: other processes wait while it removes files
 _GROUP_BYTES: Final = 64 << 20
 _UNUSUAL: Final = 8  # more than this part of the budget over it: the index's totals may be wrong
 _FEW: Final = 4  # a file system may have no room for further files rather than bytes
@@ -39,11 +50,13 @@ class AdmittedBlocks:
 
     Attributes:
         frames: frames to write, by block id, and their rows in the index.
+        parents: the ids of their parents.
         present: number of frames that were present.
         full: whether there was no room for a frame.
     """
 
     frames: dict[int, Frame] = field(default_factory=dict)
+    parents: dict[int, int] = field(default_factory=dict)
     rows: list[PendingRow] = field(default_factory=list)
     present: int = 0
     full: bool = False
@@ -91,7 +104,11 @@ class BlockBudget:
         """
         admitted = AdmittedBlocks()
         to_write: dict[int, int] = {}  # bytes by tenant
-        for id_, one in self._new_frames(transaction, frames, admitted, now, writer).items():
+        new = self._new_frames(transaction, frames, admitted, now, writer)
+        if self._quota >= self.size and transaction.bytes + sum(len(one.data) for one in new.values()) <= self.size:
+            admitted.frames = new
+            return admitted
+        for id_, one in new.items():
             tenant = tenant_id(one.name)
             more = {**to_write, tenant: to_write.get(tenant, 0) + len(one.data)}
             if not self._make_room(transaction, more, now, writer):
@@ -110,7 +127,9 @@ class BlockBudget:
 
     def discard(self, transaction: IndexTransaction, row: BlockRow) -> None:
         """Remove a block whose file is missing or has the wrong length."""
-        self._files.remove(row.name)
+        if row.piece and block_id(row.name) != row.id:  # its copy in the piece would stay, and not be counted
+            raise BrokenIndex("a row of the index has no valid name")
+        self._files.remove(row.name, place=row.place)
         transaction.remove(row)
         self._notes["missing"] += 1
 
@@ -121,7 +140,8 @@ class BlockBudget:
         self, transaction: IndexTransaction, frames: Sequence[Frame], admitted: AdmittedBlocks, now: int, writer: int
     ) -> dict[int, Frame]:
         """The frames that have to be written, by id. Counts those present, and notes a use of them and of all parents."""
-        ids = [block_id(one.name) for one in frames]
+        names = [one.name for one in frames]
+        ids = [block_id(name) for name in names]
         pending = transaction.find_pending(ids)
         if any(row.writer != writer for row in pending.values()):
             self._recover(transaction, writer)
@@ -129,21 +149,23 @@ class BlockBudget:
         rows = transaction.find(ids)
         new: dict[int, Frame] = {}
         unlisted = transaction.unlisted() > 0
-        for id_, one in zip(ids, frames, strict=True):
+        for id_, name, one in zip(ids, names, frames, strict=True):
             row = rows.get(id_)
-            if row is not None and self._files.size(row.name) == row.size:
-                admitted.present += row.name == one.name
+            if row is not None and self._files.size(row.name, row.place) == row.size:
+                admitted.present += row.name == name
                 continue
             if row is not None:
                 self.discard(transaction, row)
                 del rows[id_]
             if id_ in new:
-                admitted.present += new[id_].name == one.name
-            elif unlisted and self._files.size(one.name) == len(one.data):
+                admitted.present += new[id_].name == name
+            elif unlisted and self._files.lengths([name]) == [len(one.data)]:
                 admitted.present += 1
-            elif id_ not in pending and len(one.data) <= self.size and is_name(one.name):
+            elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_] = one
-        transaction.touch(rows.keys() | {parent_id(one.header) for one in new.values()} - new.keys(), now)
+        known = dict(zip(names, ids, strict=True))
+        admitted.parents = {id_: parent_id(one.header, known) for id_, one in new.items()}
+        transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
 
     def _make_room(self, transaction: IndexTransaction, to_write: Mapping[int, int], now: int, writer: int) -> bool:
@@ -194,7 +216,7 @@ class BlockBudget:
             if row is None:
                 return False
             try:
-                self._files.remove(row.name, prune=prune)
+                self._files.remove(row.name, prune=prune, place=row.place)
             except StoreError:
                 self._notes["stuck"] += 1
                 transaction.touch([row.id], now)
@@ -235,7 +257,7 @@ class UpdateBatch:
                 transaction.note_tenant(tenant, now - (here - used_at))
         if self.removed:
             for gone in transaction.find(block_id(name) for name in self.removed).values():
-                if files.size(gone.name) < 0:
+                if files.size(gone.name, gone.place) < 0:
                     transaction.remove(gone)
         if not self.written and not self.dropped:
             return
@@ -247,10 +269,11 @@ class UpdateBatch:
             return
         # The index was rebuilt in the meantime from the files that were complete then. Remove files that it does not count.
         ids = [row.id for row in self.written]
-        known = transaction.find(ids).keys() | transaction.find_pending(ids).keys()
+        known, pending = transaction.find(ids), transaction.find_pending(ids)
         for row in self.written:
-            if row.id not in known:
-                files.remove(row.name)
+            counted = row.id in known and known[row.id].place == row.place
+            if not counted and (row.piece or row.id not in known.keys() | pending.keys()):
+                files.remove(row.name, place=row.place)
 
 
 class PendingUpdates:
@@ -331,8 +354,10 @@ class BlockWriter:
         totals: blocks, bytes and pinned bytes when they were last known.
     """
 
-    def __init__(self, files: BlockFiles, index: DiskIndex, budget: BlockBudget) -> None:
+    def __init__(self, files: BlockFiles, index: DiskIndex, budget: BlockBudget, piece_bytes: int = 0) -> None:
         self.totals = (-1, 0, 0)
+        self._piece_bytes = piece_bytes
+        self._makes_holes: bool | None = None  # not known yet
         self._files = files
         self._index = index
         self._budget = budget
@@ -420,8 +445,7 @@ class BlockWriter:
 
         `now` is the time of the put, 0 in its first group. Blocks used since then are not evicted.
         """
-        keep = {name for one in frames for name in (one.name, one.header.parent_name)}
-        admitted, now = self.with_room(partial(self._admit, frames, now, deadline), deadline, keep)
+        admitted, now = self.with_room(partial(self._admit, frames, now, deadline), deadline, frames)
         return admitted, self._write(admitted, now, deadline), now
 
     def _admit(self, frames: Sequence[Frame], now: int, deadline: float) -> tuple[AdmittedBlocks, int]:
@@ -434,17 +458,56 @@ class BlockWriter:
             now = now or transaction.tick()
             admitted = self._budget.admit(transaction, frames, now, writer)
             if admitted.frames:
-                admitted.rows = transaction.add(admitted.frames, now, writer, time.time())
+                places = self._places(admitted.frames)
+                parents = admitted.parents
+                admitted.rows = transaction.add(admitted.frames, parents, now, writer, time.time(), places)
         self._writer = writer
         return admitted, now
+
+    def _places(self, frames: Mapping[int, Frame]) -> dict[int, BlockPlace]:
+        """Where the blocks will lie that are written as pieces: those in succession with the same layout and root, some MiB in
+        each. A block that is alone has a file of its own."""
+        places: dict[int, BlockPlace] = {}
+        if not self._piece_bytes or len(frames) < 2 or not self._can_make_holes():
+            return places
+        for _, members in itertools.groupby(frames, key=lambda id_: frames[id_].header.prefix):
+            run = list(members)
+            lengths = [len(frames[id_].data) for id_ in run]
+            low = 0
+            while low < len(run):
+                sizes = itertools.accumulate(lengths[low:])
+                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), len(run))
+                if high - low > 1:
+                    piece = secrets.randbits(62) + 1
+                    _, offsets = layout_of(lengths[low:high])
+                    places |= {id_: BlockPlace(piece, at) for id_, at in zip(run[low:high], offsets, strict=True)}
+                low = high
+        return places
+
+    def _can_make_holes(self) -> bool:
+        """Whether the file system frees parts of files. Else evicted blocks of a piece would take room until all have gone."""
+        if self._makes_holes is None:
+            with contextlib.suppress(StoreError):
+                self._makes_holes = self._files.makes_holes(self.token())
+        return bool(self._makes_holes)
 
     def _write(self, admitted: AdmittedBlocks, now: int, deadline: float) -> int:
         """Write files and make the blocks visible. Returns how many: fewer if the disk is full."""
         if not admitted.rows:
             return 0
         token = self.token()
-        pairs = list(zip(admitted.rows, admitted.frames.values(), strict=True))
+        everything = list(zip(admitted.rows, admitted.frames.values(), strict=True))
+        pairs = [pair for pair in everything if not pair[0].piece]
+        grouped = itertools.groupby((pair for pair in everything if pair[0].piece), key=lambda pair: pair[0].piece)
+        in_pieces = [list(members) for _, members in grouped]
         written: list[PendingRow] = []
+
+        def write_pieces(part: slice) -> None:
+            for members in in_pieces[part]:
+                time_left(deadline)
+                if not self._write_piece(members, token, now, deadline):
+                    return
+                written.extend(row for row, _ in members)
 
         def write(part: slice) -> None:
             left = pairs[part]
@@ -460,18 +523,19 @@ class BlockWriter:
                 left = left[done + 1 :]
 
         try:
-            at_once([partial(write, part) for part in divide([row.size for row in admitted.rows], _WRITERS)])
+            sizes = [sum(row.size for row, _ in members) for members in in_pieces]
+            calls = [partial(write_pieces, part) for part in divide(sizes, _WRITERS) if in_pieces]
+            calls += [partial(write, part) for part in divide([row.size for row, _ in pairs], _WRITERS) if pairs]
+            at_once(calls)
         finally:
             complete = {row.id for row in written}
             self._updates.note_writes(written, [row for row in admitted.rows if row.id not in complete])
             settled = max(deadline, time.monotonic() + _SETTLE_SECONDS)
             try:
-                # The names of blocks that are written, and of their parents.
-                names = {name for one in admitted.frames.values() for name in (one.name, one.header.parent_name)}
-                self.with_room(partial(self._settle, settled), settled, names)
+                self.with_room(partial(self._settle, settled), settled, list(admitted.frames.values()))
             except DiskFull:  # not even for the index: keep nothing that it does not know
                 for row in written:
-                    self._files.remove(row.name)
+                    self._files.remove(row.name, place=row.place)
                 self._updates.give_up(written)
                 written = []
                 with contextlib.suppress(DiskFull):
@@ -480,14 +544,23 @@ class BlockWriter:
 
     def _write_file(self, name: Name, one: Frame, token: str, now: int, deadline: float) -> bool:
         """Write a file. On a full disk, evict blocks last used before `now` for it. False if that does not help."""
+        return self._write_with_room(partial(self._files.write, name, one.data, token), [one], now, deadline)
+
+    def _write_piece(self, members: Sequence[tuple[PendingRow, Frame]], token: str, now: int, deadline: float) -> bool:
+        """Write a piece, as `_write_file` does."""
+        files, frames = [(row.name, one.data) for row, one in members], [one for _, one in members]
+        call = partial(self._files.write_piece, members[0][0].piece, files, token)
+        return self._write_with_room(call, frames, now, deadline)
+
+    def _write_with_room(self, write: Callable[[], None], frames: Sequence[Frame], now: int, deadline: float) -> bool:
+        size = sum(len(one.data) for one in frames)
         for attempt in range(_ROOM_ATTEMPTS):
             try:
-                self._files.write(name, one.data, token)
+                write()
             except DiskFull:
-                self._note_full(len(one.data))
-                need = max(len(one.data), self.totals[1] // _ROOM_SHARE) << attempt
-                keep = {one.name, one.header.parent_name}
-                if not self.with_room(partial(self._evict, need, now, deadline), deadline, keep):
+                self._note_full(size)
+                need = max(size, self.totals[1] // _ROOM_SHARE) << attempt
+                if not self.with_room(partial(self._evict, need, now, deadline), deadline, frames):
                     return False
             except StoreFull:
                 return False
@@ -505,15 +578,17 @@ class BlockWriter:
         with self.transaction(deadline):
             pass
 
-    def with_room(self, call: Callable[[], Result], deadline: float, keep: Collection[Name] = ()) -> Result:
-        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it."""
+    def with_room(self, call: Callable[[], Result], deadline: float, keep: Sequence[Frame] = ()) -> Result:
+        """Make a call that changes the index. If the disk has no room for that, remove a few other blocks and repeat it.
+        `keep`: neither these nor their parents."""
         for attempt in range(_ROOM_ATTEMPTS):
             try:
                 return call()
             except DiskFull:
                 self._note_full(_INDEX_BYTES)
                 leaves = self._index.oldest_leaves(_LEAVES_FOR_INDEX << attempt, deadline)
-                oldest = [name for name in leaves if name not in keep]
+                needed = {name for one in keep for name in (one.name, one.header.parent_name)}
+                oldest = [name for name in leaves if name not in needed]
                 self.remove_files(oldest)
                 self._budget.note_evicted(oldest)
                 self._index.shrink_log(deadline)
@@ -521,9 +596,13 @@ class BlockWriter:
 
     def remove_files(self, names: Sequence[Name]) -> int:
         """Remove the files of blocks. The index learns of it in its next transaction. Returns how many there were."""
-        count = 0
+        found = [(name, self._files.remove(name, prune=True)) for name in names]
+        count = sum(removed for _, removed in found)
+        # A place that a broken index names is not believed: pieces say themselves what they have.
+        in_pieces = self._files.find([name for name, removed in found if not removed])
+        for name, (place, _) in in_pieces.items():
+            count += self._files.remove(name, prune=True, place=place)
         for name in names:
-            count += self._files.remove(name, prune=True)
             self._updates.note_removed(name)
         return count
 
@@ -537,5 +616,5 @@ class BlockWriter:
             self._flushed = time.monotonic()
             with self.transaction(deadline) as transaction:
                 for row in transaction.find(listed).values():
-                    if self._files.size(row.name) < 0:
+                    if self._files.size(row.name, row.place) < 0:
                         self._budget.discard(transaction, row)

@@ -341,6 +341,11 @@ class MemoryStore(LocalRecords):
         self._populator = PagePopulator(self._arena, self._arena.address, size, f"foreword-{label}-pages")
         weakref.finalize(self, self._populator.stop)
 
+    @property
+    def memory(self) -> memoryview | None:
+        arena = self._arena
+        return None if arena is None else arena.view
+
     @staticmethod
     def check_options(
         size: int, *, pin_share: float = 0.5, slot_bytes: int | None = None, tenant_quota: float | None = None

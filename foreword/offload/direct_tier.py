@@ -1,0 +1,434 @@
+"""The memory tier as the place that a device copies to and from (ring.py): no staging arena lies between, and no queue.
+
+A save reserves slots in the tier, in which the device writes whole frames, sealed; a thread publishes them when the copies have
+ended. Tiers behind it get the blocks from these slots, which are lent until they are written. A load copies lent slots; the
+device tells which frames were right. So a slot in flight is never evicted, and nothing is dropped because a buffer is small.
+
+All of that only with memory that is page-locked, and after a test on the device at the start: what it seals the host must find
+right, and what was changed must be found wrong. Until then, and where something is missing, blocks take the way through the
+staging arena.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
+
+from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
+from foreword.blocks.layout import ROOT_BYTES
+from foreword.errors import BadFrame
+from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
+from foreword.offload.ring import PIECE_BYTES, DeviceRing, Part, Piece, RingLoad, TierMemory
+from foreword.offload.writer import WriteBehind
+from foreword.store.background import use_background_cores
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
+from foreword.store.tiered import TieredStore, Tiers
+
+if TYPE_CHECKING:
+    from foreword.offload.device import Event
+    from foreword.offload.staging import StagingArena
+    from foreword.store.base import Loan, Name, ReservedSlots
+    from foreword.store.tier import StoreTier
+
+log = logging.getLogger("foreword.offload")
+SMALLEST_PAYLOAD: Final = 16 << 10  # bytes; shorter frames are faster through the staging arena
+_CALL_SECONDS: Final = 5.0
+_TESTED: Final = 3  # frames of each group in the test at the start
+_CLOSE_SECONDS: Final = 5.0
+_ROOM_PAUSE: Final = 0.02  # seconds between two looks whether a further tier has given slots back
+_WORD: Final = 8
+
+
+class _LaterError(Exception):
+    """The free slots are not page-locked yet."""
+
+
+@dataclass(slots=True, eq=False)
+class _Save:
+    """Blocks that the device is about to write into reserved slots, or writes.
+
+    Attributes:
+        units: coordinates of those that have a slot.
+        headers: of all blocks, also of those that the tier has already: `others`, further tiers, may not.
+        began: when they were given.
+    """
+
+    group: int
+    units: Any
+    headers: Sequence[Header]
+    reserved: ReservedSlots
+    others: Tiers
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def written(self) -> list[Header]:
+        """The headers of the reserved slots."""
+        return [self.headers[at] for at in self.reserved.positions]
+
+
+@dataclass(slots=True, eq=False)
+class DirectLoad:
+    """Blocks on their way from the tier into the device. `end` returns slots and piece."""
+
+    copy: RingLoad
+    names: Sequence[Name]
+    size: int
+    end: Callable[[], None]
+    began: float = field(default_factory=time.monotonic)
+
+
+class DirectTier:
+    """Saves into and loads from the first tier without a copy by the host.
+
+    Args:
+        store: the first tier reserves slots.
+        memory: of the first tier.
+        places: the coordinates of a group's units, int64 `[units, 3]`.
+        writer: writes to further tiers.
+        pinning: page-locks the tier's memory; None: it is not necessary.
+
+    Attributes:
+        usable: the device has passed the test. `state`: "on" then, or why not; "" as long as it is being tested.
+        saved, failed: blocks that the tier has stored or had, and that it has not.
+    """
+
+    place: Final = 0
+
+    def __init__(
+        self,
+        store: TieredStore,
+        memory: memoryview,
+        ring: DeviceRing,
+        places: Callable[[int, Any], Any],
+        writer: WriteBehind,
+        pinning: Pinning | None,
+    ) -> None:
+        self.ring = ring
+        self.usable = False
+        self.state = ""
+        self.saved = self.failed = 0
+        self.tier: StoreTier = store.tiers[self.place]
+        self._places = places
+        self._writer = writer
+        self._waiting: list[_Save] = []
+        self._pending = 0
+        self._full = False
+        self._changed = threading.Condition()
+        self._copies: queue.SimpleQueue[tuple[list[_Save], Event] | None] = queue.SimpleQueue()
+        self._pinned: PinnedMemory | None = None
+        self._memory: TierMemory | None = None
+        self._thread = threading.Thread(target=self._run, name="foreword-publish", daemon=True)
+        self._thread.start()
+        if pinning is None:
+            self._begin()
+        else:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin)
+            self._pinned.start()
+
+    # The start
+
+    def _begin(self) -> bool | None:
+        """Use the tier if the device passes the test, or say why not. None: not yet, since other blocks are where memory is
+        page-locked."""
+        reason = self._pinned.refused if self._pinned is not None else ""
+        try:
+            reason = reason and f"its memory cannot be page-locked: {reason}"
+            reason = reason or self._test()
+        except _LaterError:
+            if self._pinned is not None and self._pinned.end < self._pinned.size:
+                return None
+            reason = "other blocks are where its memory is page-locked"
+        except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises: blocks take the other way
+            reason = f"the device failed: {type(error).__name__}: {error}"
+        self.usable = not reason
+        self.state = reason or "on"
+        if reason:
+            self.ring.close()
+            log.warning(
+                "blocks go through the staging arena, not directly between the device and %s: %s",
+                self.tier.label,
+                reason,
+            )
+        else:
+            log.info("the device copies blocks directly to and from %s, and seals and checks them", self.tier.label)
+        return self.usable
+
+    def _test(self) -> str:
+        """Let the device seal and check frames in the tier's own memory. Returns what is wrong; "" if nothing is."""
+        for size in sorted(set(self.ring.block_bytes)):
+            made = [_made_up(size) for _ in range(_TESTED)]
+            reserved = self.tier.reserve(made, time.monotonic() + _CALL_SECONDS)
+            try:
+                if len(reserved.slots) < _TESTED:
+                    return "the tier has no room for a test"
+                if not self._is_pinned(reserved.slots, reserved.stride):
+                    raise _LaterError
+                if wrong := self._test_frames(made, reserved, size):
+                    return wrong
+            finally:
+                self.tier.abandon(reserved)
+        return ""
+
+    def _test_frames(self, made: Sequence[Header], reserved: ReservedSlots, size: int) -> str:
+        memory, frames = self._tier_memory(reserved.memory, reserved.stride), reserved.frames()
+        payloads = [os.urandom(size) for _ in made]
+        for place, payload in zip(frames, payloads, strict=True):
+            place[:size] = payload
+            place[size:] = bytes(HEADER_BYTES)
+        self.ring.reseal(size, made, memory, reserved.slots)
+        for header, place, payload in zip(made, frames, payloads, strict=True):
+            try:
+                whole = check(place, header.name)
+            except BadFrame as error:
+                return f"what it sealed is wrong: {error.message}"
+            if whole.header != header or whole.payload != payload:
+                return "what it sealed is another block"
+        names = [header.name for header in made]
+        verdicts = [self.ring.verdicts(size, names, memory, reserved.slots)]
+        frames[1][size // 2] ^= 1
+        verdicts.append(self.ring.verdicts(size, names, memory, reserved.slots))
+        frames[1][size // 2] ^= 1
+        verdicts.append(self.ring.verdicts(size, [*names[:2], names[0]], memory, reserved.slots))
+        if verdicts != [[1, 1, 1], [1, 0, 1], [1, 1, 0]]:
+            return f"its verdicts over whole, changed and other frames are {verdicts}"
+        return ""
+
+    def _tier_memory(self, memory: memoryview | bytes, stride: int) -> TierMemory:
+        known = self._memory
+        if known is None or known.stride != stride:
+            cut = sys.maxsize if self._pinned is None else PIN_BYTES
+            self._memory = known = TierMemory.of(memory, stride, cut)
+        return known
+
+    def _is_pinned(self, slots: Sequence[int], stride: int) -> bool:
+        return self._pinned is None or not slots or (max(slots) + 1) * stride <= self._pinned.end
+
+    # Saving, on the engine's thread or, as the caller takes care, one at a time
+
+    def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> int | None:
+        """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room; None if
+        they cannot be copied directly."""
+        reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
+        if not self._is_pinned(reserved.slots, reserved.stride):
+            self.tier.abandon(reserved)
+            return None
+        done = len(headers)
+        if reserved.full:
+            done = reserved.positions[-1] + 1 if reserved.slots else 0
+        in_flight = reserved.slots or self._waiting or self.pending or self._writer.lent or self.ring.loading
+        refused = 0
+        if done < len(headers) and not in_flight:
+            # Nothing is in flight that would make room: these blocks are not given again.
+            refused = len(headers) - done
+            self.failed += refused
+        self._full = done + refused < len(headers)
+        taken = np.asarray(units, np.int64)[np.asarray(reserved.positions, np.int64)]
+        others = tuple(tier for tier in tiers if tier != self.place)
+        self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others))
+        return done + refused
+
+    def await_room(self, timeout: float) -> None:
+        """Wait until `save` may find room, if it found none: for the copies in flight, or a moment for further tiers."""
+        if self.flush(timeout) and self._full:
+            time.sleep(min(timeout, _ROOM_PAUSE))
+
+    def launch(self) -> None:
+        """Queue the copies of what was reserved. On return the blocks may be overwritten by work that is queued after."""
+        saves, self._waiting = self._waiting, []
+        if not saves:
+            return
+        event: Event | None = None
+        try:
+            for _, some in itertools.groupby(sorted(saves, key=lambda one: one.group), key=lambda one: one.group):
+                event = self._launch_group([*some]) or event
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that is raised says more
+                self.ring.saved().synchronize()
+            for one in saves:
+                self.tier.abandon(one.reserved)
+            raise
+        with self._changed:
+            self._pending += sum(len(one.headers) for one in saves)
+        self._copies.put((saves, event if event is not None else self.ring.mark()))
+
+    def _launch_group(self, saves: Sequence[_Save]) -> Event | None:
+        """Queue the copies of one group's blocks, a piece of the ring at a time. Returns the end of the last."""
+        units = np.concatenate([one.units for one in saves])
+        headers = [header for one in saves for header in one.written]
+        slots = [slot for one in saves for slot in one.reserved.slots]
+        event: Event | None = None
+        if slots:
+            first = (
+                saves[0].reserved
+                if saves[0].reserved.slots
+                else next(one.reserved for one in saves if one.reserved.slots)
+            )
+            memory = self._tier_memory(first.memory, first.stride)
+            step = self.ring.room(first.stride)
+            for low in range(0, len(slots), step):
+                part = slice(low, low + step)
+                event = self.ring.save(saves[0].group, units[part], headers[part], memory, slots[part])
+        return event
+
+    # Publishing, on a thread of its own
+
+    def _run(self) -> None:
+        use_background_cores()
+        while (taken := self._copies.get()) is not None:
+            saves, event = taken
+            try:
+                event.synchronize()
+                for one in saves:
+                    self._publish(one)
+            except Exception:  # a device's error has many types; the next ones fail by themselves
+                log.exception("%s: blocks were not saved", self.tier.label)
+                for one in saves:
+                    self.failed += len(one.headers)
+                    self.tier.abandon(one.reserved)
+            finally:
+                with self._changed:
+                    self._pending -= sum(len(one.headers) for one in saves)
+                    self._changed.notify_all()
+
+    def _publish(self, save: _Save) -> None:
+        """Blocks are in their slots: let them be found, and written to further tiers."""
+        kept = self.tier.publish(save.reserved, save.written, time.monotonic() - save.began) + save.reserved.present
+        self.saved += min(kept, len(save.headers))
+        self.failed += max(len(save.headers) - kept, 0)
+        if not save.others or not save.headers:
+            return
+        with contextlib.ExitStack() as stack:
+            names = [header.name for header in save.headers]
+            loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
+            pairs = zip(save.headers, loan.frames, strict=False)
+            frames = [Frame(header, data) for header, data in pairs if len(data) == HEADER_BYTES + header.length]
+            if frames:
+                most = len(loan.memory) // loan.stride // 2
+                self._writer.add_lent(frames, stack.pop_all().close, save.others, save.began, most)
+
+    @property
+    def pending(self) -> int:
+        """Blocks whose copies have not ended."""
+        with self._changed:
+            return self._pending
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was saved is published. False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._pending, timeout)
+
+    # Loading, on the threads of the loads
+
+    def count(self, places: Sequence[int], done: int, size: int) -> int:
+        """How many blocks of a load, from number `done` on, this tier has together, of at most so many bytes."""
+        if not self.usable:
+            return 0
+        most = max(min(size, self.ring.piece_bytes) // (HEADER_BYTES + max(self.ring.block_bytes)), 1)
+        return len([*itertools.takewhile(self.place.__eq__, places[done : done + most])])
+
+    def load(
+        self,
+        piece: Piece,
+        names: Sequence[Name],
+        groups: Sequence[int],
+        blocks: Sequence[int],
+        mark: Event | None,
+        begin: Callable[[], bool],
+    ) -> DirectLoad | None:
+        """Queue the copies of blocks into units of their groups, up to the first that the tier does not have. None, and the
+        piece is free, if there is none, or `begin` says that nothing may be copied any more."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.ring.give, piece)
+            loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
+            count = self._usable(loan, groups, piece)
+            if not count or not begin():
+                return None
+            parts: list[Part] = []
+            low = 0
+            for group, members in itertools.groupby(groups[:count]):
+                high = low + len([*members])
+                parts.append((group, self._places(group, blocks[low:high]), names[low:high]))
+                low = high
+            memory, slots = self._tier_memory(loan.memory, loan.stride), loan.slots[:count]
+            try:
+                copy = self.ring.load(piece, parts, memory, slots, mark)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the error that is raised says more
+                    self.ring.loaded().synchronize()
+                raise
+            size = sum(len(data) for data in loan.frames[:count])
+            return DirectLoad(copy, names[:count], size, stack.pop_all().close)
+
+    def _usable(self, loan: Loan, groups: Sequence[int], piece: Piece) -> int:
+        """How many of the first lent frames are as long as those of their groups, page-locked, and have room in a piece."""
+        lengths = [HEADER_BYTES + size for size in self.ring.block_bytes]
+        room, pinned = len(piece.memory) // loan.stride, sys.maxsize
+        if self._pinned is not None:
+            pinned = self._pinned.end // loan.stride
+        count = 0
+        for data, slot, group in zip(loan.frames, loan.slots, groups, strict=False):
+            if len(data) != lengths[group] or slot >= pinned or count == room:
+                break
+            count += 1
+        return count
+
+    def read_again(self, name: Name, size: int) -> None:
+        """Read a block on the host that the device found wrong: it is counted, and deleted if it is damaged."""
+        self.tier.get([name], [memoryview(bytearray(size))], time.monotonic() + _CALL_SECONDS)
+
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+        """Publish what is copied, and release the memory if no copy uses it."""
+        self._copies.put(None)
+        self._thread.join(timeout)
+        if self._pinned is not None and not (self._thread.is_alive() or self.ring.loading):
+            self._pinned.close(timeout)
+
+
+def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
+    """The first tier, for copies without the host, or None and a line in the log that says what is missing."""
+    memory = store.tiers[0].store.memory if store.writable[:1] == (0,) else None
+    ring: DeviceRing | None = None
+    reason = ""
+    if memory is None:
+        reason = "the first store is not memory://"
+    elif min(staging.block_bytes) < SMALLEST_PAYLOAD or any(size % _WORD for size in staging.block_bytes):
+        reason = f"blocks of {min(staging.block_bytes)} bytes are too small, or no multiple of {_WORD}"
+    elif HEADER_BYTES + max(staging.block_bytes) > PIECE_BYTES // 2:
+        reason = f"blocks of {max(staging.block_bytes)} bytes are larger than half a piece of the ring"
+    elif not importlib.util.find_spec("triton"):
+        reason = "Triton is not installed"
+    elif torch.version.hip:
+        reason = "it was never tried with AMD's devices"
+    else:
+        ring = staging.device_ring(PIECE_BYTES)
+        reason = "" if ring is not None else "KV is on the CPU"
+    if ring is None or memory is None:
+        log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
+        return None
+    pinning = CudaPinning(staging.device) if is_cuda(staging.device) else None
+    return DirectTier(store, memory, ring, lambda group, units: staging.places(group, units), writer, pinning)
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Whether only page-locked memory is copied at full speed, and beside the thread."""
+    return device.type == "cuda"
+
+
+def _made_up(size: int) -> Header:
+    """The header of a block that no chain has."""
+    layout, root, key, parent = (os.urandom(n) for n in (FINGERPRINT_BYTES, ROOT_BYTES, KEY_BYTES, KEY_BYTES))
+    return Header(layout, root, key, parent, 0, RAW, size, size)

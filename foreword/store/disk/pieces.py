@@ -1,0 +1,206 @@
+"""Pieces: files with many blocks of one layout and root, which were written together (files.py has their paths).
+
+    0       8  magic "FWPIECE1"
+    8       4  number of blocks
+    12      4  alignment of their frames
+    16     48  per block: key, 32 bytes; offset of its frame in the file, 8; length of the frame, 8. All 0: it was removed
+    ...        from the next multiple of the alignment on: the frames, each at a multiple
+
+A piece has its name when it is complete. Blocks are removed from it one by one: first the entry becomes 0, then the bytes a
+hole of the file, and the file goes with its last block. So a reader that finds the entry *after* it has read the frame has
+read all of it:
+
+    reader:  frame read < entry found          writer:  entry removed < bytes removed
+
+The table has no checksum: a frame that is found by a damaged entry is not the block of that name, and is refused like any
+other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+from collections.abc import Sequence
+from functools import cache
+from typing import Final, NamedTuple
+
+from foreword.blocks.keys import KEY_BYTES
+
+FOLDER: Final = "pieces"
+_MAGIC: Final = b"FWPIECE1"
+_HEAD: Final = struct.Struct("<8sII")
+_ENTRY: Final = struct.Struct(f"<{KEY_BYTES}sQQ")
+_REMOVED: Final = bytes(_ENTRY.size)
+_PAGE: Final = 4096  # what file systems can free
+_LINE: Final = 64  # of frames that are shorter than a page
+_MOST_BLOCKS: Final = 1 << 16
+_FIRST_READ: Final = 4096
+_VECTORS: Final = 1000  # of one call
+_KEEP_SIZE_AND_PUNCH: Final = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_NO_HOLES: Final = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_ZEROS: Final = memoryview(bytes(1 << 20))
+
+
+class BadPiece(Exception):
+    """The table of a piece cannot be used."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block lies: the id of a piece, and the offset of the frame there. Piece 0: it has a file of its own."""
+
+    piece: int
+    at: int
+
+
+ALONE: Final = BlockPlace(0, 0)
+
+
+class PieceEntry(NamedTuple):
+    """A block in a piece."""
+
+    key: bytes
+    at: int
+    length: int
+
+
+def layout_of(lengths: Sequence[int]) -> tuple[int, list[int]]:
+    """The alignment of a piece with frames of these lengths, and their offsets."""
+    align = _PAGE if min(lengths) >= _PAGE else _LINE
+    at = _rounded(_HEAD.size + _ENTRY.size * len(lengths), align)
+    offsets = []
+    for length in lengths:
+        offsets.append(at)
+        at = _rounded(at + length, align)
+    return align, offsets
+
+
+def write(handle: int, keys: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+    """Write a whole piece into a new file. Raises OSError."""
+    lengths = [len(frame) for frame in frames]
+    align, offsets = layout_of(lengths)
+    entries = (_ENTRY.pack(*fields) for fields in zip(keys, offsets, lengths, strict=True))
+    head = b"".join((_HEAD.pack(_MAGIC, len(keys), align), *entries))
+    parts: list[memoryview | bytes] = [head.ljust(offsets[0], b"\0")]
+    for frame, length in zip(frames, lengths, strict=True):
+        parts.append(frame)
+        if length % align:
+            parts.append(_ZEROS[: align - length % align])
+    for low in range(0, len(parts), _VECTORS):
+        _write_all(handle, parts[low : low + _VECTORS])
+
+
+def _write_all(handle: int, parts: Sequence[memoryview | bytes]) -> None:
+    left = sum(map(len, parts))
+    done = os.writev(handle, parts)
+    while done < left:  # a signal, or a file system that is nearly full
+        left -= done
+        rest: list[memoryview | bytes] = []
+        for part in parts:
+            if done < len(part):
+                rest.append(memoryview(part)[done:])
+            done = max(done - len(part), 0)
+        parts = rest
+        done = os.writev(handle, parts)
+
+
+def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
+    """The alignment of a piece and its entries, also those that were removed. Raises BadPiece, OSError."""
+    data = os.pread(handle, _FIRST_READ, 0)
+    if len(data) < _HEAD.size:
+        raise BadPiece
+    magic, count, align = _HEAD.unpack_from(data)
+    end = _HEAD.size + count * _ENTRY.size
+    if magic != _MAGIC or not 0 < count <= _MOST_BLOCKS or align not in (_PAGE, _LINE):
+        raise BadPiece
+    if len(data) < end:
+        data += os.pread(handle, end - len(data), len(data))
+    if len(data) < end:
+        raise BadPiece
+    return align, list(map(PieceEntry._make, _ENTRY.iter_unpack(data[_HEAD.size : end])))
+
+
+def entries(handle: int) -> list[PieceEntry]:
+    """The blocks of a piece. Raises BadPiece, OSError."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadPiece
+    return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= found.st_size]
+
+
+def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
+    """Remove a block from a piece, or what is at its place where the key in the table is damaged. Returns whether it was there,
+    and whether another one is. Raises BadPiece, OSError.
+
+    Also frees what a process that was killed in between has left of others.
+    """
+    align, table = read_table(handle)
+    there, left = False, list[PieceEntry]()
+    for number, one in enumerate(table):
+        if one.length and (one.key == key or one.at == place):
+            os.pwrite(handle, _REMOVED, _HEAD.size + number * _ENTRY.size)
+            there |= one.key == key
+        elif one.length:
+            left.append(one)
+    free_removed(handle, align, left, len(table))
+    return there, any(one.length for one in read_table(handle)[1])
+
+
+def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:
+    """Make holes of all bytes that belong to none of these blocks, in a piece that was made of `count`."""
+    low = _rounded(_HEAD.size + _ENTRY.size * count, align)
+    for start, end in sorted((one.at, _rounded(one.at + one.length, align)) for one in left):
+        if low < start:
+            _punch(handle, low, start - low)
+        low = max(low, end)
+    size = os.fstat(handle).st_size
+    if low < size:
+        _punch(handle, low, size - low)
+
+
+def makes_holes(folder: str, token: str) -> bool:
+    """Whether the file system of a folder frees parts of files. Raises OSError."""
+    path = f"{folder}/holes.{token}"
+    handle = os.open(path, _NEW, 0o600)
+    try:
+        os.write(handle, bytes(2 * _PAGE))
+        return _fallocate(handle, 0, _PAGE) == 0
+    finally:
+        os.close(handle)
+        os.unlink(path)
+
+
+def _punch(handle: int, at: int, length: int) -> None:
+    """Make a hole. Where files have none, the bytes become 0: then they are gone, and the room is free with the file."""
+    error = _fallocate(handle, at, length)
+    if error in _NO_HOLES:
+        for low in range(0, length, len(_ZEROS)):
+            os.pwrite(handle, _ZEROS[: min(len(_ZEROS), length - low)], at + low)
+    elif error:
+        raise OSError(error, os.strerror(error))
+
+
+def _fallocate(handle: int, at: int, length: int) -> int:
+    """Make a hole. Returns the number of the error, 0 if there is none."""
+    function = _fallocate_of_system()
+    if function is None:
+        return errno.ENOSYS
+    return 0 if function(handle, _KEEP_SIZE_AND_PUNCH, at, length) == 0 else ctypes.get_errno()
+
+
+@cache
+def _fallocate_of_system() -> ctypes._FuncPointer | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).fallocate
+    except (AttributeError, OSError):
+        return None
+    function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    function.restype = ctypes.c_int
+    return function
+
+
+def _rounded(size: int, align: int) -> int:
+    return -(-size // align) * align

@@ -1,0 +1,279 @@
+"""Disk stores that put blocks which are written together into files of some MiB (`pieces=`)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from foreword.conformance import SMALL_BYTES, Damage, StoreContract, make_frames, names_of, read, soon, whole
+from foreword.store.base import Store
+from foreword.store.disk.disk_store import DiskStore
+from foreword.store.frame import Frame
+from foreword.store.urls import open_store
+
+PIECE = 1 << 20
+
+
+class TestContract(StoreContract):
+    bounded = True
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        store = DiskStore(tmp_path / "store", 64 << 20, pieces=PIECE)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def second(self, tmp_path: Path) -> Iterator[Store]:
+        store = DiskStore(tmp_path / "store", 64 << 20)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def small(self, tmp_path: Path) -> Iterator[Store]:
+        store = DiskStore(tmp_path / "small", SMALL_BYTES, pieces=PIECE)
+        yield store
+        store.close()
+
+    @pytest.fixture
+    def damage(self, tmp_path: Path) -> Damage:
+        return lambda _, one, data: replaced(tmp_path / "store", one, data)
+
+
+def pieces_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("?" * 32 + "/" + "?" * 32 + "/pieces/*"))
+
+
+def replaced(folder: Path, one: Frame, data: bytes) -> None:
+    """Write other bytes where a block lies: in a piece, as many as there is room for."""
+    key = one.header.key
+    alone = folder / one.header.layout.hex() / one.header.root.hex() / key.hex()[:2] / key.hex()
+    if alone.exists():
+        alone.write_bytes(data)
+        return
+    for path in pieces_of(folder):
+        whole_piece = bytearray(path.read_bytes())
+        entry = whole_piece.find(key)
+        if 0 <= entry < 4096:
+            at, length = (int.from_bytes(whole_piece[entry + low : entry + low + 8], "little") for low in (32, 40))
+            changed = bytearray(data[:length].ljust(length, b"\xff"))
+            changed[0] ^= bytes(whole_piece[at : at + length]) == bytes(changed)
+            whole_piece[at : at + length] = changed
+            path.write_bytes(whole_piece)
+
+
+def held(folder: Path) -> int:
+    """Bytes of blocks in pieces that file systems have not freed, without the tables."""
+    return sum(path.stat().st_blocks * 512 for path in pieces_of(folder))
+
+
+def test_blocks_of_a_chain_are_one_file(tmp_path: Path) -> None:
+    """Blocks that are put together are in files of about the given length, aligned as file systems free room; a block that is
+    put alone has a file of its own. A store without the option reads both."""
+    frames = make_frames(1, 64, 65_536)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        assert store.put(frames, deadline=soon()) == 64
+        assert len(pieces_of(tmp_path)) == 4
+        assert store.put(make_frames(2, 1, 1000), deadline=soon()) == 1 and len(pieces_of(tmp_path)) == 4
+        assert read(store, frames) == whole(frames)
+    first = pieces_of(tmp_path)[0].read_bytes()
+    assert any(first.find(bytes(one.payload)) % 4096 == 0 for one in frames)
+    with closing(DiskStore(tmp_path, 64 << 20)) as store:
+        assert read(store, frames) == whole(frames)
+        assert store.lookup(names_of(frames), deadline=soon()) == 64
+
+
+def test_a_deleted_block_leaves_its_piece(tmp_path: Path) -> None:
+    """What is deleted from a piece is gone from the file: its bytes and its room. The others stay as they are, and the
+    file goes with the last."""
+    frames = make_frames(3, 16, 16_384)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        before = held(tmp_path)
+        assert store.delete(names_of(frames[3:9]), deadline=soon()) == 6
+        left = b"".join(path.read_bytes() for path in pieces_of(tmp_path))
+        assert not any(bytes(one.payload[:64]) in left for one in frames[3:9])
+        assert held(tmp_path) <= before - 6 * 16_384
+        assert read(store, frames[:3] + frames[9:]) == whole(frames[:3] + frames[9:])
+        assert store.status().bytes == sum(len(one.data) for one in frames[:3] + frames[9:])
+        assert store.put(frames[3:9], deadline=soon()) == 6 and read(store, frames) == whole(frames)
+        assert store.delete(names_of(frames), deadline=soon()) == 16
+        assert not pieces_of(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_budget_holds(tmp_path: Path, seed: int) -> None:
+    """However chains of several lengths come and are used, the room that the file system has given to pieces stays within the
+    budget and a page per block and piece, and what is listed can be read."""
+    draw, size = random.Random(seed), 2 << 20
+    with closing(DiskStore(tmp_path, size, pieces=draw.choice((60_000, PIECE)))) as store:
+        chains = [
+            make_frames(100 * seed + number, draw.randrange(1, 40), draw.choice((3000, 9000))) for number in range(40)
+        ]
+        for frames in chains:
+            store.put(frames, deadline=soon())
+            for again in draw.sample(chains, 3):
+                read(store, again)
+            blocks = store.status().blocks
+            assert store.status().bytes <= size
+            files = [*pieces_of(tmp_path), *tmp_path.glob("?" * 32 + "/*/??/*")]
+            used = sum(path.stat().st_blocks * 512 for path in files)
+            assert used <= store.status().bytes + 4096 * (blocks + 2 * len(files))
+        listed = {one.name for one in store.scan(deadline=soon())}
+        for frames in chains:
+            for one, data in zip(frames, read(store, frames), strict=True):
+                assert (data == bytes(one.data)) == (one.name in listed)
+        assert {name for batch in store.list_names(deadline=soon()) for name in batch} == listed
+
+
+def test_an_index_is_made_from_pieces(tmp_path: Path) -> None:
+    """Without its index a store finds the blocks of pieces by their tables, also while it makes a new one, and has the same
+    blocks and bytes then. A piece that nobody can read is removed, and so is one whose writer was killed."""
+    frames = make_frames(4, 32, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=60_000)) as store:
+        store.put(frames, deadline=soon())
+        store.delete(names_of(frames[20:22]), deadline=soon())
+        found = store.status().blocks, store.status().bytes
+    for path in tmp_path.glob("index.sqlite*"):
+        path.unlink()
+    folder = pieces_of(tmp_path)[0].parent
+    (folder / ("0" * 15 + "1")).write_bytes(b"no piece")
+    (folder / ("0" * 15 + "2.host-1-aaaaaaaaaaaa")).write_bytes(b"half")
+    left = frames[:20] + frames[22:]
+    with closing(DiskStore(tmp_path, 64 << 20)) as store:
+        assert read(store, left) == whole(left)
+        assert (store.status().blocks, store.status().bytes) == found
+        assert store.lookup(names_of(frames), deadline=soon()) == 20
+        assert not [path for path in pieces_of(tmp_path) if path.name.startswith("0" * 15)]
+        assert store.erase(frames[0].header.layout, frames[0].header.root, deadline=soon()) == 30
+    assert not pieces_of(tmp_path)
+
+
+def test_an_erasure_finds_what_no_index_has(tmp_path: Path) -> None:
+    """Blocks in pieces are erased, and their bytes with them, where the index has lost them, or has them in another place."""
+    frames = make_frames(5, 8, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [piece] = pieces_of(tmp_path)
+        copy = piece.with_name("00000000000000ff")
+        copy.write_bytes(piece.read_bytes())
+        assert store.erase(b"", frames[0].header.root[:8], deadline=soon()) >= 8
+        assert not pieces_of(tmp_path)
+        assert (store.status().blocks, store.status().bytes) == (0, 0)
+
+
+_DYING = """
+import os, sys
+from foreword.conformance import make_frames, soon
+from foreword.store.disk import files, pieces
+from foreword.store.disk.disk_store import DiskStore
+
+store = DiskStore(sys.argv[1], 64 << 20, pieces=1 << 20)
+store.put(make_frames(6, 4, 5000), deadline=soon())
+step = sys.argv[2]
+if step == "table":
+    pieces.write = lambda handle, keys, frames: (os.write(handle, b"FWPIECE1" + bytes(100)), os._exit(9))
+elif step == "rename":
+    os.rename = lambda *names: os._exit(9)
+elif step == "settle":
+    store._writer._settle = lambda deadline: os._exit(9)
+elif step == "entry":
+    pieces.free_removed = lambda *more: os._exit(9)
+    store.delete([one.name for one in make_frames(6, 4, 5000)[1:2]], deadline=soon())
+store.put(make_frames(7, 9, 5000), deadline=soon())
+"""
+
+
+@pytest.mark.parametrize("step", ["table", "rename", "settle", "entry"])
+@pytest.mark.parametrize("index", [True, False])
+def test_a_writer_dies(tmp_path: Path, step: str, index: bool) -> None:
+    """Wherever a process dies that writes a piece or removes a block, the next one has all or none of the blocks of the piece,
+    counts what is there, and an erasure leaves no file."""
+    done = subprocess.run([sys.executable, "-c", _DYING, str(tmp_path), step], check=False)
+    assert done.returncode == 9
+    if not index:
+        for path in tmp_path.glob("index.sqlite*"):
+            path.unlink()
+    before, after = make_frames(6, 4, 5000), make_frames(7, 9, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        assert store.lookup(names_of(after), deadline=soon()) == (9 if step == "settle" else 0)
+        first = read(store, before)
+        assert [one for one in first if one] == [
+            bytes(one.data) for one, there in zip(before, first, strict=True) if there
+        ]
+        assert sum(map(bool, first)) == 4 - (step == "entry")
+        read(store, after)
+        assert store.put(after, deadline=soon()) == 9 and read(store, after) == whole(after)
+        assert store.status().bytes == sum(len(one.data) for one in after) + sum(map(len, filter(None, first)))
+        store.erase(deadline=soon())
+        assert not pieces_of(tmp_path) and store.status().blocks == 0
+
+
+def test_a_damaged_key_leaves_no_bytes(tmp_path: Path) -> None:
+    """A block whose key in the table of its piece is damaged is missing, and what was at its place is freed: the next
+    put writes the block again, and the piece goes with its last block."""
+    frames = make_frames(12, 4, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [path] = pieces_of(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[16 + 48] ^= 1
+        path.write_bytes(data)
+        assert read(store, frames)[1] is None
+        assert bytes(frames[1].payload) not in path.read_bytes()
+        assert store.put(frames, deadline=soon()) == 4 and read(store, frames) == whole(frames)
+        assert store.status().bytes == sum(len(one.data) for one in frames)
+        assert store.delete(names_of(frames), deadline=soon()) == 4 and not pieces_of(tmp_path)
+
+
+def test_a_reader_never_has_half_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is removed between two reads of it is missing, not damaged."""
+    frames = make_frames(8, 4, 70_000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        real, reads = os.readv, itertools.count()
+
+        def removed_meanwhile(handle: int, buffers: Sequence[memoryview]) -> int:
+            whole_block = len(buffers[0]) == len(frames[0].data)
+            first = real(handle, [buffers[0][:30_000] if whole_block else buffers[0]])
+            if next(reads) == 2:  # the first half of the second block
+                store.delete(names_of(frames[1:2]), deadline=soon())
+            return first
+
+        monkeypatch.setattr("os.readv", removed_meanwhile)
+        found = read(store, frames)
+        assert found[1] is None
+        assert [found[0], *found[2:]] == [bytes(one.data) for one in (frames[0], *frames[2:])]
+
+
+def test_several_tenants_are_in_several_pieces(tmp_path: Path) -> None:
+    """Blocks of two tenants that are put together never share a file."""
+    one, two = make_frames(9, 4, 5000), make_frames(10, 4, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        assert store.put([*one, *two], deadline=soon()) == 8
+        assert read(store, [*one, *two]) == whole([*one, *two])
+    for path in pieces_of(tmp_path):
+        data = path.read_bytes()
+        assert sum(any(frame.header.key in data for frame in frames) for frames in (one, two)) <= 1 or (
+            one[0].header.root == two[0].header.root
+        )
+
+
+def test_a_device_has_pieces_by_default(tmp_path: Path) -> None:
+    """An engine whose KV is on a device writes pieces unless the URL says otherwise, and one on processors does not."""
+    frames = make_frames(11, 4, 5000)
+    for number, (device, more, files) in enumerate(
+        [("cpu", "", 0), ("cuda", "", 1), ("cuda", "&pieces=0", 0), ("cpu", "&pieces=1MiB", 1)]
+    ):
+        folder = tmp_path / str(number)
+        with closing(open_store([f"disk://{folder}?size=16MiB{more}"], device=device)) as store:
+            assert store.put(frames, deadline=soon()) == 4
+        assert len(pieces_of(folder)) == files

@@ -1,0 +1,378 @@
+"""Blocks that a device copies straight to and from a memory tier (offload/direct_tier.py), on simulated streams and in Triton's
+interpreter: the host touches no byte, what is wrong never reaches KV, and without a sound device the other way is taken."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from direct_engine import BYTES, FRAME, ROOT, DirectEngine, Make, direct, keys_of, names_of_chain, small_pieces
+from example_counts import represented
+
+import foreword.offload.direct_tier
+import foreword.offload.ring
+from foreword.blocks.layout import LayerLayout, Layout
+from foreword.conformance import FlakyStore, soon
+from foreword.engine.engine_stores import EngineStores
+from foreword.offload.device_checksum import DeviceChecksums
+from foreword.offload.pinned import PinnedMemory
+from foreword.offload.staging import StagingArena
+from foreword.store import frame as frames_module
+from foreword.store.frame import RAW, Header, check, seal
+from foreword.store.memory import memory_store
+from foreword.store.memory.memory_store import MemoryStore
+from foreword.store.tiered import TieredStore
+
+pytest.importorskip("triton")
+assert direct  # a fixture
+
+
+class Touched:
+    """Bytes that the host hashes or copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hashed = self.copied = 0
+        write, copy = memory_store.MemoryArena.write, memory_store._copy
+
+        def hashed(data: Any = b"") -> Any:
+            self.hashed += memoryview(data).nbytes
+            return xxhash.xxh3_128(data)
+
+        def written(arena: Any, offset: int, data: memoryview, size: int = 0) -> None:
+            self.copied += size or data.nbytes
+            write(arena, offset, data, size)
+
+        def copied(data: memoryview, buffer: memoryview) -> None:
+            self.copied += data.nbytes
+            copy(data, buffer)
+
+        monkeypatch.setattr(frames_module, "xxhash", type("Counted", (), {"xxh3_128": staticmethod(hashed)}))
+        monkeypatch.setattr(memory_store.MemoryArena, "write", written)
+        monkeypatch.setattr(memory_store, "_copy", copied)
+
+
+def test_the_host_touches_no_byte(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are saved and loaded, more of them than the ring or the staging arena has room for, and the host hashes and copies
+    none of their bytes; what the device has sealed is what the host seals."""
+    monkeypatch.setattr(foreword.offload.ring, "DeviceChecksums", DeviceChecksums)
+    engine, touched = direct(), Touched(monkeypatch)
+    engine.store(7, 10)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(10))) == 10
+    assert engine.values(range(24)) == [7] * 10 + [0] * 14
+    assert (touched.hashed, touched.copied) == (0, 0)
+    names, buffer = names_of_chain(7, 10), memoryview(bytearray(FRAME))
+    for name in names:
+        assert engine.memory.get([name], [buffer], deadline=soon()) == [FRAME]
+        mine = bytes(check(buffer, name).data)
+        assert mine == bytes(seal(check(buffer, name).header, buffer).data)
+    assert engine.offload.status().saved == 10 and not engine.offload.status().dropped
+
+
+def test_frames_of_the_host(direct: Make) -> None:
+    """A chain that was sealed by the host in part, and by the device in part, is loaded, in one group of the ring too."""
+    engine = direct()
+    for number in (0, 1, 3):
+        header = Header(*_parts(5, number), number, RAW, BYTES, BYTES)
+        buffer = memoryview(bytearray(FRAME))
+        buffer[:BYTES] = bytes([5]) * BYTES
+        engine.memory.put([seal(header, buffer)], deadline=soon())
+    engine.store(5, 6)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(5, range(6))) == 6 and engine.values(range(6)) == [5] * 6
+
+
+def _parts(chain: int, number: int) -> tuple[bytes, bytes, bytes, bytes]:
+    keys = [ROOT, *keys_of(chain, number + 1)]
+    name = names_of_chain(chain, number + 1)[number]
+    return name[:16], name[16:32], keys[number + 1], keys[number]
+
+
+@pytest.mark.parametrize("seed", represented(range(12), 0, 1, 2))
+def test_a_flipped_bit_never_reaches_a_block(direct: Make, seed: int) -> None:
+    """Wherever in a frame it is: the load ends before the block, of which no byte is written, and the block is counted as
+    damaged and deleted. The others stay."""
+    chance = random.Random(seed)
+    engine = direct(seed=seed)
+    engine.store(7, 8)
+    engine.blocks.zero_()
+    number, tier = chance.randrange(8), engine.offload.store.tiers[0]
+    place = chance.choice([chance.randrange(BYTES), BYTES + chance.randrange(176)])
+    with engine.memory.lend(names_of_chain(7, 8), deadline=soon()) as lent:
+        lent.frames[number][place] ^= 1 << chance.randrange(8)
+    load = engine.load(7, range(8))
+    assert engine.await_load(load) == number
+    assert engine.values([number]) == [0] and engine.values(range(number)) == [7] * number
+    assert sum(tier.counters.bad.values()) == 1
+    assert engine.memory.present(names_of_chain(7, 8), deadline=soon()) == [at != number for at in range(8)]
+
+
+def test_another_block_under_a_name(direct: Make) -> None:
+    """A whole, sound frame of another block is not taken for the wanted one."""
+    engine = direct()
+    engine.store(7, 4)
+    engine.store(8, 4)
+    with engine.memory.lend([names_of_chain(7, 4)[2], names_of_chain(8, 4)[2]], deadline=soon()) as lent:
+        lent.frames[0][:] = bytes(lent.frames[1])
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(4))) == 2 and engine.values(range(4))[2] == 0
+
+
+def test_a_load_takes_one_event_of_the_model(direct: Make) -> None:
+    """However many pieces it needs: one event of the stream that computes, and one wait for it; the engine's thread waits for
+    nothing, and later steps do not hold the load up."""
+    engine = direct()
+    engine.store(7, 20)
+    engine.blocks.zero_()
+    device = engine.device
+    device.begin_step()
+    marks, waits = device.marks, device.waits_for_marks
+    load: Any = engine.load(7, range(20))
+    device.settle(lambda: load.done)
+    assert not load.done and engine.values(range(20)) == [0] * 20
+    device.begin_step()
+    device.end_step()
+    device.settle(lambda: load.done)
+    assert load.done and load.loaded == 20 and engine.values(range(20)) == [7] * 20
+    assert (device.marks - marks, device.waits_for_marks - waits) == (1, 1)
+    assert not device.waits[threading.get_ident()], "the engine's thread waited for the device"
+
+
+def test_an_abort_keeps_blocks_and_slots_until_the_copies_ended(direct: Make) -> None:
+    """A load that is closed while its copies wait for a step: what has begun writes into its blocks and no others, its slots
+    are not evicted meanwhile, and everything is free afterwards."""
+    engine = direct(tier_blocks=10)
+    engine.store(7, 8)
+    device = engine.device
+    device.begin_step()
+    load: Any = engine.load(7, range(8))
+    device.settle(lambda: load.done)
+    load.close()
+    assert not load.done and load.copying
+    assert engine.save(9, range(8, 18)) < 10  # two free slots, those that are not lent
+    device.end_step()
+    device.settle(lambda: load.done)
+    while not load.done:
+        device.settle(lambda: load.done)
+    assert engine.values(range(8, 18)) == [9] * 10
+    assert engine.offload.flush(60)
+    engine.store(9, 10)
+    assert engine.await_load(engine.load(9, range(10))) == 10
+
+
+def test_a_tier_that_is_full_of_what_is_in_flight(direct: Make) -> None:
+    """Nothing is dropped: save says for how many blocks there was room, and takes the others when slots are published."""
+    engine = direct(tier_blocks=6)
+    engine.device.begin_step()
+    engine.device.stall(stalled=True)
+    assert engine.save(7, range(10)) == 6
+    assert engine.save(7, range(6, 10), done=6) == 0
+    engine.device.stall(stalled=False)
+    engine.device.end_step()
+    assert engine.offload.flush(60)
+    assert engine.offload.status().saved == 6 and not engine.offload.status().dropped
+
+
+def test_a_tier_that_is_full_of_pins(direct: Make) -> None:
+    """Blocks for which nothing in flight will make room are done with, and counted: they are not given again for ever."""
+    engine = direct(tier_blocks=8)
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
+    assert engine.save(8, range(10)) == 4
+    engine.offload.await_room(60.0)
+    assert engine.save(8, range(4, 10), done=4) == 6
+    status = engine.offload.status()
+    assert (status.saved, status.failed) == (8, 6)
+    assert engine.memory.lookup(names_of_chain(8, 10), deadline=soon()) == 4
+
+
+def test_tiers_behind_get_blocks_from_the_slots(direct: Make) -> None:
+    """A further tier is given the frames where they lie; while it hangs they are not evicted, and afterwards they may be."""
+    behind = FlakyStore(MemoryStore(1 << 20, label="behind"))
+    engine = direct(tier_blocks=8, behind=[behind])
+    behind.stick()
+    assert engine.save(7, range(4)) == 4
+    engine.device.settle(lambda: engine.offload._writer.queued == 4)
+    engine.save(8, range(8, 16))
+    assert engine.memory.present(names_of_chain(7, 4), deadline=soon()) == [True] * 4
+    behind.release()
+    assert engine.offload.flush(60)
+    assert behind.inner.lookup(names_of_chain(7, 4), deadline=soon()) == 4
+    engine.store(9, 8)
+    assert engine.memory.lookup(names_of_chain(9, 8), deadline=soon()) == 8
+
+
+@pytest.mark.parametrize("when", ["copying", "published"])
+def test_an_erasure_beside_a_save(direct: Make, when: str) -> None:
+    """Blocks that are erased while the device writes them, or before a further tier has them, appear nowhere."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(behind=[behind])
+    engine.device.begin_step()
+    engine.device.stall(stalled=when == "copying")
+    assert engine.save(7, range(4)) == 4
+    if when == "published":
+        engine.device.end_step()
+        assert engine.offload.flush(60)
+    assert engine.offload.erase_queued([ROOT[:16]]) == 0
+    for tier in engine.offload.store.tiers:
+        tier.store.erase(b"", ROOT[:16], deadline=soon())
+    engine.device.stall(stalled=False)
+    engine.device.end_step()
+    assert engine.offload.flush(60)
+    for store in (engine.memory, behind):
+        assert store.present(names_of_chain(7, 4), deadline=soon()) == [False] * 4
+
+
+# Where the device is not used
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
+    """Let something be missing or wrong; returns what the log says of it."""
+    module = foreword.offload.direct_tier
+    if how == "no Triton":
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        return "Triton is not installed"
+    if how == "AMD":
+        monkeypatch.setattr(torch.version, "hip", "6.4")
+        return "AMD"
+    if how == "small blocks":
+        monkeypatch.setattr(module, "SMALLEST_PAYLOAD", BYTES + 1)
+        return "too small"
+    if how == "large blocks":
+        monkeypatch.setattr(module, "PIECE_BYTES", 2 * FRAME - 1)
+        return "larger than half a piece"
+    if how == "it seals wrongly":
+        seal = DeviceChecksums.seal
+        monkeypatch.setattr(
+            DeviceChecksums, "seal", lambda self, frames, slots, size: seal(self, frames, slots[1:], size)
+        )
+        return "what it sealed is wrong"
+    if how == "it finds all right":
+        monkeypatch.setattr(
+            DeviceChecksums, "check", lambda self, frames, slots, size, heads: torch.ones(len(slots), dtype=torch.int32)
+        )
+        return "its verdicts"
+    monkeypatch.setattr(DeviceChecksums, "check", lambda *given: 1 // 0)
+    return "the device failed: ZeroDivisionError"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["no Triton", "AMD", "small blocks", "large blocks", "it seals wrongly", "it finds all right", "it fails"],
+)
+def test_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """Without what is needed, or with a device that does not pass the test at the start, one line says why, and blocks take the
+    way through the staging arena, as right as ever."""
+    small_pieces(monkeypatch, tests=True)
+    said = broken(monkeypatch, how)
+    caplog.set_level(logging.INFO, "foreword.offload")
+    engine = DirectEngine()
+    try:
+        [line] = [record.getMessage() for record in caplog.records if record.name == "foreword.offload"]
+        assert said in line and "staging arena" in line
+        assert engine.memory.status().blocks == 0
+        engine.store(7, 4)
+        engine.blocks.zero_()
+        assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+    finally:
+        engine.close()
+
+
+def test_kv_on_a_processor(caplog: pytest.LogCaptureFixture) -> None:
+    """The setting has no effect there, and the log says so."""
+    blocks = torch.full((4, 32 << 10), 7, dtype=torch.uint8)
+    layout = Layout(b"m" * 32, 16, (LayerLayout(1, 1024, 1024),), "uint8")
+    offload = EngineStores(
+        TieredStore([MemoryStore(1 << 20)]), StagingArena([[blocks]], 8), [layout], lookup_timeout=60.0, direct=True
+    )
+    assert "KV is on the CPU" in caplog.text and offload.direct_state != "on"
+    assert offload.save(ROOT, keys_of(7, 2), ROOT, 0, range(2)) == 2 and offload.flush(60)
+    assert offload.status().saved == 2
+    offload.close(60)
+
+
+def test_the_first_store_is_no_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that reserves no slots, such as a wrapped one, is used through the staging arena."""
+    small_pieces(monkeypatch)
+    engine = DirectEngine(memory=FlakyStore(MemoryStore(1 << 20)))
+    engine.store(7, 4)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+    assert "the first store is not memory://" in caplog.text
+    engine.close()
+
+
+class Locks:
+    """Page-locks memory on paper, as far as a test lets it."""
+
+    def __init__(self, refused: int = 1 << 40) -> None:
+        self.locked: dict[int, int] = {}
+        self.refused = refused
+        self.more = threading.Semaphore(0)
+
+    def lock(self, address: int, size: int) -> str | None:
+        self.more.acquire()
+        if len(self.locked) == self.refused:
+            return "operation not permitted"
+        self.locked[address] = size
+        return None
+
+    def unlock(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_memory_is_locked_in_pieces() -> None:
+    """From its start to its end; after each piece it asks whether it is enough, until it is; all pieces are released once."""
+    locks, ready = Locks(), threading.Event()
+    later: list[int] = []
+
+    def asked() -> bool | None:
+        """The first time it is too early."""
+        later.append(memory.end)
+        if len(later) == 2:
+            ready.set()
+        return True if len(later) == 2 else None
+
+    memory = PinnedMemory(b"", 4096, 1000, locks, asked, piece=300)
+    memory.start()
+    locks.more.release(2)
+    assert ready.wait(60) and later == [300, 600]
+    locks.more.release(2)
+    memory._thread.join(60)
+    assert memory.end == 1000 and len(later) == 2 and locks.locked == {4096: 300, 4396: 300, 4696: 300, 4996: 100}
+    assert memory.close(60) and not locks.locked and not memory.end
+
+
+def test_blocks_beyond_the_locked_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks that come before anything is locked put the test at the start off. Only what lies in page-locked slots is copied
+    directly, also across two pieces that were locked apart; the rest takes the other way. A refusal is one line in the log."""
+    small_pieces(monkeypatch, tests=True)
+    locks, module = Locks(refused=3), foreword.offload.direct_tier
+    piece = FRAME * 5 // 2
+    monkeypatch.setattr(module, "PIN_BYTES", piece)
+    monkeypatch.setattr(module, "CudaPinning", lambda device: locks)
+    monkeypatch.setattr(module, "PinnedMemory", partial(PinnedMemory, piece=piece))
+    monkeypatch.setattr(module, "is_cuda", lambda device: True)
+    caplog.set_level(logging.INFO, "foreword.offload")
+    engine = DirectEngine()
+    direct: Any = engine.offload._direct
+    assert not direct.usable
+    engine.store(6, 2)  # through the staging arena, before anything is locked
+    locks.more.release(4)
+    direct._pinned._thread.join(60)
+    assert direct.usable and len(locks.locked) == 3
+    assert "only" in caplog.text and "operation not permitted" in caplog.text
+    engine.store(7, 4)
+    engine.store(8, 4)
+    for chain, count in ((6, 2), (7, 4), (8, 4)):
+        engine.blocks.zero_()
+        assert engine.await_load(engine.load(chain, range(count))) == count
+        assert engine.values(range(count)) == [chain] * count
+    engine.close()
+    assert not locks.locked
