@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foreword.api.prompt_order import PromptOrder
 from foreword.config import (
     SHORTEST_SECRET,
     at_least,
@@ -24,6 +23,7 @@ from foreword.config import (
     positive,
 )
 from foreword.errors import ConfigError, ModelNotFound
+from foreword.prompt_order import PromptOrder
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
