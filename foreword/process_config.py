@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from foreword.api.prompt_order import PromptOrder
 from foreword.config import (
     SHORTEST_SECRET,
     at_least,
@@ -24,6 +23,7 @@ from foreword.config import (
     positive,
 )
 from foreword.errors import ConfigError, ModelNotFound
+from foreword.prompt_order import PromptOrder
 
 # Text, escapes, roles and tools. A token of text has about four bytes, a token id up to eight.
 _BODY_BYTES_PER_TOKEN = 64
@@ -218,6 +218,9 @@ class RouterConfig:
         session_ttl: seconds that an idle session keeps its replica.
         warm_seconds: seconds that a replica that joins may take to load the prefixes that are used most from its stores, before
             it gets requests; 0: none.
+        measure_seconds: seconds that a prompt of 2,000 tokens may take with which a replica that joins is measured while it is
+            idle, twice; 0: it is not measured, and its costs are those of others until its own requests show them.
+        cost_file: file that keeps the learned costs of replicas, by kind of machine, over restarts of the router.
         min_prefill: prompts with fewer tokens to compute are never sent to a prefill replica.
         directory_blocks: maximum number of blocks in the directory of all replicas, about 16 bytes each.
         tokenize_timeout: seconds that a replica may take to tokenize a prompt. If a response can only be continued with a
@@ -264,6 +267,8 @@ class RouterConfig:
     decisions: int = at_least(1, 1000)
     session_ttl: float = positive(3600.0)
     warm_seconds: float = between(0.0, 600.0, 10.0)
+    measure_seconds: float = between(0.0, 600.0, 10.0)
+    cost_file: str | None = None
     min_prefill: int = at_least(0, 512)
     directory_blocks: int = at_least(1, 4_000_000)
     tokenize_timeout: float = positive(1.0)

@@ -58,8 +58,8 @@ def clients(
     as_json: AsJson = False,
 ) -> None:
     """Show what another order of prompts would give each client: the cached share of a next turn and of a new session."""
-    from foreword.api.prompt_order import PromptOrder
     from foreword.engine.model import embedded_model
+    from foreword.prompt_order import PromptOrder
     from foreword.sim.client_report import client_report
     from foreword.tokens.tokenizer import Tokenizer
 

@@ -214,6 +214,8 @@ def _prices(record: DecisionRecord) -> list[dict[str, Any]]:
             "replica": estimate.replica,
             "seconds": round(estimate.total, 4),
             "others_seconds": round(estimate.others, 4),
+            "decoding_seconds": round(estimate.stalls, 4),
+            "ageing_seconds": round(estimate.ageing, 4),
             "reused_tokens": estimate.reused,
             "computed_tokens": estimate.computed,
             "excluded": estimate.excluded,

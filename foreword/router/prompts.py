@@ -27,13 +27,13 @@ from msgspec import Struct
 
 from foreword.api.chat_template import chat_text
 from foreword.api.dialects.chat_request import ReplicaKind
-from foreword.api.prompt_order import PromptOrder
 from foreword.api.request import GenerateRequest
 from foreword.api.work_queue import WorkQueue
 from foreword.blocks.bounded import Bounded
 from foreword.blocks.salt import Salt
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ReplicaFailed
+from foreword.prompt_order import PromptOrder
 from foreword.router.extras import extras_for
 from foreword.router.prompt_chain import prompt_chain, prompt_parts
 from foreword.router.replica_body import TRANSLATED

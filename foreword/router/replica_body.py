@@ -23,11 +23,11 @@ from foreword.api.dialects.sampling import Whole
 from foreword.api.dialects.writer import ChoiceOutput, ResponseHead, to_json
 from foreword.api.errors import ErrorResponse
 from foreword.api.output import Usage
-from foreword.api.prompt_order import PromptOrder, texts_of
 from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
 from foreword.api.sse import DONE, EventParser
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ForewordError
+from foreword.prompt_order import PromptOrder, texts_of
 
 # Keeps a response: its id, the conversation with the answer, and the response as JSON.
 Store = Callable[[str, tuple[Message, ...], bytes], None]

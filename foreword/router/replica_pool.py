@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -27,6 +28,7 @@ from foreword.router.prompts import TokenizedPrompt
 from foreword.router.recent_answers import SharedPrefixes
 from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.router.suspicious import MOST_DEATHS, Ask
+from foreword.routing.cost_kinds import MOST_NAME, CostKinds
 from foreword.routing.directory import CacheTier, Directory
 from foreword.routing.disaggregation import DisaggregationPolicy
 from foreword.routing.fleet import Fleet
@@ -66,13 +68,16 @@ _Queued = tuple[PlacementRequest, asyncio.Future[Attempt]]
 class ReplicaPool:
     """The replicas of one model. Runs on one event loop."""
 
-    def __init__(self, model: str, config: RouterConfig, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, model: str, config: RouterConfig, weights: Mapping[str, float], kinds: CostKinds | None = None
+    ) -> None:
         self.model = model
         self.fleet = Fleet(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
             sessions=SessionTable(ttl=config.session_ttl),
             disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
+            kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
         self.known = KnownPrompts(ttl=config.session_ttl)
@@ -108,6 +113,8 @@ class ReplicaPool:
             capacity_tokens=info.capacity_tokens,
             max_queued=upstream.spec.max_waiting or self._max_waiting,
             weights=info.weights,
+            machine=machine_of(info),
+            measured=upstream.measured,
         )
         self.refresh(upstream)
 
@@ -325,11 +332,14 @@ class ReplicaPool:
         self.fleet.sent(request.name, query, decision, now)
         upstream = self.upstreams[decision.replica]
         upstream.in_flight += 1
+        prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
+        for one in (upstream, prefill):
+            if one is not None and one.measuring is not None:
+                one.measuring.cancel()
         if upstream.breaker.half_open:
             upstream.trial = True
         if upstream.trial or upstream.in_flight >= upstream.max_in_flight:
             self.fleet.exclude(upstream.url, upstream.excluded(now))
-        prefill = self.upstreams.get(decision.prefill) if decision.prefill else None
         if prefill is not None and request.ask is not None and request.ask.spare < MOST_DEATHS:
             prefill = None
         attempt = Attempt(request.name, upstream, decision, query, request.prompt, 0.0, now, upstream.weights, prefill)
@@ -576,3 +586,13 @@ def short(weights: str) -> str:
 @lru_cache(maxsize=1024)
 def _root(model: str, block_size: int, salt: Salt) -> bytes:
     return Scope(model.encode(), block_size, salt).root()
+
+
+def machine_of(info: ReplicaInfo) -> str:
+    """The name of a replica's machine, from what it reports that its speed depends on.
+
+    That is engine, model, context, block size and, within a factor of two, the size of its KV memory, which tells most
+    accelerators apart: no replica names its own.
+    """
+    memory = 0 if not info.capacity_tokens else round(math.log2(info.capacity_tokens))
+    return f"{info.kind} {info.models[0]} {info.max_model_len} {info.block_size} 2^{memory}"[:MOST_NAME]

@@ -23,6 +23,7 @@ from foreword.router.logprobs_probe import LogprobReadings
 from foreword.router.recent_answers import RecentAnswers
 from foreword.router.replica_body import PATHS, TRANSLATED
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics, parse_metrics
+from foreword.routing.cost_kinds import Measurement
 
 _FIRST_PAUSE: Final = 1.0
 _MAX_PAUSE: Final = 30.0
@@ -279,6 +280,8 @@ class Upstream:
         unconfirmed: it was away, or showed other weights: it gets no requests until its watcher has asked what it serves.
         wake: lets its watcher go on.
         recent: its last times and failures.
+        measured: the time of a prompt there, if it was measured. measuring: it is being measured; a request that is sent there
+            cancels that.
         reading: one reading of its weights at a time. next_reading: one that has not begun yet.
     """
 
@@ -310,6 +313,8 @@ class Upstream:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     unconfirmed: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
+    measured: Measurement | None = None
+    measuring: asyncio.Task[Measurement] | None = None
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_reading: asyncio.Task[None] | None = None
     refusals: Refusals = field(default_factory=Refusals)

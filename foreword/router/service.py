@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from foreword.ledger import UsageLedger
 from foreword.observability.tracing import tracer_for
 from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
+from foreword.router.cost_file import CostFile
 from foreword.router.event_subscriber import KvEventSubscription
 from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras
 from foreword.router.prompts import PromptTokenizer
@@ -48,8 +50,11 @@ from foreword.router.replicas import (
 )
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.silence import why_lost
+from foreword.router.speed_probe import SpeedProbes
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
+from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
+from foreword.routing.fleet import Fleet
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -80,6 +85,8 @@ _STALL_SECONDS: Final = 0.1
 # Consecutive timeouts that are excused by a stalled event loop.
 MAX_STALLS: Final = 5
 _SCRUBBED_BUCKETS: Final = 256
+# Between two times at which learned costs are written.
+_COST_FILE_SECONDS: Final = 60.0
 # For limits, where no replica says how long its prompts may be.
 _UNKNOWN_MODEL_LEN: Final = 128 << 10
 
@@ -132,6 +139,8 @@ class Router:
         self._server = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
+        self.speeds = SpeedProbes(given.measure_seconds)
+        self.cost_kinds, self._cost_file = CostKinds(), CostFile(given.cost_file)
         self.tracer = tracer_for(config.server.otlp_endpoint, "foreword-router")
         self.ledger = None if config.server.usage_ledger is None else UsageLedger(Path(config.server.usage_ledger))
         self._use_extras(config)
@@ -174,7 +183,9 @@ class Router:
         self.prompts = PromptTokenizer(self._probe_session, headers, self.config.tokenize_timeout)
         if self.config.tokenizer is not None:
             await self.prompts.load(self.config.tokenizer, self.order)
+        self.cost_kinds.restore(self._cost_file.read(), time.time())
         self.background(self._watchdog())
+        self.background(self._keep_costs())
         self.background(self.audit.run(self._probe_session))
 
     def _client_session(self, *, fresh: bool = False, **options: Any) -> aiohttp.ClientSession:
@@ -191,6 +202,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._write_costs()
         await self.session.close()
         await self._probe_session.close()
         await self.fresh_session.close()
@@ -489,11 +501,14 @@ class Router:
         model, joins = info.models[0], upstream.info is None or upstream.unconfirmed
         if joins or model != upstream.model:
             self._forget(upstream)
+            upstream.measured = None
             # It gets requests after this: they may name prefixes that it has lost.
             await self.prefixes.prepare(upstream.url, info)
             if any(one is not upstream for one in self.healthy()):  # otherwise requests wait for it
                 upstream.problem = "it loads the prefixes that are used most"
                 await self.warm_up.warm(self.session, upstream.url, info)
+                if self.speeds.measures(info):
+                    await self.speeds.measure_before(self.probe, upstream, info)
         elif info.weights is None:
             return  # it was asked again for them
         self._unsubscribe(upstream)
@@ -501,10 +516,12 @@ class Router:
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights)
+            pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
             self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)
+        if joins and upstream.measured is None and self.speeds.measures(info):
+            self.background(self.speeds.measure_idle(self.probe, upstream, lambda: self._fleet_of(upstream, info)))
         events = ", sends KV events" if upstream.url in self.subscriptions else ""
         weights = f", weights {short(info.weights)}" if info.weights is not None else ""
         logger.info("replica %s serves %s (%s%s)%s", upstream.url, model, info.kind, weights, events)
@@ -515,6 +532,20 @@ class Router:
             )  # fmt: skip
         if upstream.isolation_problem:
             logger.error("replica %s takes no requests: %s", upstream.url, upstream.isolation_problem)
+
+    def _fleet_of(self, upstream: Upstream, info: ReplicaInfo) -> Fleet | None:
+        """The fleet of a replica that has not left or joined again since it said this about itself."""
+        pool = self.pool_of(upstream)
+        same = upstream.info is info and pool is not None and pool.upstreams.get(upstream.url) is upstream
+        return pool.fleet if same and pool is not None else None
+
+    async def _keep_costs(self) -> None:
+        while True:
+            await asyncio.sleep(_COST_FILE_SECONDS)
+            await self._write_costs()
+
+    async def _write_costs(self) -> None:
+        await asyncio.to_thread(self._cost_file.write, self.cost_kinds.records(time.time()))
 
     def _isolation_problem(self, info: ReplicaInfo) -> str:
         """Why a replica would let tenants share blocks; empty if it would not."""

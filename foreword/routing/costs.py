@@ -91,6 +91,17 @@ class ReplicaCosts:
         """Seconds to compute `tokens` prompt tokens with `pairs` query-key pairs."""
         return self.prefill * tokens + self.attention * pairs
 
+    def slower(self, factor: float) -> ReplicaCosts:
+        """The costs if all computation takes `factor` times as long."""
+        return replace(
+            self,
+            prefill=self.prefill * factor,
+            attention=self.attention * factor,
+            first=self.first * factor,
+            decode_base=self.decode_base * factor,
+            decode_each=self.decode_each * factor,
+        )
+
     def load(self, tier: CacheTier) -> LoadCost:
         return self.loads[tier - 1]
 
@@ -131,6 +142,19 @@ DEFAULT_COSTS: Final = ReplicaCosts()
 def pairs(tokens: float, before: float) -> float:
     """Query-key pairs of `tokens` prompt tokens that follow `before` others."""
     return tokens * (before + tokens / 2)
+
+
+class PrefillWork(NamedTuple):
+    """Prompt tokens to compute, and the query-key pairs they make with earlier tokens of their prompts."""
+
+    tokens: float
+    pairs: float
+
+    def seconds(self, costs: ReplicaCosts) -> float:
+        return self.tokens * costs.prefill + self.pairs * costs.attention
+
+
+NO_WORK: Final = PrefillWork(0.0, 0.0)
 
 
 class RobustLine:
@@ -230,6 +254,11 @@ class PrefillModel:
         self._context = RobustLine(costs.prefill, costs.attention)
         self._samples.clear()
 
+    @property
+    def count(self) -> int:
+        """Samples that it keeps."""
+        return len(self._samples)
+
     def add(self, tokens: float, pairs: float, seconds: float) -> bool:
         """Add a sample; True if it is time for a fit. Negative and non-finite values are ignored."""
         if not all(math.isfinite(value) and value >= 0 for value in (tokens, pairs, seconds)):
@@ -300,11 +329,16 @@ class CostModel:
     Args:
         prior: its costs, if they were configured.
         common: the costs of all replicas of its kind. They are learned from its observations too.
+        slowness: its times as a multiple of the common ones.
     """
 
-    def __init__(self, prior: ReplicaCosts | None = None, common: CostModel | None = None) -> None:
+    def __init__(
+        self, prior: ReplicaCosts | None = None, common: CostModel | None = None, slowness: float = 1.0
+    ) -> None:
+        self._common, self._slowness = common, slowness
         self._own = prior or ReplicaCosts()
-        self._common = common
+        if prior is None and common is not None:
+            self._own = self.common_costs
         # Whether its observations contradict the common costs.
         self._differs = common is None
         self._prefill = PrefillModel(self._own)
@@ -318,7 +352,14 @@ class CostModel:
     @property
     def common_costs(self) -> ReplicaCosts:
         """The expected costs of replicas of its kind."""
-        return self._own if self._common is None else self._common.costs
+        if self._common is None:
+            return self._own
+        return self._common.costs if self._slowness == 1.0 else self._common.costs.slower(self._slowness)
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether enough observations have shaped its costs that they are worth a record."""
+        return self._prefill.count >= _MIN_FIT_SAMPLES
 
     @property
     def prefill_measured(self) -> bool:
@@ -334,14 +375,14 @@ class CostModel:
         """
         common, learned = self._common, self._prefill
         if common is not None:
-            common.observe_first_token(computed_tokens, running, seconds, pairs=pairs)
+            common.observe_first_token(computed_tokens, running, seconds / self._slowness, pairs=pairs)
         interference = self.costs.interference(computed_tokens, running)
         if not learned.add(computed_tokens, pairs, max(seconds - interference, seconds * _MIN_TTFT_SHARE)):
             return
         if common is not None:
-            differed, self._differs = self._differs, learned.contradicts(common.costs)
+            differed, self._differs = self._differs, learned.contradicts(self.common_costs)
             if self._differs and not differed:
-                self._own = common.costs
+                self._own = self.common_costs
                 self._decode = RobustLine(self._own.decode_base, self._own.decode_each)
         if self._differs:
             learned.fit()
@@ -351,27 +392,20 @@ class CostModel:
         """Restart from the common costs."""
         if self._common is not None:
             self._differs = False
-            self._prefill.reset(self._common.costs)
+            self._prefill.reset(self.common_costs)
 
-    def observe_decode(self, running: int, seconds: float) -> None:
-        """Learn from an inter-token latency of `seconds` while `running` sequences decoded."""
+    def observe_decode(self, running: int, tokens: int, seconds: float, prefilled: PrefillWork = NO_WORK) -> None:
+        """Learn from `tokens` that took `seconds` while `running` sequences decoded.
+
+        The time of prompts that were computed meanwhile is not of decoding: with it, sequences would seem to slow each
+        other down as much as the prompts do that came with them.
+        """
         if self._common is not None:
-            self._common.observe_decode(running, seconds)
+            self._common.observe_decode(running, tokens, seconds / self._slowness, prefilled)
+        stalled = min(prefilled.seconds(self.costs), seconds * (1 - _MIN_TTFT_SHARE))
+        seconds = (seconds - stalled) / tokens
         if self._differs and self._decode.add(running, seconds):
             self._own = replace(self._own, decode_base=self._decode.base, decode_each=self._decode.slope)
-
-
-class PrefillWork(NamedTuple):
-    """Prompt tokens to compute, and the query-key pairs they make with earlier tokens of their prompts."""
-
-    tokens: float
-    pairs: float
-
-    def seconds(self, costs: ReplicaCosts) -> float:
-        return self.tokens * costs.prefill + self.pairs * costs.attention
-
-
-NO_WORK: Final = PrefillWork(0.0, 0.0)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -383,6 +417,7 @@ class SentRequest:
         resident: tokens of KV memory that it needs, including its output.
         queued, running: load of the replica when the request was sent.
         first_at: time of the first token; None before it.
+        computed_before: prompt work that its replica had computed until then, since the router knows it.
         follows: it waits for a prefix that another request computes: at most `1 / FOLLOWERS_PER_PLACE` of it is its own work.
     """
 
@@ -394,6 +429,7 @@ class SentRequest:
     running: int = 0
     first_at: float | None = None
     follows: bool = False
+    computed_before: PrefillWork = NO_WORK
 
     @property
     def work(self) -> PrefillWork:
@@ -402,7 +438,10 @@ class SentRequest:
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """Requests in flight on one replica: `waiting` have no first token yet (in send order), `running` decode."""
+    """Requests in flight on one replica: `waiting` have no first token yet (in send order), `running` decode.
+
+    `computed` is the prompt work of all that had their first token there.
+    """
 
     waiting: dict[SentRequest, None] = field(default_factory=dict)
     running: dict[SentRequest, None] = field(default_factory=dict)
@@ -411,6 +450,7 @@ class ReplicaLoad:
     _waiting_tokens: int = 0
     _waiting_pairs: float = 0.0
     _followers: int = 0
+    computed: PrefillWork = NO_WORK
     _head_since: float = 0.0
     _recent: float = 0.0
     _recent_at: float = 0.0
@@ -424,6 +464,20 @@ class ReplicaLoad:
         head_pairs = pairs(tokens, head.tokens - tokens)
         done = min(max(now - self._head_since, 0.0) / (tokens * costs.prefill + head_pairs * costs.attention), 1.0)
         return PrefillWork(self._waiting_tokens - done * tokens, max(self._waiting_pairs - done * head_pairs, 0.0))
+
+    def lateness(self, now: float, costs: ReplicaCosts, running: int) -> float:
+        """How many times as long the head of the queue has taken as computing its whole prompt should take; 1 unless it is
+        late.
+
+        That none of it was cached, and that a full step of others had to end first, is granted to the replica: what is later
+        still shows that it is slower than these costs.
+        """
+        if not self.waiting:
+            return 1.0
+        head = next(iter(self.waiting))
+        expected = costs.first + costs.compute(head.tokens, 0) + costs.interference(head.tokens, running)
+        expected += costs.step_tokens * costs.prefill
+        return max((now - self._head_since) / expected, 1.0)
 
     @property
     def places(self) -> int:
@@ -480,13 +534,22 @@ class ReplicaLoad:
         if request not in self.waiting:
             return False
         self._leave_queue(request, now)
-        request.first_at = now
+        own, before = request.work, self.computed
+        self.computed = PrefillWork(before.tokens + own.tokens, before.pairs + own.pairs)
+        request.first_at, request.computed_before = now, self.computed
         self.running[request] = None
         return True
+
+    def computed_since(self, request: SentRequest) -> PrefillWork:
+        """Prompt work done here since the first token of a request: in steps in which its sequence decoded."""
+        return PrefillWork(
+            self.computed.tokens - request.computed_before.tokens, self.computed.pairs - request.computed_before.pairs
+        )
 
     def received(self, request: SentRequest) -> None:
         """Add a request that had its first token on another replica."""
         self.running[request] = None
+        request.computed_before = self.computed
         self.resident += request.resident
 
     def finished(self, request: SentRequest, now: float) -> None:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from foreword.errors import ConfigError, NotFound, did_you_mean
+from foreword.routing.cost_kinds import CostKinds, Measurement
 from foreword.routing.costs import FOLLOWERS_PER_PLACE, CostModel, ReplicaCosts, ReplicaLoad, SentRequest
 from foreword.routing.directory import (
     CacheTier,
@@ -31,14 +32,26 @@ from foreword.routing.directory import (
     Reach,
 )
 from foreword.routing.disaggregation import DisaggregationPolicy
-from foreword.routing.placement import Candidate, CostEstimate, CostPolicy, Decision, KeySpace, PlacementQuery, Policy
+from foreword.routing.placement import (
+    USUAL_OUTPUT,
+    USUAL_SHARE,
+    Candidate,
+    CostEstimate,
+    CostPolicy,
+    Decision,
+    KeySpace,
+    PlacementQuery,
+    Policy,
+)
 from foreword.routing.sessions import SessionHome, SessionTable
 from foreword.routing.shortlist import MAX_PRICED, Shortlist
 
 Role = Literal["both", "prefill", "decode"]
 
 _DEFAULT_CAPACITY_BLOCKS: Final = 65_536
-_USUAL_OUTPUT: Final = 256
+_RESERVED_OUTPUT: Final = 256
+# Of a request, in the means of recent ones.
+_MEAN_WEIGHT: Final = 1 / 64
 # Shorter outputs say little about the inter-token latency.
 _MIN_DECODE_TOKENS: Final = 8
 # Learned costs count as stale after this time without an observation.
@@ -167,6 +180,7 @@ class Fleet:
         policy: the placement policy (`policies.policy_named`).
         directory: blocks known from KV events; shared with the event feeds.
         disaggregation: when prompts are computed on a separate replica, if there are prefill replicas.
+        kinds: learned costs by kind of replica; shared with the fleets of other models.
 
     Attributes:
         sessions_moved: requests that were not placed on their session's replica.
@@ -180,6 +194,7 @@ class Fleet:
         directory: Directory | None = None,
         sessions: SessionTable | None = None,
         disaggregation: DisaggregationPolicy | None = None,
+        kinds: CostKinds | None = None,
     ) -> None:
         self.policy = policy or CostPolicy()
         # Both are empty at first, and what is empty counts as false.
@@ -192,8 +207,9 @@ class Fleet:
         self._requests: dict[str, PlacedRequest] = {}
         self._weights: Counter[str | None] = Counter()
         self._shortlist = Shortlist()
-        # By role and configured costs.
-        self._common_costs: dict[tuple[Role, ReplicaCosts | None], CostModel] = {}
+        # Of recent requests, on average: tokens of the output, seconds to the first token and to the last one.
+        self._output, self._ttft, self._end_to_end = USUAL_OUTPUT, USUAL_SHARE, 1.0
+        self.kinds = kinds or CostKinds()
 
     # Replicas
 
@@ -208,17 +224,20 @@ class Fleet:
         max_queued: int | None = None,
         costs: ReplicaCosts | None = None,
         weights: str | None = "",
+        machine: str = "",
+        measured: Measurement | None = None,
     ) -> ReplicaState:
         """Add a replica. Raises ConfigError for a duplicate name or an unknown role.
 
         Only replicas with equal `weights` share KV, continue each other's responses and compute prompts for each other. None
-        is equal to nothing.
+        is equal to nothing. `machine` is what a replica reports about itself, and `measured` the time of a prompt there:
+        both say which replicas are of one kind, and so have common costs (`cost_kinds`).
         """
         if name in self.replicas:
             raise ConfigError(f"there is a replica named {name!r} already")
         if role not in ("both", "prefill", "decode"):
             raise ConfigError(f"a replica's role is both, prefill or decode, not {role!r}")
-        model = CostModel(costs, self._common_costs.setdefault((role, costs), CostModel(costs)))
+        model = CostModel(costs, self.kinds.of(role, costs, machine, measured))
         replica = ReplicaState(
             name, role, "", sends_events, block_size, capacity_tokens, max_queued, cost_model=model, weights=weights
         )
@@ -247,6 +266,12 @@ class Fleet:
             if not reason:
                 self._join(replica)
             self._rank(replica)
+
+    def measured(self, name: str, machine: str, measured: Measurement) -> None:
+        """Apply the time of a prompt on a replica that was added without it, and begin to learn anew. Raises NotFound."""
+        replica = self._replica(name)
+        replica.cost_model = CostModel(None, self.kinds.of(replica.role, None, machine, measured))
+        self._rank(replica)
 
     def _join(self, replica: ReplicaState) -> None:
         """Apply that a replica begins to take requests."""
@@ -372,7 +397,7 @@ class Fleet:
         lookups: dict[KeySpace, Holdings],
     ) -> list[Candidate]:
         """The state of the chosen replicas, each with the number that it stands for. `lookups`: those done."""
-        resident = _resident(query)
+        resident, decode_weight = _resident(query), self._ttft / self._end_to_end
         found: list[Candidate] = []
         leading = 0
         for name, weight in chosen.items():
@@ -391,7 +416,11 @@ class Fleet:
             known = max(leading, query.held.get(name, 0) // space[1]) if query.held else leading
             if known > reach[0]:
                 reach = tuple([max(one, known) for one in reach])
-            found.append(_candidate(replica, resident, reach, space[1], replica.costs(now), now, weight))
+            found.append(
+                _candidate(
+                    replica, resident, reach, space[1], replica.costs(now), now, weight, self._output, decode_weight
+                )
+            )
         return found
 
     def queued_seconds(self, now: float, unplaced: float = 0.0) -> float:
@@ -503,9 +532,18 @@ class Fleet:
             self.on_finished(request)
         if request.first_at is not None:
             self._learn_prefill(request, request.first_at)
+            self._learn_lengths(request, request.first_at)
             if output_tokens is not None and output_tokens >= _MIN_DECODE_TOKENS:
-                seconds = (now - request.first_at) / (output_tokens - 1)
-                request.decoding.cost_model.observe_decode(running, seconds)
+                decoding, seconds = request.decoding, now - request.first_at
+                computed = decoding.load.computed_since(request)
+                decoding.cost_model.observe_decode(running, output_tokens - 1, seconds, computed)
+
+    def _learn_lengths(self, request: PlacedRequest, first_at: float) -> None:
+        """Learn how long outputs are, and which share of a request's time passes before its first token."""
+        self._ttft += _MEAN_WEIGHT * (first_at - request.sent_at - self._ttft)
+        self._end_to_end += _MEAN_WEIGHT * (request.finished_at - request.sent_at - self._end_to_end)
+        if request.output_tokens:
+            self._output += _MEAN_WEIGHT * (request.output_tokens - self._output)
 
     def _learn_prefill(self, request: PlacedRequest, first_at: float) -> None:
         """Learn a replica's prompt costs from a TTFT."""
@@ -549,8 +587,13 @@ def _candidate(
     costs: ReplicaCosts,
     now: float,
     stands_for: float,
+    output: float,
+    decode_weight: float,
 ) -> Candidate:
     load = replica.load
+    late = load.lateness(now, costs, len(load.running))
+    if late > 1:
+        costs = costs.slower(late)
     tokens, pairs = load.queued(now, costs)
     return Candidate(
         replica.name,
@@ -566,6 +609,10 @@ def _candidate(
         load.recent_tokens(now),
         stands_for,
         replica.weights,
+        load.resident,
+        replica.capacity_tokens or 0,
+        output,
+        decode_weight,
     )
 
 
@@ -579,4 +626,4 @@ def _correct_estimate(request: PlacedRequest, cached_tokens: int) -> None:
 
 
 def _resident(query: PlacementQuery) -> int:
-    return query.tokens + min(query.max_output or _USUAL_OUTPUT, _USUAL_OUTPUT)
+    return query.tokens + min(query.max_output or _RESERVED_OUTPUT, _RESERVED_OUTPUT)

@@ -59,6 +59,8 @@ _REASONS: Final = {
 _TIE_SECONDS: Final = 0.005
 _MAX_REASONS: Final = 32
 _SHOWN_SECONDS: Final = 0.005  # parts of an estimate that are less are not worth a word
+USUAL_OUTPUT: Final = 256.0
+USUAL_SHARE: Final = 0.1
 _FROM_NOWHERE: Final[tuple[int, ...]] = (0,) * len(_TIER_NAMES)
 
 
@@ -116,6 +118,10 @@ class Candidate(NamedTuple):
         recent_tokens: prompt tokens sent there in the last minutes, cached or not.
         stands_for: number of replicas like it, this one included, of which only it is a candidate.
         weights: which weights it serves; None if that is not known.
+        resident: tokens of KV memory that its requests in flight need.
+        capacity: tokens of KV memory that it has; 0 if that is not known.
+        output: tokens of an output, on average.
+        decode_weight: what a second of a decoding sequence counts: the mean TTFT as a share of the mean time end to end.
     """
 
     name: str
@@ -131,6 +137,15 @@ class Candidate(NamedTuple):
     recent_tokens: float = 0.0
     stands_for: float = 1.0
     weights: str | None = ""
+    resident: int = 0
+    capacity: int = 0
+    output: float = USUAL_OUTPUT
+    decode_weight: float = USUAL_SHARE
+
+    @property
+    def memory_used(self) -> float:
+        """The share of its KV memory that its requests in flight need; 0 if the capacity is not known."""
+        return self.resident / self.capacity if self.capacity else 0.0
 
 
 class CostEstimate(NamedTuple):
@@ -139,7 +154,9 @@ class CostEstimate(NamedTuple):
     Attributes:
         reused: cached tokens; `from_tiers` says in which tiers they lie.
         transfer: receiving KV from the prefill replica.
-        behind: requests that its work will delay, on average.
+        behind: requests that its work will delay, on average, each weighed by how long those at this replica wait.
+        slows: sequences that decode while it is computed, each weighed by what a second of decoding counts.
+        ageing: what its wait counts beyond its seconds, because it is long.
     """
 
     replica: str
@@ -155,6 +172,8 @@ class CostEstimate(NamedTuple):
     from_tiers: tuple[int, ...] = _FROM_NOWHERE
     excluded: str = ""
     behind: float = 0.0
+    slows: float = 0.0
+    ageing: float = 0.0
 
     @property
     def total(self) -> float:
@@ -167,22 +186,34 @@ class CostEstimate(NamedTuple):
         return self.load + self.compute
 
     @property
-    def others(self) -> float:
-        """Seconds that this request costs others, together."""
+    def delays(self) -> float:
+        """Seconds that this request costs those that wait there, together."""
         return self.behind * self.prefill
 
     @property
+    def stalls(self) -> float:
+        """Seconds that this request costs those that decode there, together, as far as they count."""
+        return self.slows * self.compute
+
+    @property
+    def others(self) -> float:
+        """Seconds that this request costs others, together."""
+        return self.delays + self.stalls
+
+    @property
     def price(self) -> float:
-        """The price by which candidates are compared: `total` and `others`, without calls, since this is asked for most."""
-        _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind = self
-        return queue + memory + load + compute + decode + first + transfer + behind * (load + compute)
+        """The price by which candidates are compared: `total`, `others` and `ageing`, without calls, since this is asked for
+        most."""
+        _, queue, memory, load, compute, decode, first, transfer, _, _, _, _, behind, slows, ageing = self
+        total = queue + memory + load + compute + decode + first + transfer
+        return total + behind * (load + compute) + slows * compute + ageing
 
     def in_words(self) -> str:
         """The parts in words, such as `0.42 s (0.10 queued, 0.02 loading 8192 from disk, 0.30 computing 1536 of 9728
         tokens)`."""
         if self.excluded:
             return self.excluded
-        _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, _, behind = self
+        _, queue, memory, load, compute, decode, _, transfer, reused, computed, from_tiers, *_ = self
         source = _loading(from_tiers) if load >= _SHOWN_SECONDS else ""
         parts = (
             (queue, "queued"),
@@ -193,9 +224,13 @@ class CostEstimate(NamedTuple):
             (decode, "decode interference"),
         )
         listed = ", ".join([f"{seconds:.2f} {name}" for seconds, name in parts if seconds >= _SHOWN_SECONDS])
-        delayed = behind * (load + compute)
-        others = f", and {delayed:.2f} s for those that wait" if delayed >= _SHOWN_SECONDS else ""
-        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + others
+        more = (
+            (self.delays, "for those that wait"),
+            (self.stalls, "for those that decode"),
+            (self.ageing, "for its long wait"),
+        )
+        added = [f"{seconds:.2f} s {reason}" for seconds, reason in more if seconds >= _SHOWN_SECONDS]
+        return f"{self.total:.2f} s" + (f" ({listed})" if listed else "") + "".join([f", and {one}" for one in added])
 
 
 def _loading(from_tiers: tuple[int, ...]) -> str:
@@ -311,8 +346,8 @@ class CostPolicy:
         self._popularity = PrefixPopularity()
 
     def choose(self, query: PlacementQuery, candidates: Sequence[Candidate], home: str | None = None) -> Decision:
-        coming = arrivals(candidates)
-        estimates = tuple([estimate_cost(query, candidate, coming) for candidate in candidates])
+        around = surroundings(candidates)
+        estimates = tuple([estimate_cost(query, candidate, around) for candidate in candidates])
         usable = [(one, found) for one, found in zip(estimates, candidates, strict=True) if not one.excluded]
         if not usable:
             return Decision(None, estimates, "none", home=home)
@@ -339,7 +374,9 @@ class CostPolicy:
         longest = max([one.reused for one, _ in usable])
         compared = [*prices.values()]
         if (count and self._is_underreplicated(query, usable, longest)) or 2 * longest < query.tokens:
-            compared = [one.price - missing_seconds(one, found, longest) * (1 + one.behind) for one, found in usable]
+            compared = [
+                one.price - missing_seconds(one, found, longest) * (1 + one.behind + one.slows) for one, found in usable
+            ]
         limit = self._tie_limit(min(compared))
         return [pair for pair, price in zip(usable, compared, strict=True) if price <= limit]
 
@@ -370,20 +407,41 @@ def least_loaded(tied: Sequence[_Usable]) -> list[str]:
     return [one.replica for (one, _), seconds in zip(tied, work, strict=True) if seconds == least]
 
 
-def arrivals(candidates: Sequence[Candidate]) -> float:
-    """How many requests will come to a replica before the queues are empty, see the module."""
-    able = [one for one in candidates if not one.excluded]
-    weight = sum([one.stands_for for one in able])
-    mean = sum([one.stands_for * math.log1p(one.queued) for one in able]) / weight if weight else 0.0
-    return math.expm1(mean)
+class Surroundings(NamedTuple):
+    """The state of all candidates together.
+
+    Attributes:
+        coming: how many requests will come to a replica before the queues are empty, see the module.
+        wait: seconds that the prompts queued at a replica take, on average.
+    """
+
+    coming: float = 0.0
+    wait: float = 0.0
 
 
-def estimate_cost(query: PlacementQuery, candidate: Candidate, coming: float = 0.0) -> CostEstimate:
-    """The expected TTFT of the request on this candidate. `coming`: how many will come there before its queue is empty."""
+ALONE: Final = Surroundings()
+
+
+def surroundings(candidates: Sequence[Candidate]) -> Surroundings:
+    """The state of these candidates together."""
+    weight = logarithms = wait = 0.0
+    for one in candidates:
+        if not one.excluded:
+            weight += one.stands_for
+            if one.queued:
+                logarithms += one.stands_for * math.log1p(one.queued)
+                wait += one.stands_for * one.costs.compute_pairs(one.queued_tokens, one.queued_pairs)
+    return Surroundings(math.expm1(logarithms / weight), wait / weight) if logarithms else ALONE
+
+
+def estimate_cost(query: PlacementQuery, candidate: Candidate, around: Surroundings = ALONE) -> CostEstimate:
+    """The expected TTFT of the request on this candidate, and what it costs others there."""
     if candidate.excluded:
         return CostEstimate(candidate.name, excluded=candidate.excluded)
     # This is most of the time of a decision, and positions are several times as fast as names.
-    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, _, _, _ = candidate
+    name, costs, reach, queued_tokens, queued, running, memory, block_size, _, queued_pairs, *_, output, weight = (
+        candidate
+    )
     tokens, size = query.tokens, block_size or query.block_size
     cached, load, from_tiers = reach[0] * size, 0.0, _FROM_NOWHERE
     if reach[-1] > reach[0] or cached > tokens:
@@ -394,10 +452,21 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, coming: float = 0
     # The last token is computed even if the whole prompt is cached.
     computed = max(tokens - cached, 1)
     queue = queued_tokens * costs.prefill + queued_pairs * costs.attention
+    waited = max(queue, memory)
+    decoding, behind, ageing = float(running), queued + around.coming, 0.0
+    if queued:
+        # When its turn comes, some of those that decode now have ended, and of those that wait now some decode.
+        steps = queued_tokens / costs.step_tokens
+        left = math.exp(-steps / output)
+        decoding = running * left + (queued * (1 - left) * output / steps if steps else queued)
+    if queue:
+        age = queue / (around.wait + costs.compute(tokens, 0))
+        behind *= 1 + age * age
+        ageing = queue * age * age / 3
     return CostEstimate(
         name,
         queue,
-        max(memory - queue, 0.0) if memory else 0.0,
+        waited - queue,
         load,
         costs.compute(computed, tokens - computed),
         costs.interference(queued_tokens + computed, running) if running else 0.0,
@@ -407,7 +476,9 @@ def estimate_cost(query: PlacementQuery, candidate: Candidate, coming: float = 0
         computed,
         from_tiers,
         "",
-        queued + coming,
+        behind,
+        weight * decoding,
+        ageing,
     )
 
 

@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from foreword.api.prompt_order import PromptOrder
 from foreword.errors import BadRequest, EngineFailed, NotReady, QueueFull, ShuttingDown
+from foreword.prompt_order import PromptOrder
 
 if TYPE_CHECKING:
     from foreword.entrypoints.async_engine import AsyncEngine

@@ -1,4 +1,4 @@
-"""What another order of prompts would give each client of a recording of whole requests (`api.prompt_order`).
+"""What another order of prompts would give each client of a recording of whole requests (`prompt_order`).
 
 A recording has a line of JSON for each request, in the order in which they came:
 
@@ -23,11 +23,11 @@ from foreword.api.chat_template import template_messages, template_tools
 from foreword.api.dialects.decode import Limits
 from foreword.api.dialects.registry import DIALECTS, Dialect
 from foreword.api.misses.causes import MissFinder
-from foreword.api.prompt_order import PromptOrder
 from foreword.api.request import GenerateRequest
 from foreword.config import read_text
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest, ConfigError
+from foreword.prompt_order import PromptOrder
 from foreword.tokens.tokenizer import Tokenizer
 
 _BLOCK: Final = 16

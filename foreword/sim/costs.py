@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from foreword.errors import ConfigError, did_you_mean, reason_of
+from foreword.routing.cost_kinds import MEASURED_TOKENS, Measurement
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.directory import CacheTier
 from foreword.sim.changes import FleetChange, ReplicaChange, resolve
@@ -64,6 +65,11 @@ class EngineCosts:
         fields = ("base", "prefill", "attention", "decode_each", "decode_context")
         scaled = {name: getattr(self, name) * factor for name in fields}
         return replace(self, **scaled)
+
+    def measured(self) -> Measurement:
+        """The time of the prompt with which a router measures a replica that joins."""
+        tokens = MEASURED_TOKENS
+        return Measurement(tokens, self.base + self.prefill * tokens + self.attention * tokens * tokens / 2)
 
     def as_known(self, step_tokens: int) -> ReplicaCosts:
         """The costs as a router knows them after learning."""

@@ -155,6 +155,7 @@ class _Simulation:
                 sends_events=spec.events,
                 capacity_tokens=spec.device_tokens,
                 costs=None if spec.learns else costs.as_known(spec.max_batch_tokens),
+                measured=costs.measured() if spec.learns else None,
             )
         self.fleet.exclude(name, "")
         self.started_at[name] = self.now

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from vllm_stub import stubbed_vllm
 
-from foreword.blocks.layout import Layout
+from foreword.blocks.layout import Layout, key_of
 from foreword.blocks.salt import Salt
 from foreword.errors import StoreUnavailable
 from foreword.integrations.vllm_offload.block_names import BlockGroup, RequestBlocks
 from foreword.integrations.vllm_offload.row_jobs import EndedJob, RowJobs
 from foreword.store.base import Name
-from foreword.store.frame import Frame
+from foreword.store.frame import Frame, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
@@ -152,6 +152,17 @@ def test_rows_come_back(make: Made, tmp_path: Path) -> None:
     assert (rows[11:17] == before[:6]).all() and (rows[17] == untouched).all()
 
 
+def test_a_block_of_another_size_is_a_miss(make: Made) -> None:
+    """A sound frame under the right name that is no row's is not loaded, and its row stays as it is."""
+    jobs, rows, store = make()
+    one, before = blocks(), rows.copy()
+    header = one.header(*keys(one, 1)[0])
+    short = replace(header, length=ROW // 2, raw_length=ROW // 2)
+    assert store.put([frame(short, bytes(ROW // 2))], deadline=time.monotonic() + WITHIN) == 1
+    jobs.load(1, [header.name], [0])
+    assert ended(jobs, 1)[1].kept == [False] and (rows == before).all()
+
+
 @pytest.mark.parametrize("at", [0, ROW // 2, ROW - 1, ROW + 10, ROW + 170])
 def test_damage_is_a_miss(make: Made, at: int) -> None:
     """A block with one flipped bit, in its payload or its header, is not loaded, is counted, and leaves its row as it is."""
@@ -230,7 +241,7 @@ def test_end_writes_what_waits_and_lets_go_of_the_rows(make: Made) -> None:
     assert store.present([one.name(*key) for key in chosen], deadline=time.monotonic() + WITHIN) == [True] * 5
     gated = Gated(memory(), "get")
     view = memoryview(bytearray(ROWS * ROW))
-    rows = np.frombuffer(view, np.uint8).reshape(ROWS, ROW)
+    rows = np.asarray(view).reshape(ROWS, ROW)
     tiers = TieredStore([gated])
     hung = RowJobs(tiers, rows, ROWS * ROW, WITHIN)
     del rows
@@ -258,6 +269,7 @@ def test_names_say_whose_blocks_they_are() -> None:
     assert len({name, *names}) == 8
     assert blocks(inputs=[b"", b"", b"image"]).name(*key) == name
     assert others[0].name(*key)[16:28] == Salt(b"tenant").prefix
+    assert key_of(others[0].name(*key)) != key_of(name)
 
 
 def test_chains_of_blocks() -> None:

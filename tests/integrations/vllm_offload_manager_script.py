@@ -11,6 +11,7 @@ import json
 import os
 import random
 import sys
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -62,7 +63,13 @@ class Failing(StoreWrapper):
 
 
 class Unsure(StoreWrapper):
-    """A store that knows of no block without a call."""
+    """A store that knows of no block without a call, which waits until it may answer."""
+
+    may_answer = threading.Event()
+
+    def present(self, names: Any, *, deadline: float) -> list[bool]:
+        assert self.may_answer.wait(vllm_case.WITHIN)
+        return super().present(names, deadline=deadline)
 
     def known(self, names: Any) -> list[None]:
         return [None] * len(names)
@@ -88,6 +95,7 @@ class Offloading:
         self.region = Region()
         primary = CPUPrimaryTierOffloadingManager(ROWS, self.region)
         view = primary.get_kv_memoryview()
+        settings |= {"lookup_timeout": vllm_case.WITHIN, "load_timeout": 2 * vllm_case.WITHIN}
         tier = {"type": "ForewordTier", "module_path": "foreword.integrations.vllm", "store": store, **settings}
         self.tier: Any = SecondaryTierFactory.create_secondary_tier(
             tier, view, SimpleNamespace(config=offloading_config())
@@ -184,6 +192,7 @@ def check_unsure(config: Any, url: str) -> None:
     tier.store = Unsure(tier.store)
     context, keys, _ = one.begin(3, 4)
     assert one.manager.lookup(keys[0], context) is LookupResult.RETRY
+    tier.store.may_answer.set()
     assert one.look_up(context, keys) == [LookupResult.HIT] * 4
     spec = one.manager.prepare_load(keys, context)
     assert (one.region.rows[spec.chunk_ids] == data).all()

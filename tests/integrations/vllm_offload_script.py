@@ -24,7 +24,8 @@ class Offloading:
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
 
-        tier = {"type": "ForewordTier", "module_path": "foreword.integrations.vllm", **job["tier"]}
+        patience = {"lookup_timeout": vllm_case.WITHIN, "load_timeout": 2 * vllm_case.WITHIN}
+        tier = {"type": "ForewordTier", "module_path": "foreword.integrations.vllm", **patience, **job["tier"]}
         extra = {
             "cpu_bytes_to_use": 32 << 20,
             "spec_name": "CpuTieringSpec",

@@ -87,7 +87,7 @@ def test_decoding_is_learned() -> None:
     rng, model = random.Random(5), CostModel()
     for _ in range(60):
         running = rng.randrange(1, 64)
-        model.observe_decode(running, 0.01 + 5e-4 * running)
+        model.observe_decode(running, 20, 20 * (0.01 + 5e-4 * running))
     costs = model.costs
     assert (costs.decode_base, costs.decode_each) == (pytest.approx(0.01), pytest.approx(5e-4))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from hashlib import sha256
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 from foreword.errors import ConfigError
 from foreword.routing.costs import LoadCost, ReplicaCosts
 from foreword.routing.disaggregation import DisaggregationPolicy
-from foreword.routing.placement import Candidate, CostPolicy, PlacementQuery, SessionAffinity, estimate_cost
+from foreword.routing.placement import (
+    Candidate,
+    CostEstimate,
+    CostPolicy,
+    PlacementQuery,
+    SessionAffinity,
+    Surroundings,
+    estimate_cost,
+)
 from foreword.routing.policies import POLICIES, policy_named
 
 BLOCK = 16
@@ -112,13 +121,14 @@ def test_a_shared_store_reduces_the_advantage_of_the_holder() -> None:
 def test_work_that_others_wait_for_has_a_price(waiting: int, chosen: str) -> None:
     """The holder of 1,440 of 1,600 tokens has 2 s to compute first, another replica 0.1 s. Where nothing waits the request goes
     to the other, which computes all. Where requests wait everywhere, its 1.6 s there would delay each of them and as many that
-    come later, at the holder 0.16 s."""
+    come later, at the holder 0.16 s; more as they wait longer than is usual."""
     holder = candidate("holder", 90, queued_tokens=2_000, queued=waiting)
     other = candidate("other", queued_tokens=100, queued=waiting)
     decision = CostPolicy().choose(query(1600), [holder, other])
     assert decision.replica == chosen
     assert decision.estimate is not None
-    assert decision.estimate.others == pytest.approx(2 * waiting * decision.estimate.prefill)
+    age = decision.estimate.queue / (1.05 + 1.6)
+    assert decision.estimate.delays == pytest.approx(2 * waiting * (1 + age**2) * decision.estimate.prefill)
     assert ("for those that wait" in decision.in_words()) == (waiting > 0)
     assert ("together with what others wait" in decision.in_words()) == (waiting > 0)
 
@@ -134,9 +144,9 @@ def test_work_has_no_price_while_capacity_is_to_be_had() -> None:
 
 
 def test_a_session_stays_unless_that_costs_too_much() -> None:
-    """The session's replica saves 1.28 s of computing and costs 1.22 s more than another: within 1.5 times 1.6 s
-    plus 1 s, but not within 1.5 times 1.6 s plus 0.2 s."""
-    found = [candidate("home", 80, queued_tokens=2500), candidate("other")]
+    """The session's replica saves 1.28 s of computing and costs 1.17 s more than another, 0.70 s of it for the wait: within
+    1.5 times 1.6 s plus 1 s, but not within 1.5 times 1.6 s plus 0.2 s."""
+    found = [candidate("home", 80, queued_tokens=1750), candidate("other")]
     patient = CostPolicy(SessionAffinity(seconds=1.0, ratio=1.5)).choose(query(1600), found, "home")
     hasty = CostPolicy(SessionAffinity(seconds=0.2, ratio=1.5)).choose(query(1600), found, "home")
     assert (patient.replica, patient.reason) == ("home", "session")
@@ -159,14 +169,13 @@ def test_a_session_pays_nothing_to_stay_where_its_cache_is_gone() -> None:
     st.floats(1, 5),
 )
 def test_staying_costs_at_most_what_home_saves(states: list[tuple[int, int]], seconds: float, ratio: float) -> None:
-    """A session that stays waits at most as much longer than elsewhere as it saves in computing, whatever the
-    settings."""
+    """A session that stays costs at most as much more than elsewhere as it saves in computing, whatever the settings."""
     found = [candidate(f"r{i}", blocks, queued_tokens=queued) for i, (blocks, queued) in enumerate(states)]
     decision = CostPolicy(SessionAffinity(seconds, ratio)).choose(query(1600), found, "r0")
     if decision.reason == "session":
-        cheapest = min(decision.estimates, key=lambda one: one.total)
+        cheapest = min(decision.estimates, key=lambda one: one.price)
         saved = max(cheapest.compute - decision.estimates[0].compute, 0.0)
-        assert decision.estimates[0].total <= cheapest.total + max(saved, cheapest.total * 0.05 + 0.005) + 1e-9
+        assert decision.estimates[0].price <= cheapest.price + max(saved, cheapest.price * 0.05 + 0.005) + 1e-9
 
 
 def test_a_session_leaves_a_replica_that_takes_no_requests() -> None:
@@ -401,3 +410,47 @@ def test_an_empty_prefill_or_decode_pool() -> None:
     assert rule.choose(query(1600), [candidate("p")], [candidate("d", excluded="draining")], policy).replica == "p"
     none = rule.choose(query(1600), [down], [candidate("d", excluded="draining")], policy)
     assert none.in_words() == "no replica takes requests: d: draining; p: unhealthy"
+
+
+def test_work_that_slows_decoding_has_a_price() -> None:
+    """A prompt of 1.6 s would stop 40 sequences that decode, each for as long. A second of theirs counts as much as the share
+    of the time to first token in all time: with a fifth, the prompt goes where it waits for 3 s; with a hundredth it does not.
+    Where nothing is to be computed, decoding costs nothing. The explanation names it."""
+    for weight, chosen in ((0.2, "waits"), (0.01, "decodes")):
+        found = [candidate("decodes", running=40), candidate("waits", queued_tokens=3000)]
+        decision = CostPolicy().choose(query(1600), [one._replace(decode_weight=weight) for one in found])
+        assert decision.replica == chosen
+        [busy, _] = decision.estimates
+        assert busy.stalls == pytest.approx(40 * weight * 1.6) == busy.others
+        assert f"{busy.stalls:.2f} s for those that decode" in decision.in_words()
+    hit = CostPolicy().choose(query(1600), [candidate("decodes", 100, running=40), candidate("idle")])
+    assert hit.replica == "decodes"
+
+
+def test_decoding_sequences_end_before_a_long_queue_does() -> None:
+    """When the turn of a prompt comes, behind a queue of as many steps as an output has tokens, about a third of what decoded
+    is left, and most of what waited decodes."""
+    steps, output = 256 * 512, 256.0
+    none = estimate_cost(query(1600), candidate("a", running=90, queued_tokens=steps, output=output, decode_weight=1.0))
+    assert none.slows == 90.0, "nothing waits there, although tokens do"
+    some = estimate_cost(
+        query(1600), candidate("a", running=90, queued_tokens=steps, queued=10, output=output, decode_weight=1.0)
+    )
+    assert some.slows == pytest.approx(90 / math.e + 10 * (1 - 1 / math.e))
+
+
+@given(st.floats(0.0, 1e4), st.floats(0.0, 1e3), st.integers(0, 500))
+def test_long_waits_weigh_more(wait: float, usual: float, behind: int) -> None:
+    """A wait below the usual one counts little more than its seconds; one of three times the usual counts four times as much,
+    and the seconds of those that wait there count more too. Twice the wait never costs less than twice."""
+    around = Surroundings(0.0, usual)
+
+    def at(seconds: float) -> CostEstimate:
+        return estimate_cost(query(1600), candidate("a", queued_tokens=seconds * 1000, queued=behind), around)
+
+    one, two = at(wait), at(2 * wait)
+    age = wait / (usual + 1.6)
+    assert one.ageing == pytest.approx(wait * age**2 / 3)
+    assert one.delays == pytest.approx(behind * (1 + age**2) * one.prefill)
+    assert two.queue + two.ageing >= 2 * (one.queue + one.ageing) * (1 - 1e-9)
+    assert one.price >= one.total

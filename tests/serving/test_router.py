@@ -324,10 +324,8 @@ def test_replicas_added_and_removed_by_api(servers: list[ControlledProcess]) -> 
     try:
         refused = http_client.post(f"{router.url}/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and refused.headers["retry-after"]
-        for path in (
-            "/v1/models",
-            "/v1/models/stdlib-nano",
-        ):  # a client that lists models once would keep an empty list
+        # A client that lists models once would keep an empty list.
+        for path in ("/v1/models", "/v1/models/stdlib-nano"):
             listed = http_client.get(router.url + path)
             assert listed.status_code == 503 and listed.headers["retry-after"]
             assert "there is no replica" in listed.json()["error"]["message"]

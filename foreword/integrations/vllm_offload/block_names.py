@@ -46,6 +46,7 @@ class RequestBlocks:
         inputs: by chunk of `inputs_tokens` tokens, what is known of the media in it (`RequestIdentity`).
         version: of the weights (`WeightsVersion.salt`).
         found: by vLLM's key, whether the stores have the block; None while a lookup runs.
+        missed: groups in which a block was missing.
     """
 
     groups: Mapping[int, BlockGroup]
@@ -55,16 +56,19 @@ class RequestBlocks:
     inputs_tokens: int
     version: bytes
     found: dict[bytes, bool | None] = field(default_factory=dict)
-    _roots: dict[int, bytes] = field(default_factory=dict)
+    missed: set[int] = field(default_factory=set)
+    _roots: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def begin(self, version: bytes) -> None:
         """From now on the blocks are of another version of the weights."""
         self.version, self.found = version, {}  # a lookup that runs has the former dictionary
 
-    def _root(self, number: int) -> bytes:
+    def _root(self, number: int) -> tuple[bytes, bytes]:
+        """The root key of the request's chains in a group, and the fingerprint of the group's layout, both made once."""
         if number not in self._roots:
             group = self.groups[number]
-            self._roots[number] = Scope(group.layout.model, group.hashed, self.salt).root()
+            root = Scope(group.layout.model, group.hashed, self.salt).root()
+            self._roots[number] = root, group.layout.fingerprint
         return self._roots[number]
 
     def _key(self, root: bytes, key: bytes, end: int) -> bytes:
@@ -78,18 +82,18 @@ class RequestBlocks:
 
     def name(self, key: bytes, end: int) -> Name:
         """The name of the block with vLLM's `key`, which ends at token `end`."""
-        group, root = self.groups[group_of(key)], self._root(group_of(key))
-        return chain_prefix(group.layout.fingerprint, root) + self._key(root, key, end)
+        root, layout = self._root(group_of(key))
+        return chain_prefix(layout, root) + self._key(root, key, end)
 
     def header(self, key: bytes, end: int) -> Header:
         """The header of the block's frame."""
-        group, root = self.groups[group_of(key)], self._root(group_of(key))
+        group, (root, layout) = self.groups[group_of(key)], self._root(group_of(key))
         length = group.layout.block_bytes
         before = max(end - 1, 0) // group.chunk * group.chunk
         parent = root if not before else self._key(root, self._key_at(group_of(key), before), before)
         own = self._key(root, key, end)
         facts = root[:ROOT_BYTES], own, parent, before // group.chunk, RAW, length, length, group_of(key)
-        return Header(group.layout.fingerprint, *facts)
+        return Header(layout, *facts)
 
     def _key_at(self, group: int, end: int) -> bytes:
         """vLLM's key of the block that ends at token `end`."""

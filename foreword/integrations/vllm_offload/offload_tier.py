@@ -247,13 +247,20 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         return None if self._version.stale or self._jobs is None else known
 
     def _look_up(self, known: RequestBlocks, key: bytes, end: int | None) -> None:
-        """Note whether the stores have a block, and those near it. What a store does not know by itself is looked up on a
-        thread."""
+        """Note whether the stores have a block, and those near it if vLLM goes on: it does behind a block that is there, and
+        where a window is searched, which shows when one more is asked for."""
         if end is None or group_of(key) not in self._groups:
             known.found[key] = False
             return
+        if group_of(key) in known.missed or self._ask(known, {key: end}):
+            self._ask(known, {one: at for one, at in known.together(key, end).items() if one not in known.found})
+        else:
+            known.missed.add(group_of(key))
+
+    def _ask(self, known: RequestBlocks, asked: dict[bytes, int]) -> bool:
+        """Note which blocks, given by vLLM's key and their end, the stores have, as far as they know by themselves, and look up
+        the others on a thread. False if all are missing."""
         assert self._store is not None
-        asked = {one: at for one, at in known.together(key, end).items() if one not in known.found}
         names = [known.name(one, at) for one, at in asked.items()]
         local, remote = search_seconds(self._settings.store.lookup_timeout, None)
         deadline = time.monotonic() + local + remote
@@ -265,6 +272,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         if later:
             missing = [(one, name) for one, name, place in zip(asked, names, places, strict=True) if place < 0]
             self._lookups.submit(self._search, known.found, missing, deadline, local, remote)
+        return later or any(place >= 0 for place in places)
 
     def _search(
         self,

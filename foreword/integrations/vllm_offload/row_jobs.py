@@ -238,7 +238,7 @@ class RowJobs:
     def _copy(self, row: int, other: Rows, *, into_row: bool = False) -> bool:
         """Copy a row to the start of a buffer, or a payload into a row. False once the rows are not to be used any more."""
         with self._changed:
-            if self._rows is None or (self._closing and into_row):
+            if self._rows is None:
                 return False
             self._copying += 1
             rows = self._rows

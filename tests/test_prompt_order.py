@@ -10,8 +10,8 @@ from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreword.api.prompt_order import AGENTS, PromptOrder
 from foreword.errors import BadRequest, ConfigError
+from foreword.prompt_order import AGENTS, PromptOrder
 
 RULES = "\n".join(f"Rule {number}: read before you write." for number in range(20))
 PROFILES = PromptOrder.parse((), ("profiles",))
