@@ -153,12 +153,11 @@ def _imported_by(test: str) -> set[str]:
 @functools.cache
 def home_of(test: str) -> str:
     """The product of a file of tests, given as its name without `.py`."""
-    order, path = list(NEEDS), _sources()[test][0]
+    path = _sources()[test][0]
     # Contracts are a requirement of everybody's tests.
     used = _imported_by(test) - {"testing"}
-    lowest = next((name for name in order if used <= {name, *NEEDS[name]}), order[-1])
-    named = [name for name in order if any(path.match(one) for one in TABLE[name].get("tests", []))]
-    return max([lowest, *named], key=order.index)
+    named = {name for name in NEEDS if any(path.match(one) for one in TABLE[name].get("tests", []))}
+    return next((name for name in NEEDS if used | named <= {name, *NEEDS[name]}), list(NEEDS)[-1])
 
 
 def tests_of(product: str) -> list[Path]:
