@@ -358,8 +358,9 @@ class CostModel:
 
     @property
     def has_learned(self) -> bool:
-        """Whether enough observations have shaped its costs that they are worth a record."""
-        return self._prefill.count >= _MIN_FIT_SAMPLES
+        """Whether enough prompts of different lengths have shaped its costs to make a record: in front of one replica
+        a router reads none."""
+        return self._prefill.measured and self._prefill.count >= _MIN_FIT_SAMPLES
 
     @property
     def prefill_measured(self) -> bool:

@@ -60,7 +60,9 @@ def test_what_was_learned_is_kept() -> None:
     for number in range(48):
         tokens = 500 + 100 * number
         model.observe_first_token(tokens, 0, 0.05 + 1e-3 * tokens)
-    kinds.of("both", None, "not learned", took(2.0))
+    unread = kinds.of("both", None, "prompts that were not read", took(2.0))
+    for _ in range(48):
+        unread.observe_first_token(1, 0, 0.5)
     kept = kinds.records(NOW)
     assert [one.machine for one in kept] == ["m"]
     again = CostKinds()
