@@ -145,6 +145,7 @@ def test_a_replica_does_not_wait_beside_those_of_other_models(loop: Loop) -> Non
         router = process.wait_for(1)
         http_client.post(f"{router.url}/v1/router/replicas", json={"replica": new.url}).raise_for_status()
         until(lambda: new.url in taking(router))
+        assert "was not measured" not in process.text  # after it was waited for
     finally:
         new.release()
         process.kill()
