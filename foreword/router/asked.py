@@ -76,4 +76,7 @@ def _plain(raw: msgspec.Raw) -> bytes:
     value = bytes(raw)
     if len(value) > _MOST_REWRITTEN:
         return value
-    return msgspec.json.encode(decode_json(value, Any), order="deterministic")
+    try:
+        return msgspec.json.encode(decode_json(value, Any), order="deterministic")
+    except (msgspec.DecodeError, UnicodeError, RecursionError):  # such as 1e999, which other servers may take
+        return value

@@ -413,6 +413,19 @@ def test_usage_in_every_chunk(loop: Loop, asked: bool) -> None:
     assert given == {"include_usage": True} | ({"continuous_usage_stats": True} if asked else {})
 
 
+@pytest.mark.parametrize("name", ["temperature", "stop", "tools", "input", "min_p", "x"])
+@pytest.mark.parametrize("number", ["1e999", "9" * 400, "-1e999"])
+def test_numbers_without_bounds(router: RouterThread, replica: Speaker, name: str, number: str) -> None:
+    """A number that does not fit into a float is the replica's to judge, and never an error within the router."""
+    said = json.dumps({"role": "user", "content": TEXT})
+    body = f'{{"model": "m", "messages": [{said}], "{name}": {number}}}'
+    answer = httpx.post(
+        f"{router.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == 200, answer.content
+    assert replica.seen[-1].decode().count(number) == 1
+
+
 def test_images_in_a_chat(router: RouterThread, replica: Speaker) -> None:
     """A chat with images reaches the replica unchanged. Images count for placement by their digests."""
     said = {"role": "user", "content": [{"type": "text", "text": TEXT}, SHOWN]}
