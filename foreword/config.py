@@ -231,8 +231,9 @@ def merged_layers(kind: type[Any], layers: Iterable[Mapping[str, Any]]) -> dict[
     other = files | {name: file for file, name in files.items()}
     merged: dict[str, Any] = {}
     for layer in layers:
-        for key in layer:
-            merged.pop(other.get(key, ""), None)
+        for key, value in layer.items():
+            if value or key not in files:  # an empty name of a file takes no secret away
+                merged.pop(other.get(key, ""), None)
         merged |= layer
     return merged
 

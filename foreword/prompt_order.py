@@ -26,6 +26,10 @@ from foreword.errors import BadRequest, ConfigError, did_you_mean
 
 # Of the first system message, where an agent says who it is.
 _MARKED_CHARACTERS: Final = 1000
+# Longer texts stay as they are: those of agents are shorter, and a line takes half a microsecond on the event loop.
+_MOST_CHARACTERS: Final = 1 << 18
+# Longer lines stay: the time of an operator's expression may grow with the square of a line.
+_LONGEST_LINE: Final = 2000
 _SYSTEM: Final = ("system", "developer")
 _FIRST: Final = "tools-first"
 _PROFILES: Final = "profiles"
@@ -71,7 +75,7 @@ AGENTS: Final = (
     AgentProfile(
         "claude-code",
         re.compile(r"^x-anthropic-billing-header:|\bClaude Code\b|\bClaude Agent SDK\b", re.MULTILINE),
-        _lines(r"x-anthropic-billing-header:", r".*\bmemory\b.*\bat `?[~/]"),
+        _lines(r"x-anthropic-billing-header:", r"(?>.*?\bmemory\b).*\bat `?[~/]"),
         (re.compile(r"^gitStatus:"), None),
     ),
     AgentProfile("codex", re.compile(r"\bCodex\b"), _lines(r"\W*r\d+\W+/", r"\s*<cwd>")),
@@ -216,11 +220,13 @@ _Patterns = Sequence[tuple[_Test, _Block | None]]
 
 def _split(text: str, patterns: _Patterns, moved: list[str]) -> str:
     """The lines that stay; the others are added to `moved`."""
+    if len(text) > _MOST_CHARACTERS:
+        return text
     stays = list[str]()
     block: _Block | None = None
     for line in text.split("\n"):
         block = block or next((one for _, one in patterns if one is not None and one[0].match(line)), None)
-        if block is None and not any(moves(line) for moves, _ in patterns):
+        if block is None and (len(line) > _LONGEST_LINE or not any(moves(line) for moves, _ in patterns)):
             stays.append(line)
             continue
         moved.append(line)

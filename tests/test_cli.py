@@ -30,6 +30,7 @@ from foreword.cli.flags import config_flags, with_config
 from foreword.config import EncryptionConfig
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig
+from foreword.errors import ConfigError
 from foreword.store.data_keys import DataKeys
 
 runner = CliRunner()
@@ -136,8 +137,15 @@ def test_the_configuration_that_holds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert re.search(r"^engine\.block_size +16 +default$", every, re.MULTILINE) and "quiet" not in every
     routed = runner.invoke(cli.app, ["config", "route", "--replica", "http://a:1", "--json"])
     assert {*json.loads(routed.output)} == {"router.replicas", "server.port", "server.log_format"}
+    traced = ["config", "route", "--replica", "http://a:1", "--otlp-endpoint", "http://me:quiet@collector:4318"]
+    assert json.loads(runner.invoke(cli.app, [*traced, "--json"]).output)["server.otlp_endpoint"]["value"] == (
+        "http://***@collector:4318"
+    )
     wrong = runner.invoke(cli.app, ["config", "serve", "--block-size", "0"])
     assert wrong.exit_code != 0
+    for refused in (["--replica", "http://a:1", "--replica", "http://a:1"], ["--replica", "http://me:quiet@a:1"], []):
+        found = runner.invoke(cli.app, ["config", "route", *refused])
+        assert isinstance(found.exception, ConfigError) and "quiet" not in found.output + found.exception.message
 
 
 def test_flags_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.cli.flags import GivenConfig, load_config
+from foreword.cli.flags import GivenConfig, load_config, server_flags
 from foreword.config import build, file_keys, parse_bytes
 from foreword.configuration import Config
 from foreword.engine_config import EngineConfig, PrefixConfig
@@ -284,6 +284,20 @@ def test_the_stronger_of_a_secret_and_its_file_holds(tmp_path: Path) -> None:
     assert load_config(config, environ, flags).server.admin_key == "from the flag"
     for text in ("from the file named", "from the flag"):
         assert text not in repr(load_config(config, environ, flags))
+
+
+def test_an_empty_name_of_a_file_takes_no_secret_away(tmp_path: Path) -> None:
+    """A variable `NAME_FILE` without a value, as a chart may set it, leaves the secret of a weaker place, and takes back a
+    file's name there; `foreword config` finds the secret where it is."""
+    (tmp_path / "key").write_text("from the file named\n")
+    config = write(tmp_path, '[server]\nadmin_key = "from the configuration"\n')
+    empty = {"FOREWORD_SERVER_ADMIN_KEY_FILE": ""}
+    assert load_config(config, empty).server.admin_key == "from the configuration"
+    [flag] = [flag for flag in server_flags() if (flag.section, flag.key) == ("server", "admin_key")]
+    assert GivenConfig.read(config, empty, {}).source(flag) == f"[server] in {config}"
+    config = write(tmp_path, f'[server]\nadmin_key_file = "{tmp_path}/key"\n')
+    assert load_config(config, {}).server.admin_key == "from the file named"
+    assert load_config(config, empty).server.admin_key is None
 
 
 def test_secrets_are_not_printed() -> None:

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from direct_engine import BYTES, FRAME, ROOT, DirectEngine, Make, direct, keys_of, names_of_chain, small_pieces
+from direct_engine import (
+    BYTES,
+    FRAME,
+    ROOT,
+    DirectEngine,
+    Make,
+    QuickChecksums,
+    direct,
+    keys_of,
+    names_of_chain,
+    small_pieces,
+)
 from example_counts import represented
 
 import foreword.offload.direct_tier
@@ -180,16 +191,29 @@ def test_a_tier_that_is_full_of_what_is_in_flight(direct: Make) -> None:
 
 
 def test_a_tier_that_is_full_of_pins(direct: Make) -> None:
-    """Blocks for which nothing in flight will make room are done with, and counted: they are not given again for ever."""
-    engine = direct(tier_blocks=8)
+    """Blocks for which nothing in flight will make room go to further tiers through the staging arena: they are not given again
+    for ever, and memory keeps what it has of their chain."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(tier_blocks=8, behind=[behind])
     engine.store(7, 4)
     assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
-    assert engine.save(8, range(10)) == 4
-    engine.offload.await_room(60.0)
-    assert engine.save(8, range(4, 10), done=4) == 6
+    assert engine.save(8, range(8)) == 4
+    assert engine.offload.flush(60)
+    assert engine.save(8, range(4, 8), done=4) == 4
+    assert engine.offload.flush(60)
     status = engine.offload.status()
-    assert (status.saved, status.failed) == (8, 6)
-    assert engine.memory.lookup(names_of_chain(8, 10), deadline=soon()) == 4
+    assert (status.saved, status.failed) == (12, 0)
+    assert engine.memory.lookup(names_of_chain(8, 8), deadline=soon()) == 4
+    assert behind.lookup(names_of_chain(8, 8), deadline=soon()) == 8
+
+
+def test_a_tenant_with_its_quota_full_of_pins(direct: Make) -> None:
+    """What memory refuses since a tenant has used up its quota counts as failed if there is no further tier."""
+    engine = direct(memory=MemoryStore(16 * FRAME, slot_bytes=FRAME, tenant_quota=0.25))
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 4), deadline=soon()) == 4
+    assert engine.save(8, range(6)) == 6 and engine.offload.flush(60)
+    assert (engine.offload.status().saved, engine.offload.status().failed) == (4, 6)
 
 
 def test_tiers_behind_get_blocks_from_the_slots(direct: Make) -> None:
@@ -347,6 +371,46 @@ def test_memory_is_locked_in_pieces() -> None:
     memory._thread.join(60)
     assert memory.end == 1000 and len(later) == 2 and locks.locked == {4096: 300, 4396: 300, 4696: 300, 4996: 100}
     assert memory.close(60) and not locks.locked and not memory.end
+
+
+@pytest.mark.parametrize("how", ["it works", "it fails", "refused"])
+def test_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """After a failed test at the start, or a refusal before it, no memory stays locked; else none after the end."""
+    small_pieces(monkeypatch)
+    locks, module = Locks(refused=1 if how == "refused" else 1 << 40), foreword.offload.direct_tier
+    outcomes = iter(["" if how == "it works" else "no"])
+
+    def tested(tier: object) -> str:
+        if how == "refused":
+            raise module._LaterError
+        return next(outcomes)
+
+    monkeypatch.setattr(module.DirectTier, "_test", tested)
+    monkeypatch.setattr(module, "CudaPinning", lambda device: locks)
+    monkeypatch.setattr(module, "PinnedMemory", partial(PinnedMemory, piece=8 * FRAME))
+    monkeypatch.setattr(module, "is_cuda", lambda device: True)
+    locks.more.release(100)
+    engine = DirectEngine()
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert bool(locks.locked) == direct.usable == (how == "it works")
+    assert not direct.ring.loading
+    engine.close()
+    assert not locks.locked
+
+
+def test_slots_that_are_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test at the start takes no more slots than a piece of the ring has room for: two here."""
+    small_pieces(monkeypatch, tests=True)
+    for name in ("seal", "check"):
+        monkeypatch.setattr(DeviceChecksums, name, getattr(QuickChecksums, name))
+    monkeypatch.setattr(DeviceChecksums, "_digest", staticmethod(QuickChecksums._digest), raising=False)
+    monkeypatch.setattr(DeviceChecksums, "_right", QuickChecksums._right, raising=False)
+    engine = DirectEngine(memory=MemoryStore(16 * FRAME, slot_bytes=2 * FRAME))
+    try:
+        assert engine.offload.direct_state == "on"
+    finally:
+        engine.close()
 
 
 def test_blocks_beyond_the_locked_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

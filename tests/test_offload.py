@@ -18,6 +18,7 @@ from example_counts import represented
 from lazy_queues import LazyQueues
 
 import foreword.offload.manager
+import foreword.offload.writer
 from foreword.blocks.keys import chain_keys
 from foreword.blocks.layout import LayerLayout, Layout, chain_prefix
 from foreword.conformance import FlakyStore, soon
@@ -28,8 +29,9 @@ from foreword.offload.policy import FixedCosts, LoadCosts, search_seconds
 from foreword.offload.search import Found
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
+from foreword.offload.writer import WriteBatch, WriteBehind
 from foreword.store.base import Loan, Name, Store
-from foreword.store.frame import HEADER_BYTES, Frame
+from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 
@@ -226,6 +228,47 @@ def test_promotions_make_room_for_loads(made: Callable[..., Device]) -> None:
     assert (device.offload.status().dropped_promotions, fast.inner.status().blocks) == (0, 64)
     assert device.load(0, 0, 8).tiers == [0] * 8
     assert torch.equal(device.blocks, device.computed)
+
+
+def test_a_promotion_without_slots_delays_no_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves are written while a postponed promotion waits for slots that loads have; it is written when they are free."""
+    monkeypatch.setattr(foreword.offload.writer, "_PROMOTION_PAUSE", 0.0)
+    monkeypatch.setattr(foreword.offload.writer, "_LONGEST_PAUSE", 0.0)
+    fast = Gated(MemoryStore(1 << 20, label="fast"))
+    store, blocks = TieredStore([fast]), torch.zeros(8, LAYOUT.block_bytes // 4)
+    staging = StagingArena([[blocks]], 12)
+    saving, loading = StagingSlots(range(4)), StagingSlots(range(4, 12))
+    writer = WriteBehind(store, staging, lambda names, slots, deadline: ([None] * len(slots), set()))
+    size = LAYOUT.block_bytes
+
+    def headers(chain: int) -> list[Header]:
+        keys = chain_keys(ROOT, [chain] * 64, 16)
+        return [
+            Header(LAYOUT.fingerprint, ROOT[:16], key, before, depth, RAW, size, size)
+            for depth, (key, before) in enumerate(zip(keys, (ROOT, *keys), strict=False))
+        ]
+
+    def batch(chain: int) -> WriteBatch:
+        taken = saving.take(4)
+        assert taken is not None
+        return WriteBatch(headers(chain), taken, saving, {0})
+
+    writer.add([batch(1)])  # the thread waits in the store
+    assert fast.waiting.wait(PATIENCE)
+    taken = loading.take(8)
+    assert taken is not None
+    writer.promote(headers(2), taken[:4], loading, [0], 0.0)
+    assert writer.drop_stored(loading)  # postponed
+    loads = loading.take(4)
+    assert loads is not None and loading.take(1) is None
+    fast.gate.set()
+    saving.wait_for_room(4, soon(PATIENCE))
+    writer.add([batch(3)])
+    saving.wait_for_room(4, soon(2.0))
+    assert (writer.saved, writer.queued) == (8, 4)
+    loading.give(loads)
+    assert writer.flush(PATIENCE)
+    writer.close()
 
 
 @pytest.mark.parametrize("slots", [4, 16, 256])

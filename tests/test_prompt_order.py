@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -191,3 +192,33 @@ def test_a_template_of_one_system_message_is_refused() -> None:
     for shown in (0, 1):
         with pytest.raises(ConfigError, match="one system message"):
             PROFILES.check(_Template(shown))
+
+
+def test_lines_take_a_time_that_grows_as_they_do() -> None:
+    """A line of four times the length takes an agent's lines at most eight times as long, whatever words it repeats: with the
+    square of its length it would be sixteen times."""
+
+    def seconds(moves: Any, line: str) -> float:
+        began = time.thread_time()
+        assert not moves(line)
+        return time.thread_time() - began
+
+    words = ("memory ", "memory at ", "memory system at ", "branch ", "r1 ", " - ", "/MEMORY.m", "working directory ")
+    for agent in AGENTS:
+        for word in words:
+            short, long = (min(seconds(agent.lines, word * count) for _ in range(5)) for count in (2000, 8000))
+            assert long < 8 * max(short, 2e-5), (agent.name, word)
+
+
+def test_long_lines_and_texts_stay() -> None:
+    """An expression is not tried on a line of more than 2,000 characters, and no line of a text of more than 262,144 moves."""
+    order = PromptOrder.parse((), ("/^Date: /",))
+    for date, others, moves in (
+        ("Date: ".ljust(2000, "x"), "a", True),
+        ("Date: ".ljust(2001, "x"), "a", False),
+        ("Date: now", "a\n" * 131_067, True),
+        ("Date: now", "a\n" * 131_067 + "a", False),
+    ):
+        given = [{"role": "system", "content": f"{date}\n{others}"}]
+        found, _ = order.arranged(given, [], "m")
+        assert (len(found) == 2) is moves

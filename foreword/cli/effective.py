@@ -53,7 +53,11 @@ def route(
 
     Secrets are not shown, nor passwords in URLs. Status 2 for a configuration that `foreword route` refuses.
     """
-    _print(found, router_flags(), show_all=show_all, as_json=as_json)
+    from foreword.router.process import check
+
+    known = router_flags()
+    check(found.config({(flag.section, flag.key) for flag in known}))
+    _print(found, known, show_all=show_all, as_json=as_json)
 
 
 def _print(found: GivenConfig, known: Sequence[ConfigFlag], *, show_all: bool, as_json: bool) -> None:
@@ -85,7 +89,13 @@ def _rows(found: GivenConfig, known: Sequence[ConfigFlag]) -> Iterator[tuple[str
             value = [_shown(flag, one) for one in value] if isinstance(value, tuple) else _shown(flag, value)
         elif flag.secret and value:
             continue
-        yield name, list(value) if isinstance(value, tuple) else value, source or "default"
+        yield name, _without_passwords(value), source or "default"
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_without_passwords(one) for one in value]
+    return redacted(value) if isinstance(value, str) and "://" in value else value
 
 
 def _shown(flag: ConfigFlag, text: str) -> str:

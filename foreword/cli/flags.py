@@ -286,7 +286,8 @@ class GivenConfig:
             (variables, f"{ENV_PREFIX}{flag.section}_{flag.key}".upper()),
             (file, f"[{flag.section}] in {self.file}"),
         ):
-            if found := keys & {*layer}:
+            # An empty name of a file takes no secret away, as in `merged_layers`.
+            if found := {key for key in keys & {*layer} if layer[key] or key != f"{flag.key}_file"}:
                 return where if flag.key in found else ""
         return ""
 

@@ -154,6 +154,8 @@ class DirectTier:
             reason = "other blocks are where its memory is page-locked"
         except Exception as error:  # noqa: BLE001 - whatever a driver or compiler raises: blocks take the other way
             reason = f"the device failed: {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # what it began may use the memory
+                self.ring.loaded().synchronize()
         self.usable = not reason
         self.state = reason or "on"
         if reason:
@@ -173,23 +175,27 @@ class DirectTier:
             made = [_made_up(size) for _ in range(_TESTED)]
             reserved = self.tier.reserve(made, time.monotonic() + _CALL_SECONDS)
             try:
-                if len(reserved.slots) < _TESTED:
+                room = min(_TESTED, self.ring.piece_bytes // reserved.stride)
+                if not room or not self.ring.room(reserved.stride):
+                    return f"its slots of {reserved.stride} bytes are larger than a piece of the ring"
+                if len(reserved.slots) < room:
                     return "the tier has no room for a test"
-                if not self._is_pinned(reserved.slots, reserved.stride):
+                if not self._is_pinned(reserved.slots[:room], reserved.stride):
                     raise _LaterError
-                if wrong := self._test_frames(made, reserved, size):
+                if wrong := self._test_frames(made[:room], reserved, size):
                     return wrong
             finally:
                 self.tier.abandon(reserved)
         return ""
 
     def _test_frames(self, made: Sequence[Header], reserved: ReservedSlots, size: int) -> str:
-        memory, frames = self._tier_memory(reserved.memory, reserved.stride), reserved.frames()
+        memory, count = self._tier_memory(reserved.memory, reserved.stride), len(made)
+        frames, slots = reserved.frames()[:count], reserved.slots[:count]
         payloads = [os.urandom(size) for _ in made]
         for place, payload in zip(frames, payloads, strict=True):
             place[:size] = payload
             place[size:] = bytes(HEADER_BYTES)
-        self.ring.reseal(size, made, memory, reserved.slots)
+        self.ring.reseal(size, made, memory, slots)
         for header, place, payload in zip(made, frames, payloads, strict=True):
             try:
                 whole = check(place, header.name)
@@ -198,12 +204,13 @@ class DirectTier:
             if whole.header != header or whole.payload != payload:
                 return "what it sealed is another block"
         names = [header.name for header in made]
-        verdicts = [self.ring.verdicts(size, names, memory, reserved.slots)]
-        frames[1][size // 2] ^= 1
-        verdicts.append(self.ring.verdicts(size, names, memory, reserved.slots))
-        frames[1][size // 2] ^= 1
-        verdicts.append(self.ring.verdicts(size, [*names[:2], names[0]], memory, reserved.slots))
-        if verdicts != [[1, 1, 1], [1, 0, 1], [1, 1, 0]]:
+        verdicts = [self.ring.verdicts(size, names, memory, slots)]
+        frames[count // 2][size // 2] ^= 1
+        verdicts.append(self.ring.verdicts(size, names, memory, slots))
+        frames[count // 2][size // 2] ^= 1
+        verdicts.append(self.ring.verdicts(size, [*names[:-1], _made_up(size).name], memory, slots))
+        right, last = [1] * count, [1] * (count - 1) + [0]
+        if verdicts != [right, [int(one != count // 2) for one in range(count)], last]:
             return f"its verdicts over whole, changed and other frames are {verdicts}"
         return ""
 
@@ -219,27 +226,29 @@ class DirectTier:
 
     # Saving, on the engine's thread or, as the caller takes care, one at a time
 
-    def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> int | None:
-        """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room; None if
-        they cannot be copied directly."""
+    def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
+        """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room. If they
+        cannot be copied directly, returns the tiers that are to get all of them through the staging arena."""
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
         if not self._is_pinned(reserved.slots, reserved.stride):
             self.tier.abandon(reserved)
-            return None
+            return 0, tiers
+        others = tuple(tier for tier in tiers if tier != self.place)
         done = len(headers)
         if reserved.full:
             done = reserved.positions[-1] + 1 if reserved.slots else 0
         in_flight = reserved.slots or self._waiting or self.pending or self._writer.lent or self.ring.loading
-        refused = 0
         if done < len(headers) and not in_flight:
-            # Nothing is in flight that would make room: these blocks are not given again.
-            refused = len(headers) - done
-            self.failed += refused
-        self._full = done + refused < len(headers)
+            # Nothing is in flight that would make room: pins have it, or a tenant's quota is used up. Further tiers may have
+            # room; where there are none, these blocks are not given again.
+            self.tier.abandon(reserved)
+            self._full = False
+            self.failed += 0 if others else len(headers)
+            return len(headers), others
+        self._full = done < len(headers)
         taken = np.asarray(units, np.int64)[np.asarray(reserved.positions, np.int64)]
-        others = tuple(tier for tier in tiers if tier != self.place)
         self._waiting.append(_Save(group, self._places(group, taken), headers[:done], reserved, others))
-        return done + refused
+        return done, ()
 
     def await_room(self, timeout: float) -> None:
         """Wait until `save` may find room, if it found none: for the copies in flight, or a moment for further tiers."""

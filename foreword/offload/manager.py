@@ -534,10 +534,10 @@ class OffloadManager:
         """Queue units for these tiers. Returns for how many there was room."""
         direct = self._direct
         if direct is not None and direct.usable and direct.place in tiers:
-            taken = direct.save(units, headers, tiers, group)
+            taken, tiers = direct.save(units, headers, tiers, group)
             if self._gathering is None:
                 direct.launch()
-            if taken is not None:
+            if not tiers:
                 return taken
         step = self._write_step
         for low in range(0, len(units), step):

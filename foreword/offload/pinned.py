@@ -52,7 +52,7 @@ class PinnedMemory:
 
     Args:
         memory: keeps the memory mapped until it is released.
-        ready: called on the thread after each piece until it says True; False ends it.
+        ready: called on the thread after each piece until it says True; False ends it, and releases the memory.
 
     Attributes:
         size: of all.
@@ -96,9 +96,12 @@ class PinnedMemory:
                     )
                 else:
                     self._ready()
+                    self._release()
                 return
             self.end += size
             ready = ready or self._ready()
+        if ready is False:
+            self._release()
 
     def close(self, timeout: float) -> bool:
         """Release the memory. Nothing copies any more. False if the thread does not end in time: the memory stays locked."""
@@ -106,7 +109,10 @@ class PinnedMemory:
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
+        self._release()
+        return True
+
+    def _release(self) -> None:
         for offset in range(0, self.end, self._piece):
             self._pinning.unlock(self._address + offset)
         self.end, self._memory = 0, None
-        return True

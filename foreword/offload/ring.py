@@ -103,6 +103,7 @@ class DeviceRing:
         ]
         self._free = [self._piece(piece_bytes) for _ in range(_LOAD_PIECES)]
         self._numbers = torch.arange(piece_bytes // HEADER_BYTES, device=device)
+        self._lent = 0
         self._next = 0
         self._changed = threading.Condition()
 
@@ -165,12 +166,16 @@ class DeviceRing:
         """A piece, or None if none is free until the deadline."""
         with self._changed:
             left = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-            return self._free.pop() if self._changed.wait_for(lambda: self._free, left) else None
+            if not self._changed.wait_for(lambda: self._free, left):
+                return None
+            self._lent += 1
+            return self._free.pop()
 
     def give(self, piece: Piece) -> None:
         """Return a piece. No copy uses it any more."""
         with self._changed:
             self._free.append(piece)
+            self._lent -= 1
             self._changed.notify_all()
 
     def mark(self) -> Event:
@@ -229,7 +234,7 @@ class DeviceRing:
     def loading(self) -> bool:
         """Whether a load has a piece."""
         with self._changed:
-            return len(self._free) < _LOAD_PIECES
+            return self._lent > 0
 
     def close(self) -> None:
         """Give the device's memory back. No copy uses it, and none comes."""

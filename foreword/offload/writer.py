@@ -323,14 +323,17 @@ class WriteBehind:
     # tier finds neither, under the lock, and gives them back, once. `drop_stored` and `erase` leave them to tiers that write.
     def _claim(self, tier: int, mine: Sequence[WriteBatch]) -> list[WriteBatch]:
         taken: list[WriteBatch] = []
-        size = 0
+        size, waits = 0, set[float]()
         for batch in mine:
+            if batch.promotion and batch.load in waits:  # first blocks of chains are written first
+                continue
             if taken and size + len(batch.headers) > self._max_write_slots:
                 break
             if batch.postponed and not batch.slots:
                 slots = batch.pool.take(len(batch.headers))
                 if slots is None:  # loads have them
-                    break
+                    waits.add(batch.load)
+                    continue
                 batch.slots = slots
             batch.pending.discard(tier)
             batch.writing += 1

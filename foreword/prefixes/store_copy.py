@@ -8,7 +8,7 @@ erasures and what they erase; the identity of a folder; records of an unknown ki
 a copy would bring back data keys that were destroyed.
 
 An erasure may come while a store is copied. It removes blocks and records of the source, perhaps after they were copied. So
-what the source has lost at the end, the target loses too.
+what the source has lost at the end, the target loses too, and what an erasure names that has begun meanwhile and not ended.
 """
 
 from __future__ import annotations
@@ -118,11 +118,14 @@ class _Copier:
                 if data is not None:
                     self._erased |= {bytes.fromhex(one) for one in ERASURES.decode(key, bytes(data)).prefixes}
 
+    def _is_named(self, root: bytes) -> bool:
+        """Whether an open erasure names this tenant."""
+        return any(root.startswith(one) for one in self._erased)
+
     def _is_erased(self, root: bytes) -> bool:
-        if any(root.startswith(one) for one in self._erased):
-            self._done.erased += 1
-            return True
-        return False
+        found = self._is_named(root)
+        self._done.erased += found
+        return found
 
     def _check_room(self, blocks: Sequence[StoredBlock]) -> None:
         status = self._target.store.status()
@@ -216,12 +219,17 @@ class _Copier:
 
     def _remove_lost(self, written: set[Name], copied: set[str]) -> None:
         """Remove from the target what the source has no more. A block that was evicted there is no loss: it is a miss there."""
+        self._note_erasures()  # those that began meanwhile: what they erase may still be in the source
         left = {
-            name for batch in self._source.store.list_names(deadline=time.monotonic() + SCAN_WITHIN) for name in batch
+            name
+            for batch in self._source.store.list_names(deadline=time.monotonic() + SCAN_WITHIN)
+            for name in batch
+            if not self._is_named(name[FINGERPRINT_BYTES:])
         }
         for names in _slices(sorted(written - left)):
             self._done.removed += self._target.store.delete(names, deadline=_soon())
-        for key in copied - {*self._keys(self._source.store, "")}:
+        erased = {key for key in copied if (tenant := record_tenant(key)) and self._is_named(bytes.fromhex(tenant))}
+        for key in erased | (copied - {*self._keys(self._source.store, "")}):
             self._target.store.delete_record(key, deadline=_soon())
             self._done.records -= 1
 

@@ -87,7 +87,7 @@ def add_routes(routes: Routes[Handler], router: Router) -> None:
         """Count the tokens of a conversation without answering it."""
         given: GenerateRequest = call.body
         pool = router.pool(given.model)
-        if pool.kind == "vllm" and pool.speaks("messages") and given.prefix is None:
+        if pool.kind == "vllm" and pool.speaks("messages") and given.prefix is None and not router.order:
             call.ignored = []
             body = edited(given.body, ROUTER_FIELDS, {})
             return await send_to_one(router, call, pool.tokenizing_replicas(), call.path, body)

@@ -193,7 +193,7 @@ def installed_extras() -> RouterExtras | None:
     try:
         extras: RouterExtras = import_module(_PACKAGE).EXTRAS
     except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("foreword"):
+        if error.name != _PACKAGE:  # a module that is missing inside of it
             raise
         return None
     return extras

@@ -43,10 +43,8 @@ _PICKER = "--picker"
 _MIN_OPEN_FILES = 4096
 
 
-def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
-    """Run the router until a signal; returns the exit status. `current`: as for `Tenants`. Raises ConfigError before anything
-    is started."""
-    configure_logging(config.server.log_level, config.server.log_format)
+def check(config: Config) -> list[ReplicaSpec]:
+    """The replicas that are given as flags. Raises ConfigError for what `run` refuses; starts and writes nothing."""
     specs = configured_replicas(config.router)
     given = config.router
     if not (specs or given.replica_file or given.replica_dns or given.replica_services or config.server.admin_key):
@@ -61,6 +59,14 @@ def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
     if given.prefix_file is not None:
         check_folder(os.path.dirname(os.path.abspath(given.prefix_file)))
     RouterAuth(config)  # raises configuration errors early
+    return specs
+
+
+def run(config: Config, current: Callable[[bytes], bytes] = bytes) -> int:
+    """Run the router until a signal; returns the exit status. `current`: as for `Tenants`. Raises ConfigError before anything
+    is started."""
+    configure_logging(config.server.log_level, config.server.log_format)
+    specs = check(config)
     listener = bind(config.server)
     if (files := http.open_files()) < _MIN_OPEN_FILES:
         logger.warning("the limit of %d open files allows %d streams; raise it with ulimit -n", files, files // 2)

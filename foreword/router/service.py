@@ -499,16 +499,18 @@ class Router:
         if upstream.url not in self.upstreams:
             return
         model, joins = info.models[0], upstream.info is None or upstream.unconfirmed
+        unmeasured = joins and self.speeds.measures(info)
         if joins or model != upstream.model:
             self._forget(upstream)
             upstream.measured = None
             # It gets requests after this: they may name prefixes that it has lost.
             await self.prefixes.prepare(upstream.url, info)
-            if any(one is not upstream for one in self.healthy()):  # otherwise requests wait for it
+            # Otherwise requests wait for it.
+            if any(one is not upstream and one.model == model for one in self.healthy()):
                 upstream.problem = "it loads the prefixes that are used most"
                 await self.warm_up.warm(self.session, upstream.url, info)
                 if self.speeds.measures(info):
-                    await self.speeds.measure_before(self.probe, upstream, info)
+                    unmeasured = await self.speeds.measure_before(self.probe, upstream, info)
         elif info.weights is None:
             return  # it was asked again for them
         self._unsubscribe(upstream)
@@ -520,7 +522,7 @@ class Router:
             self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)
-        if joins and upstream.measured is None and self.speeds.measures(info):
+        if unmeasured:
             self.background(self.speeds.measure_idle(self.probe, upstream, lambda: self._fleet_of(upstream, info)))
         events = ", sends KV events" if upstream.url in self.subscriptions else ""
         weights = f", weights {short(info.weights)}" if info.weights is not None else ""

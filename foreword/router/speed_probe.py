@@ -8,7 +8,6 @@ prompt of a process may wait for kernels to be compiled.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import secrets
@@ -104,10 +103,14 @@ class SpeedProbes:
         """Whether such a replica is measured: not what may be another company's server, which charges for it."""
         return self._seconds > 0 and info.kind in ("foreword", "vllm")
 
-    async def measure_before(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> None:
-        """Measure a replica that is about to join, while others serve requests."""
+    async def measure_before(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> bool:
+        """Measure a replica that is about to join, while others serve requests. Whether to measure it later: it was busy."""
         upstream.problem = "the time of a prompt is measured"
-        upstream.measured = await self._result(probe, upstream, info)
+        try:
+            upstream.measured = await self._result(probe, upstream, info)
+        except ReplicaFailed:  # it refuses or is too slow, and would be again
+            return False
+        return upstream.measured is None
 
     async def measure_idle(self, probe: ReplicaProbe, upstream: Upstream, joined: Callable[[], Fleet | None]) -> None:
         """Measure a replica that takes requests already, as soon as it has none. A request that is sent there cancels that.
@@ -119,7 +122,10 @@ class SpeedProbes:
             if info is None or fleet is None or upstream.measured is not None:
                 return
             if not upstream.in_flight:
-                found = await self._result(probe, upstream, info)
+                try:
+                    found = await self._result(probe, upstream, info)
+                except ReplicaFailed:
+                    return
                 if found is not None and joined() is fleet:
                     upstream.measured = found
                     fleet.measured(upstream.url, machine_of(info), found)
@@ -127,10 +133,14 @@ class SpeedProbes:
             await asyncio.sleep(_IDLE_SECONDS)
 
     async def _result(self, probe: ReplicaProbe, upstream: Upstream, info: ReplicaInfo) -> Measurement | None:
-        """None if it is busy, refuses, is too slow, or a request came."""
-        with contextlib.suppress(*CONNECTION_ERRORS):
-            if (await probe.metrics(upstream)).requests or upstream.in_flight:
-                return None
+        """None if it is busy or does not say whether it is, or a request came. Raises ReplicaFailed if it refuses or is too
+        slow."""
+        try:
+            requests = (await probe.metrics(upstream)).requests
+        except CONNECTION_ERRORS:
+            return None
+        if requests != 0 or upstream.in_flight:
+            return None
         task = upstream.measuring = shared(measured(probe, upstream.url, info, self._seconds))
         try:
             await asyncio.wait((task,))
@@ -141,7 +151,7 @@ class SpeedProbes:
             return None
         if isinstance(error := task.exception(), ReplicaFailed):
             logger.info("replica %s was not measured: %s", upstream.url, error.message)
-            return None
+            raise error
         found = task.result()
         logger.info("replica %s computed a prompt of %d tokens in %.3f s", upstream.url, found.tokens, found.seconds)
         return found

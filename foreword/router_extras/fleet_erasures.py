@@ -98,6 +98,8 @@ class FleetErasures:
         upstreams = self._router.upstreams.values()
         asked = [upstream for upstream in upstreams if upstream.kind == "foreword"]
         self._router.warm_up.forget(call.tenant.name, given)
+        for pool in self._router.pools.values():
+            pool.known.forget(call.tenant.salt)
         if not given:
             self._router.responses.forget(call.tenant.salt)
             self._prefixes.registry.forget(call.tenant.name)

@@ -188,6 +188,11 @@ class KnownPrompts:
         """A replica was removed, or has lost what it had."""
         self._joined[replica] += 1
 
+    def forget(self, owner: bytes) -> None:
+        """Forget an owner's prompts: their tokens too."""
+        for key in [key for key in self._kept if key[0] == owner]:
+            self._unlink(key, self._kept.pop(key))
+
     # Internals
 
     def _find(self, chain: PromptChain) -> tuple[int, _Key] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -320,3 +321,30 @@ def test_versions_of_the_weights() -> None:
     one.begin(b"two")
     running[key[0]] = True  # a lookup that has begun before ends
     assert not one.found and one.name(*key) != before == replace(one, version=b"").name(*key)
+
+
+def test_changed_weights_under_a_request_that_goes_on() -> None:
+    """vLLM's cache was reset, and a request that had been preempted computes again without a word: when the weights change
+    then, its KV is of the ones before, so nothing is saved or loaded until the cache is empty once more."""
+    with stubbed_vllm():
+        base: Any = importlib.import_module("vllm.v1.kv_offload.base")
+        base.Medium = SimpleNamespace(STORAGE="storage")
+        offload_tier = importlib.import_module("foreword.integrations.vllm_offload.offload_tier")
+        tier = object.__new__(offload_tier.ForewordTier)
+        used, cached = [1], dict[bytes, int]()
+        pool = SimpleNamespace(
+            num_gpu_blocks=8, get_num_free_blocks=lambda: 8 - used[0], cached_block_hash_to_block=cached
+        )
+        manager = SimpleNamespace(block_pool=pool)
+        tier._core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager))
+        tier._version, tier._requests, tier._jobs, tier.degraded = offload_tier.WeightsVersion(), {}, None, ""
+        tier.drain_jobs()
+        tier.weights_changed()
+        assert not tier._version.stale
+        used[0], cached[b"hash"] = 3, 1
+        tier.weights_changed()
+        assert tier._version.stale
+        used[0] = 1
+        cached.clear()
+        tier.drain_jobs()
+        assert not tier._version.stale

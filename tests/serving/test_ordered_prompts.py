@@ -125,7 +125,12 @@ class VllmReplica(ChatReplica):
     """It also takes the Messages API as it comes."""
 
     def routes(self) -> list[web.RouteDef]:
-        return [*super().routes(), web.post("/v1/messages", self._chat)]
+        taken = [web.post(path, self._count) for path in ("/tokenize", "/v1/messages/count_tokens")]
+        return [*super().routes(), web.post("/v1/messages", self._chat), *taken]
+
+    async def _count(self, request: web.Request) -> web.Response:
+        self.seen.append((request.path, await request.json()))
+        return web.json_response({"input_tokens": 1, "tokens": [1, 2, 3], "count": 3, "max_model_len": 8192})
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
@@ -144,5 +149,26 @@ def test_replicas_of_vllm_get_the_ordered_body(dialect: str) -> None:
         assert stable["content"].count("Rule 29") == 2 and "alpha" not in stable["content"]
         assert moved == {"role": "system", "content": "  Working directory: /home/alpha\n  Platform: linux"}
         assert sent["temperature"] == 0.5 and sent["tools"][0]["function"]["name"] == "read"
+    finally:
+        router.kill()
+
+
+def test_prefetches_and_counts_are_of_the_ordered_prompt() -> None:
+    """A prefix that is loaded before its requests, and a prompt whose tokens are counted, have the order of requests."""
+    replica = VllmReplica(Loop())
+    router = RouterThread("--replica", replica.url, *FLAGS).wait_for(1)
+    try:
+        given = {**body("alpha"), "model": "m"}
+        asked = {name: given[name] for name in ("model", "messages", "tools")}
+        assert http_client.post(f"{router.url}/v1/cache/prefetch", json=asked).status_code == 200
+        counted = {**body("alpha", "messages"), "model": "m"}
+        del counted["max_tokens"]
+        answer = http_client.post(f"{router.url}/v1/messages/count_tokens", json=counted)
+        assert answer.json() == {"input_tokens": 3}, answer.text
+        assert not replica.bodies("/v1/messages/count_tokens")
+        for sent in (replica.bodies("/v1/cache/prefetch")[0], replica.bodies("/tokenize")[-1]):
+            first, stable, moved, user = sent["messages"]
+            assert first == {"role": "system", "content": ""} and user == _user("alpha")
+            assert "alpha" not in stable["content"] and "Working directory: /home/alpha" in moved["content"]
     finally:
         router.kill()

@@ -22,8 +22,8 @@ BLOCK = 16
 class Fleet:
     """A router without sockets whose replicas are as told."""
 
-    def __init__(self) -> None:
-        self.router = Router(_config("--replica", "http://10.0.0.1:1"))
+    def __init__(self, *flags: str) -> None:
+        self.router = Router(_config("--replica", "http://10.0.0.1:1", *flags))
         self.pool = self.router.pools["m"] = ReplicaPool("m", self.router.config, {})
         self.picker = Picker(self.router)
 
@@ -55,13 +55,19 @@ class Fleet:
 
     def pick(self) -> tuple[dict[str, str | None], dict[str, int]]:
         """The headers for the gateway, and the tokens that each replica is expected to have."""
+        answer = self.answer("/v1/completions", {"model": "m", "prompt": [*TOKENS, 5, 6, 7], "max_tokens": 4})
+        estimates = answer.placed[1].decision.estimates
+        return answer.headers, {one.replica.removeprefix("http://"): one.reused for one in estimates}
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """The picker's answer for a request."""
 
         async def pick() -> Any:
             await self.router.start()
             try:
-                raw = json.dumps({"model": "m", "prompt": [*TOKENS, 5, 6, 7], "max_tokens": 4}).encode()
+                raw = json.dumps(body).encode()
                 create_front(self.router)
-                headers = {":method": "POST", ":path": "/v1/completions", "content-type": "application/json"}
+                headers = {":method": "POST", ":path": path, "content-type": "application/json"}
                 head = RequestHead.of(headers, self.picker.routes)
                 _, tenant = self.picker.admit(head)
                 answer = await self.picker.pick(head, tenant, raw)
@@ -71,9 +77,7 @@ class Fleet:
             finally:
                 await self.router.stop()
 
-        answer = asyncio.run(pick())
-        estimates = answer.placed[1].decision.estimates
-        return answer.headers, {one.replica.removeprefix("http://"): one.reused for one in estimates}
+        return asyncio.run(pick())
 
 
 def test_only_kv_of_the_same_weights_attracts() -> None:
@@ -103,3 +107,15 @@ def test_prefill_and_retries_have_the_same_weights() -> None:
     assert str(headers[DESTINATION]) in pool[str(headers[PREFILL])]
     headers, _ = fleet.pick()
     assert set(str(headers[DESTINATION]).split(",")) == pool[str(headers[PREFILL])]
+
+
+def test_the_gateway_sends_the_ordered_prompt() -> None:
+    """With an order of the prompt the gateway gets the ordered body; one that is in this order already stays the client's."""
+    fleet = Fleet("--volatile-lines", "/^Date: /")
+    fleet.add("10.0.0.1:1", "aa")
+    user = {"role": "user", "content": "hi"}
+    given = [{"role": "system", "content": "Date: now\nBe brief."}, user]
+    ordered = [{"role": "system", "content": "Be brief."}, {"role": "system", "content": "Date: now"}, user]
+    answer = fleet.answer("/v1/chat/completions", {"model": "m", "messages": given})
+    assert answer.body is not None and json.loads(answer.body)["messages"] == ordered
+    assert fleet.answer("/v1/chat/completions", {"model": "m", "messages": ordered}).body is None

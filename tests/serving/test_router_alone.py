@@ -13,7 +13,7 @@ from router_parts import Loop, RouterThread
 from foreword.errors import ConfigError
 from foreword.process_config import RouterConfig
 from foreword.router.discovery import configured_replicas
-from foreword.router.extras import extras_for
+from foreword.router.extras import extras_for, installed_extras
 
 
 @pytest.fixture
@@ -55,3 +55,13 @@ def test_settings_name_the_package() -> None:
         extras_for("--picker")
     with pytest.raises(ConfigError, match="--replica-service needs the package foreword-route-extras"):
         configured_replicas(RouterConfig(replica_services=("default/vllm",)))
+
+
+@pytest.mark.usefixtures("alone")
+def test_extras_that_lack_a_module_are_not_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is installed and a module that it imports is missing, the error says so: nothing is turned off."""
+    assert installed_extras() is None
+    monkeypatch.delitem(sys.modules, "foreword.router_extras")
+    monkeypatch.setitem(sys.modules, "foreword.router_extras.installed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"router_extras\.installed"):
+        installed_extras()

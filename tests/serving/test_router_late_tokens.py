@@ -195,3 +195,16 @@ def test_tenants_do_not_find_each_others_prompts(loop: Loop) -> None:
         ask_as("bob", "two")
         assert router.metric("foreword:router_placed_prompts_total", source="known") == 0
         assert router.metric("foreword:router_placed_prompts_total", source="text") == 1
+
+
+def test_an_erasure_forgets_known_prompts(loop: Loop) -> None:
+    """After an erasure nothing is known of a prompt that the tenant has sent before: its next turn is compared as text."""
+    with routed(loop, 2) as (router, replicas):
+        messages = [{"role": "system", "content": "rules " * 2000}, {"role": "user", "content": "one"}]
+        ask(router, messages)
+        http_client.request("DELETE", f"{router.url}/v1/cache")
+        for one in replicas:
+            one.speaks(False)
+        ask(router, [*messages, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "two"}])
+        [decision] = http_client.get(f"{router.url}/v1/router/decisions?last=1").json()["data"]
+        assert decision["tokens_from"] == "text"

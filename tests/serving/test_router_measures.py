@@ -22,14 +22,23 @@ MEASURED = ["--measure-seconds", "60"]
 
 class MeasuredReplica(ChatReplica):
     """A server that computes long prompts once `release` was called, like vLLM without priorities. `ended` counts the requests
-    that the router has given up."""
+    that the router has given up. `busy` None: its metrics do not say."""
 
-    def __init__(self, loop: Loop, owner: str = "vllm", *, busy: bool = False) -> None:
-        self.busy = busy
+    def __init__(
+        self, loop: Loop, owner: str = "vllm", *, model: str = "m", busy: bool | None = False, refuses: bool = False
+    ) -> None:
+        self.model = model
+        self.busy, self.refuses = busy, refuses
         self.ended = 0
         super().__init__(loop, owner)
 
+    async def _models(self, request: web.Request) -> web.Response:
+        card = {"id": self.model, "object": "model", "owned_by": self.owner, "max_model_len": 8192}
+        return web.json_response({"object": "list", "data": [card]})
+
     async def _metrics(self, request: web.Request) -> web.Response:
+        if self.busy is None:
+            return await super()._metrics(request)
         before = (await super()._metrics(request)).text or ""
         return web.Response(text=f'{before}vllm:num_requests_running{{engine="0"}} {int(self.busy)}.0\n')
 
@@ -39,6 +48,8 @@ class MeasuredReplica(ChatReplica):
         if body.get("priority"):
             return web.json_response({"error": {"message": "no priorities"}}, status=400)
         if len(body["prompt"]) > 1000:
+            if self.refuses:
+                return web.json_response({"error": {"message": "no"}}, status=403)
             try:
                 await self._gate.wait()
             except asyncio.CancelledError:
@@ -66,9 +77,10 @@ def taking(router: RouterThread) -> set[str]:
 
 def test_a_joining_replica_is_measured_before_its_first_request(loop: Loop) -> None:
     """Beside others that serve, it computes two prompts of its own, with salts of their own, before it gets requests. It is
-    asked again without a priority if it takes none. A server of unknown kind, and one that is busy, join without."""
+    asked again without a priority if it takes none. A server of unknown kind, one that is busy, and one that does not say
+    whether it is, join without."""
     old, new = ChatReplica(loop), MeasuredReplica(loop)
-    others = [MeasuredReplica(loop, "openai"), MeasuredReplica(loop, busy=True)]
+    others = [MeasuredReplica(loop, "openai"), MeasuredReplica(loop, busy=True), MeasuredReplica(loop, busy=None)]
     process = RouterThread("--replica", old.url, *MEASURED)
     try:
         router = process.wait_for(1)
@@ -105,6 +117,37 @@ def test_a_request_ends_a_measurement(loop: Loop) -> None:
         until(lambda: "computed a prompt of 2000 tokens" in process.text)
         assert "Traceback" not in process.text
     finally:
+        process.kill()
+
+
+def test_a_replica_that_refuses_is_asked_once(loop: Loop) -> None:
+    """A replica that refuses the prompt joins without, and is not asked again, but once without a priority: the
+    next one has been measured by then."""
+    old, refusing, new = ChatReplica(loop), MeasuredReplica(loop, refuses=True), MeasuredReplica(loop)
+    process = RouterThread("--replica", old.url, *MEASURED)
+    try:
+        router = process.wait_for(1)
+        for one in (refusing, new):
+            http_client.post(f"{router.url}/v1/router/replicas", json={"replica": one.url}).raise_for_status()
+            until(lambda one=one: one.url in taking(router))  # type: ignore[misc]
+        assert len(new.measured) == 4
+        assert len(refusing.measured) == 2 and process.text.count("was not measured: /v1/completions says 403") == 1
+    finally:
+        process.kill()
+
+
+def test_a_replica_does_not_wait_beside_those_of_other_models(loop: Loop) -> None:
+    """The first replica of a model takes requests before it is measured, although others serve another model."""
+    old, new = ChatReplica(loop), MeasuredReplica(loop, model="other")
+    new.hold()
+    process = RouterThread("--replica", old.url, *MEASURED)
+    try:
+        router = process.wait_for(1)
+        http_client.post(f"{router.url}/v1/router/replicas", json={"replica": new.url}).raise_for_status()
+        until(lambda: new.url in taking(router))
+        assert "was not measured" not in process.text  # after it was waited for
+    finally:
+        new.release()
         process.kill()
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from foreword.conformance import SMALL_BYTES, Damage, StoreContract, make_frames, names_of, read, soon, whole
+from foreword.errors import StoreError
 from foreword.store.base import Store
+from foreword.store.disk import pieces
 from foreword.store.disk.disk_store import DiskStore
-from foreword.store.frame import Frame
+from foreword.store.disk.files import BlockFiles
+from foreword.store.disk.index_rows import IndexTransaction
+from foreword.store.frame import HEADER_BYTES, Frame
 from foreword.store.urls import open_store
 
 PIECE = 1 << 20
@@ -52,12 +57,21 @@ def pieces_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("?" * 32 + "/" + "?" * 32 + "/pieces/*"))
 
 
+def alone(folder: Path, one: Frame) -> Path:
+    """Where a block lies that has a file of its own."""
+    return folder / one.header.layout.hex() / one.header.root.hex() / one.header.key.hex()[:2] / one.header.key.hex()
+
+
+def forget_index(folder: Path) -> None:
+    for path in folder.glob("index.sqlite*"):
+        path.unlink()
+
+
 def replaced(folder: Path, one: Frame, data: bytes) -> None:
     """Write other bytes where a block lies: in a piece, as many as there is room for."""
     key = one.header.key
-    alone = folder / one.header.layout.hex() / one.header.root.hex() / key.hex()[:2] / key.hex()
-    if alone.exists():
-        alone.write_bytes(data)
+    if (own := alone(folder, one)).exists():
+        own.write_bytes(data)
         return
     for path in pieces_of(folder):
         whole_piece = bytearray(path.read_bytes())
@@ -142,8 +156,7 @@ def test_an_index_is_made_from_pieces(tmp_path: Path) -> None:
         store.put(frames, deadline=soon())
         store.delete(names_of(frames[20:22]), deadline=soon())
         found = store.status().blocks, store.status().bytes
-    for path in tmp_path.glob("index.sqlite*"):
-        path.unlink()
+    forget_index(tmp_path)
     folder = pieces_of(tmp_path)[0].parent
     (folder / ("0" * 15 + "1")).write_bytes(b"no piece")
     (folder / ("0" * 15 + "2.host-1-aaaaaaaaaaaa")).write_bytes(b"half")
@@ -200,8 +213,7 @@ def test_a_writer_dies(tmp_path: Path, step: str, index: bool) -> None:
     done = subprocess.run([sys.executable, "-c", _DYING, str(tmp_path), step], check=False)
     assert done.returncode == 9
     if not index:
-        for path in tmp_path.glob("index.sqlite*"):
-            path.unlink()
+        forget_index(tmp_path)
     before, after = make_frames(6, 4, 5000), make_frames(7, 9, 5000)
     with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
         assert store.lookup(names_of(after), deadline=soon()) == (9 if step == "settle" else 0)
@@ -277,3 +289,126 @@ def test_a_device_has_pieces_by_default(tmp_path: Path) -> None:
         with closing(open_store([f"disk://{folder}?size=16MiB{more}"], device=device)) as store:
             assert store.put(frames, deadline=soon()) == 4
         assert len(pieces_of(folder)) == files
+
+
+def test_a_table_is_a_page(tmp_path: Path) -> None:
+    """However short blocks are, the table of their piece is read with one page: a piece has at most 85 of them."""
+    frames = make_frames(13, 200, 300)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        assert store.put(frames, deadline=soon()) == 200 and read(store, frames) == whole(frames)
+    counts = [int.from_bytes(path.read_bytes()[8:12], "little") for path in pieces_of(tmp_path)]
+    assert sorted(counts) == [30, 85, 85]
+
+
+def test_a_file_beside_a_piece_is_deleted_with_it(tmp_path: Path) -> None:
+    """A block that has a file of its own beside its copy in a piece is gone when it is deleted or erased, for all stores."""
+    frames = make_frames(14, 4, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        for one in frames[1:3]:
+            alone(tmp_path, one).parent.mkdir(exist_ok=True)
+            alone(tmp_path, one).write_bytes(one.data)
+        assert store.delete(names_of(frames[1:2]), deadline=soon()) == 1
+        assert not alone(tmp_path, frames[1]).exists()
+        chosen = {frames[2].name}
+        steps = [*store.erase_steps(frames[0].header.layout, frames[0].header.root, chosen=chosen, deadline=soon())]
+        assert sum(one.removed for one in steps) == 1 and not alone(tmp_path, frames[2]).exists()
+    with closing(DiskStore(tmp_path, 64 << 20)) as other:
+        assert [one is not None for one in read(other, frames)] == [True, False, False, True]
+
+
+def test_a_late_file_beside_a_piece_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a process writes files of blocks, the index is lost, and another one puts the same blocks into a piece: the files,
+    which the new index does not count, are removed."""
+    frames, real, others = make_frames(15, 4, 5000), BlockFiles.write_many, list[DiskStore]()
+
+    def meanwhile(files: BlockFiles, *given: object) -> int:
+        monkeypatch.setattr(BlockFiles, "write_many", real)
+        forget_index(tmp_path)
+        others.append(DiskStore(tmp_path, 64 << 20, pieces=PIECE))
+        assert others[0].put(frames, deadline=soon()) == 4
+        return real(files, *given)  # type: ignore[arg-type]
+
+    with closing(DiskStore(tmp_path, 64 << 20)) as store:
+        monkeypatch.setattr(BlockFiles, "write_many", meanwhile)
+        with suppress(StoreError):
+            store.put(frames, deadline=soon())
+        store.put(make_frames(16, 1, 5000), deadline=soon())
+        with closing(others[0]) as other:
+            assert not [one for one in frames if alone(tmp_path, one).exists()]
+            assert read(other, frames) == read(store, frames) == whole(frames)
+
+
+def test_a_piece_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece whose table the device cannot read costs its own blocks: the others are found, also without an index, a put
+    writes them again, and an erasure leaves nothing."""
+    good, bad = make_frames(17, 8, 5000), make_frames(18, 8, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(good, deadline=soon())
+        [first] = pieces_of(tmp_path)
+        store.put(bad, deadline=soon())
+    [lost] = {*pieces_of(tmp_path)} - {first}
+    forget_index(tmp_path)
+    real = os.open
+
+    def failing(path: str, *given: int, **more: int) -> int:
+        if os.fspath(path) == str(lost):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return real(path, *given, **more)
+
+    monkeypatch.setattr("os.open", failing)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        assert read(store, good) == whole(good)
+        assert store.put(bad, deadline=soon()) == 8 and read(store, bad) == whole(bad)
+        assert store.status().blocks == 16
+        assert store.erase(deadline=soon()) == 16 and not pieces_of(tmp_path)
+
+
+def test_tables_are_read_once_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A put while a scan adds files, which looks for its blocks in tables, reads each of them once, and so does a deletion
+    of blocks that are not there: other processes wait for it."""
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        for seed in range(8):
+            store.put(make_frames(100 + seed, 2, 500), deadline=soon())
+        real, reads = pieces.entries, itertools.count()
+
+        def counted(handle: int) -> list[pieces.PieceEntry]:
+            next(reads)
+            return real(handle)
+
+        monkeypatch.setattr(pieces, "entries", counted)
+        monkeypatch.setattr(IndexTransaction, "unlisted", lambda transaction: 1)
+        assert store.put(make_frames(19, 16, 500), deadline=soon()) == 16
+        assert next(reads) <= 8
+        assert store.delete(names_of(make_frames(20, 16, 500)), deadline=soon()) == 0
+        assert next(reads) <= 9 + 9
+
+
+def test_no_byte_stays_below_a_damaged_entry(tmp_path: Path) -> None:
+    """What is deleted is gone from the file although the length of the block before it is damaged, and covers it."""
+    frames = make_frames(21, 4, 20_000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [path] = pieces_of(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[16 + 40 : 16 + 48] = (60_000).to_bytes(8, "little")
+        path.write_bytes(data)
+        assert store.delete(names_of(frames[1:2]), deadline=soon()) == 1
+        assert bytes(frames[1].payload[4096:8192]) not in path.read_bytes()
+        assert read(store, frames[3:]) == whole(frames[3:])
+
+
+def test_an_erasure_ends_what_was_half_removed(tmp_path: Path) -> None:
+    """A process was killed when it had removed the entry of a block, and not yet its bytes: an erasure that chooses the block
+    removes them, although no table has it."""
+    frames = make_frames(22, 4, 5000)
+    with closing(DiskStore(tmp_path, 64 << 20, pieces=PIECE)) as store:
+        store.put(frames, deadline=soon())
+        [path] = pieces_of(tmp_path)
+        data = bytearray(path.read_bytes())
+        data[16 + 48 : 16 + 96] = bytes(48)
+        path.write_bytes(data)
+        steps = store.erase_steps(frames[0].header.layout, chosen={frames[1].name}, deadline=soon())
+        assert all(one.problem is None for one in steps)
+        assert bytes(frames[1].payload) not in path.read_bytes()
+        assert store.status().bytes == 3 * (5000 + HEADER_BYTES)

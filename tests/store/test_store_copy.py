@@ -206,6 +206,29 @@ def test_erasures_hold() -> None:
         assert target.records("prefixes/", deadline=soon()) == []
 
 
+def test_an_erasure_that_begins_meanwhile_holds() -> None:
+    """What an erasure names that begins while its tenant is copied, and has erased nothing when the copy ends, is not in the
+    target; records of no tenant are, and the other tenant's."""
+    frames = {root: make_frames(4, 70, PAYLOAD, root=root) for root in (ANN, BOB)}
+    source, target = memory(), memory()
+    for root, some in frames.items():
+        source.tiers[0].store.put(some, deadline=soon())
+        source.put_record(f"prefixes/m/{root[:16].hex()}/x", RECORD, deadline=soon())
+    source.put_record("layouts/one", RECORD, deadline=soon())
+
+    def begin(count: int, blocks: int) -> None:
+        if count == blocks:
+            record = ERASURES.encode(ErasureRecord([BOB[:12].hex()], "tenant", ["disk"]))
+            source.put_record(ERASURES.key("some"), record, deadline=soon())
+
+    done = copy_store(tier(source), tier(target), begin)
+    assert done.removed == 70
+    assert not any(target.tiers[0].store.present(names_of(frames[BOB]), deadline=soon()))
+    assert all(target.tiers[0].store.present(names_of(frames[ANN]), deadline=soon()))
+    assert target.records("prefixes/", deadline=soon()) == [f"prefixes/m/{ANN[:16].hex()}/x"]
+    assert target.records("layouts/", deadline=soon()) == ["layouts/one"]
+
+
 def test_records() -> None:
     """A record that the target has in another version stays there; a damaged one, and those of unknown kinds, open erasures and
     the identity of the folder are not copied."""

@@ -184,7 +184,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
     @property
     def _empty(self) -> bool:
         """Whether neither vLLM's cache on the device nor its host memory has KV: nothing was computed since their reset."""
-        return not self._used
+        return not self._used and self._is_pool_empty()  # a request that was preempted goes on without a word
 
     def _is_pool_empty(self) -> bool:
         """Whether vLLM's cache on the device holds nothing: it has just been reset."""

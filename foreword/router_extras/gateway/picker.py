@@ -201,6 +201,7 @@ class Picker:
         """
         router, arrived = self.router, clock()
         request = await self._parsed(head, raw)
+        came = request.body.raw
         try:
             async with asyncio.timeout(router.config.picker_timeout):
                 request = arranged(request, router.order, router.pool(request.model).model)
@@ -214,12 +215,12 @@ class Picker:
                 given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
                 salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
                 name = router.attempt_name(head.id)
-                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt))
+                return Answer(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt, came))
             if isinstance(error, TimeoutError):
                 raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
             raise
         try:
-            return await self._answer(head, routed, attempt, request, among)
+            return await self._answer(head, routed, attempt, request, came, among)
         except BaseException:
             routed.pool.failed(attempt)
             raise
@@ -258,6 +259,7 @@ class Picker:
         routed: RoutedRequest,
         attempt: Attempt,
         given: GenerateRequest,
+        came: bytes,
         among: Collection[str] | None,
     ) -> Answer:
         upstream = attempt.upstream
@@ -273,7 +275,7 @@ class Picker:
         endpoints = ",".join([address, *await self._others(routed, attempt, among)])
         headers |= routed.trace_headers
         headers |= {DESTINATION: endpoints, PICK: attempt.id, ROUTE: as_header(routed.decision_text)}
-        body = _body(given, own)
+        body = _body(given, own, came)
         return Answer(attempt.id, headers, body, endpoints, (routed, attempt))
 
     async def _others(self, routed: RoutedRequest, attempt: Attempt, among: Collection[str] | None) -> list[str]:
@@ -310,7 +312,7 @@ class Picker:
         return {**changes, "x-request-id": head.id}
 
 
-def _body(request: GenerateRequest, own: dict[str, Any]) -> bytes | None:
-    """The body to send; None for the client's."""
+def _body(request: GenerateRequest, own: dict[str, Any], came: bytes) -> bytes | None:
+    """The body to send; None for the client's, which is `came`."""
     body = replica_body(request, "openai", own)
-    return None if body is request.body.raw else body
+    return None if body is came else body

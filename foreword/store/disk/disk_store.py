@@ -7,7 +7,8 @@ most the budget of the process that wrote last. A read is open, read, close; a f
 meantime stays readable.
 
 The budget does not include the index (about 250 bytes per block), folders, records, and the overhead of the file
-system. If the file system is full before the budget is used up, a put evicts too.
+system: what it rounds up; in a piece the table, a page, the gaps between frames, and pages that a removed block had
+together with one that stays. If the file system is full before the budget is used up, a put evicts too.
 
 Reads need no index. While it is opened, rebuilt or broken, blocks are found by the names of their files. Writes wait
 until the files are listed, which takes seconds for a million: before that, the bytes of the blocks are not known.
@@ -47,6 +48,7 @@ from foreword.store.base import (
     StoredBlock,
     StoreStatus,
     copy_error,
+    has_prefix,
     step_deadline,
     time_left,
 )
@@ -341,7 +343,7 @@ class DiskStore(Store):
         return self._writer.with_room(partial(self._delete, wanted, deadline), deadline)
 
     def _delete(self, wanted: dict[int, Name], deadline: float) -> int:
-        count, problem = 0, None
+        count, problem, absent = 0, None, list[Name]()
         with self._writer.transaction(deadline) as transaction:
             rows, pending = transaction.find(wanted), transaction.find_pending(wanted)
             for id_, name in wanted.items():
@@ -352,9 +354,10 @@ class DiskStore(Store):
                     row = None
                 try:
                     removed = self._files.remove(name, prune=True, place=ALONE if row is None else row.place)
+                    if row is not None and row.piece:  # a copy in a file of its own would be found afterwards
+                        removed |= self._files.remove(name, prune=True)
                     if not removed and row is None:
-                        for place, _ in self._files.find([name]).values():
-                            removed |= self._files.remove(name, prune=True, place=place)
+                        absent.append(name)
                 except DiskFull:
                     raise
                 except StoreError as error:  # the index learns of those that are gone
@@ -363,6 +366,14 @@ class DiskStore(Store):
                 count += removed
                 if row is not None:
                     transaction.remove(row)
+            try:
+                found = self._files.find(absent) if absent and not self._opener.was_complete else {}
+                for name, (place, _) in found.items():
+                    count += self._files.remove(name, prune=True, place=place)
+            except DiskFull:
+                raise
+            except StoreError as error:
+                problem = error
         if problem is not None:
             raise copy_error(problem)
         return count
@@ -433,11 +444,16 @@ class DiskStore(Store):
             files = self._files.walk(layout, root, problems.append)
             whole = (one for one in files if self._is_whole(one, problems))
             wanted = (one for one in whole if chosen is None or one.name in chosen)
+            hidden = {*chosen} if chosen is not None else set()
             while batch := list(itertools.islice(wanted, _SCAN_ROWS)):
                 yield Erased(self.delete([one.name for one in batch], deadline=step_deadline(deadline)))
-                copies = [one for one in batch if one.place.piece]
-                if copies:
+                hidden.difference_update(one.name for one in batch)
+                if copies := [one for one in batch if one.place.piece]:
                     self._remove_copies(copies, step_deadline(deadline))
+            # What a killed process has half removed from a piece is in no table: the index knows where its bytes may be.
+            left = (one for one in hidden if has_prefix(one, layout, root))
+            while names := list(itertools.islice(left, _SCAN_ROWS)):
+                yield Erased(self.delete(names, deadline=step_deadline(deadline)))
             if chosen is None:
                 self._files.prune(layout, root)
                 self._records.remove_incomplete(self._is_dead)

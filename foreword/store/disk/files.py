@@ -405,7 +405,7 @@ def _piece_blocks(path: str, prefix: bytes, piece: int, modified: float) -> list
     except BadPiece:
         return None
     except OSError as error:
-        if error.errno in _NO_FILE:
+        if error.errno in _NO_FILE | _UNREADABLE:
             return None
         raise StoreUnreadable(f"a piece cannot be read: {error}") from error
     blocks = [BlockFile(prefix + one.key, path, None, one.length, modified, BlockPlace(piece, one.at)) for one in found]
@@ -441,7 +441,7 @@ def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
     except BadPiece:  # nothing in it can be found
         return remove_file(path)
     except OSError as error:
-        if error.errno in _NO_FILE or error.errno == errno.EISDIR:
+        if error.errno in _NO_FILE | _UNREADABLE | {errno.EISDIR}:
             return remove_file(path)
         raise store_error(error) from error
     return removed

@@ -22,10 +22,8 @@ from foreword.store.disk.files import DiskFull
 from foreword.store.disk.index_rows import (
     CLOCKS,
     IN_LIST,
-    PLACES,
     SCHEMA,
     VERSION,
-    WITHOUT_PIECES,
     BrokenIndex,
     IndexTransaction,
     OldIndex,
@@ -180,9 +178,6 @@ class DiskIndex:
             return
         if not 0 < version < _MAX_VERSION:
             raise BrokenIndex("the index has no valid version")
-        if version == WITHOUT_PIECES and not self.read_only:
-            connection.executescript(f"BEGIN IMMEDIATE;{PLACES}PRAGMA user_version = {VERSION};COMMIT;")
-            version = VERSION
         if version < VERSION:
             raise OldIndex(f"the index has the old format {version}")
         if version != VERSION:

@@ -48,12 +48,6 @@ from foreword.store.frame import Frame, Header
 from foreword.store.machine import clock_id
 
 VERSION: Final = 5
-WITHOUT_PIECES: Final = 4  # the version before, which differs in nothing else
-# What it lacks.
-PLACES: Final = """
-ALTER TABLE blocks ADD COLUMN piece INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE blocks ADD COLUMN at INTEGER NOT NULL DEFAULT 0;
-"""
 SCHEMA: Final = f"""
 CREATE TABLE blocks (
     id INTEGER NOT NULL UNIQUE, children INTEGER NOT NULL, pinned INTEGER NOT NULL, used INTEGER NOT NULL,

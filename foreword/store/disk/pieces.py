@@ -43,6 +43,7 @@ _KEEP_SIZE_AND_PUNCH: Final = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_HOLES: Final = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _ZEROS: Final = memoryview(bytes(1 << 20))
+FIRST_PAGE: Final = (_PAGE - _HEAD.size) // _ENTRY.size  # blocks whose table takes a page: a piece gets no more
 
 
 class BadPiece(Exception):
@@ -138,14 +139,20 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
     Also frees what a process that was killed in between has left of others.
     """
     align, table = read_table(handle)
-    there, left = False, list[PieceEntry]()
+    there, left, gone = False, list[PieceEntry](), list[PieceEntry]()
     for number, one in enumerate(table):
         if one.length and (one.key == key or one.at == place):
             os.pwrite(handle, _REMOVED, _HEAD.size + number * _ENTRY.size)
             there |= one.key == key
+            gone.append(one)
         elif one.length:
             left.append(one)
     free_removed(handle, align, left, len(table))
+    size = os.fstat(handle).st_size
+    for one in gone:  # also where a damaged entry of another block covers it
+        end = min([size, one.at + one.length, *(other.at for other in left if other.at > one.at)])
+        if _HEAD.size + _ENTRY.size * len(table) <= one.at < end:
+            _punch(handle, one.at, end - one.at)
     return there, any(one.length for one in read_table(handle)[1])
 
 

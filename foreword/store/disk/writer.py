@@ -33,7 +33,7 @@ from foreword.store.disk.index_rows import (
     tenant_id,
 )
 from foreword.store.disk.locks import LivenessLock
-from foreword.store.disk.pieces import BlockPlace, layout_of
+from foreword.store.disk.pieces import FIRST_PAGE, BlockPlace, layout_of
 from foreword.store.disk.recovery import recover_dead_writers
 from foreword.store.frame import Frame
 
@@ -148,7 +148,7 @@ class BlockBudget:
             pending = transaction.find_pending(ids)
         rows = transaction.find(ids)
         new: dict[int, Frame] = {}
-        unlisted = transaction.unlisted() > 0
+        found = dict(zip(names, self._files.lengths(names), strict=True)) if transaction.unlisted() > 0 else {}
         for id_, name, one in zip(ids, names, frames, strict=True):
             row = rows.get(id_)
             if row is not None and self._files.size(row.name, row.place) == row.size:
@@ -159,7 +159,7 @@ class BlockBudget:
                 del rows[id_]
             if id_ in new:
                 admitted.present += new[id_].name == name
-            elif unlisted and self._files.lengths([name]) == [len(one.data)]:
+            elif row is None and found.get(name) == len(one.data):
                 admitted.present += 1
             elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_] = one
@@ -272,7 +272,7 @@ class UpdateBatch:
         known, pending = transaction.find(ids), transaction.find_pending(ids)
         for row in self.written:
             counted = row.id in known and known[row.id].place == row.place
-            if not counted and (row.piece or row.id not in known.keys() | pending.keys()):
+            if not counted and not (row.id in pending and pending[row.id].is_at(row.place)):
                 files.remove(row.name, place=row.place)
 
 
@@ -476,7 +476,7 @@ class BlockWriter:
             low = 0
             while low < len(run):
                 sizes = itertools.accumulate(lengths[low:])
-                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), len(run))
+                high = min(low + 1 + sum(size < self._piece_bytes for size in sizes), low + FIRST_PAGE, len(run))
                 if high - low > 1:
                     piece = secrets.randbits(62) + 1
                     _, offsets = layout_of(lengths[low:high])

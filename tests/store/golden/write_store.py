@@ -4,7 +4,7 @@
     PYTHONPATH=OLD python -P tests/store/golden/write_store.py tests/store/golden/store-format-N.tar.xz
 
 Ten blocks of a chain are pinned, ten of another chain are not, five of a third were and are not any more, and there is a
-record. COMMIT was 92ee24a for format 3 of the index, and 366dbde2 for format 4, which is that of today.
+record. COMMIT was 92ee24a for format 3 of the index, and 366dbde2 for format 4.
 """
 
 from __future__ import annotations
