@@ -91,9 +91,11 @@ def test_a_tier_that_takes_blocks_at_their_second_use(model: Path, tmp_path: Pat
     assert [one["cached"] for one in again["rounds"][0]] == [0, 96] and again["status"]["saved"] == 3
 
 
-def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("connector", ["PatientConnector", "ForewordConnector"])
+def test_small_memory_and_many_prompts(model: Path, tmp_path: Path, connector: str) -> None:
     """With a KV cache too small for the working set, and with preemptions, the answers are the same as without a store. Blocks
-    of answers are saved too."""
+    of answers are saved too. The connector that users have loads what is faster than computing, which depends on the machine;
+    the patient one loads whatever is there."""
     asked = prompts(5, [180, 170, 160, 150, 140, 130])
     alone = vllm(model, None, [asked, asked], max_tokens=40)["rounds"]
     found = vllm(
@@ -102,11 +104,11 @@ def test_small_memory_and_many_prompts(model: Path, tmp_path: Path) -> None:
         [asked, asked],
         max_tokens=40,
         kv_bytes=3 << 19,
-        connector="ForewordConnector",
+        connector=connector,
     )
     for mine, theirs in zip(found["rounds"], alone, strict=True):
         assert answers(mine) == answers(theirs)
-    assert found["status"]["loaded"] > 0
+    assert found["status"]["loaded"] > 0 or connector == "ForewordConnector"
 
 
 def test_resets(model: Path, tmp_path: Path) -> None:

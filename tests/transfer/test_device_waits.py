@@ -190,17 +190,22 @@ def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         1
     ) as starting:  # the engine's thread waits for the device at the start, and at no other time
         made = partial(StagingArena, [[blocks]], 16, engine)
-        open_stores = partial(EngineStores, TieredStore([MemoryStore(1 << 20)]), lookup_timeout=WITHIN, direct=True)
-        offload = starting.submit(lambda: open_stores(staging=made(), groups=[LAYOUT])).result(WITHIN)
+
+        def start() -> EngineStores:
+            store = TieredStore([MemoryStore(1 << 20)])
+            return EngineStores(store, staging=made(), groups=[LAYOUT], lookup_timeout=WITHIN, direct=True)
+
+        with monkeypatch.context() as broken:  # the device is lost in the test at the start
+            broken.setattr(DeviceRing, "reseal", lambda *given: failing(DeviceRing.loaded, given[0]))
+            lost = starting.submit(start).result(WITHIN)
+        lost_direct: Any = lost._direct
+        assert not lost_direct.usable and "is lost" in lost_direct.state
+        lost.close(WITHIN)
+        offload = starting.submit(start).result(WITHIN)
     direct: Any = offload._direct
     assert direct.usable and offload.save(ROOT, KEYS, ROOT, 0, range(BLOCKS)) == BLOCKS
     assert offload.flush(WITHIN) and direct.saved == BLOCKS
     save, load = DeviceRing.save, DeviceRing.load
-
-    def failing(call: Callable[..., Any], *given: Any) -> None:
-        call(*given)
-        raise RuntimeError("the device is lost")
-
     for begin in (load, lambda *given: failing(load, *given)):
         monkeypatch.setattr(DeviceRing, "load", begin)
         engine.begin_step()
@@ -220,6 +225,11 @@ def direct_copies(engine: BusyDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     saving.join(WITHIN)
     assert offload.store.tiers[0].store.status().blocks == BLOCKS, "what was not copied is not found"
     offload.close(WITHIN)
+
+
+def failing(call: Callable[..., Any], *given: Any) -> None:
+    call(*given)
+    raise RuntimeError("the device is lost")
 
 
 def suppressed(call: Callable[..., Any], *given: Any) -> None:
