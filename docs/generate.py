@@ -52,7 +52,7 @@ ENGINES_MARK = "<!-- Written by docs/generate.py from docs/engines.json"
 PRODUCTS = Path(__file__).parents[1] / "packages" / "products.toml"
 NOTE = "<!-- Written by docs/generate.py: change the texts in foreword/, then run it again. -->"
 WIDTH = 100
-# Of the bars of README's chart, by the first word of their name.
+# Colours of the bars in README's chart, by the first word of their name.
 _BAR_COLORS = {"vLLM": "#9aa3ad", "LMCache": "#5b8fd6", "Foreword": "#1f6f43"}
 
 CLI_INTRODUCTION = """

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 from foreword.errors import BadRequest, ConfigError, did_you_mean
 
-# Of the first system message, where an agent says who it is.
+# Characters of the first system message in which an agent says who it is.
 _MARKED_CHARACTERS: Final = 1000
 # Longer texts stay as they are: those of agents are shorter, and a line takes half a microsecond on the event loop.
 _MOST_CHARACTERS: Final = 1 << 18

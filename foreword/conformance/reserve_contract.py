@@ -98,7 +98,7 @@ class ReserveContract:
         assert read(reserving, frames) == whole(frames)
 
     def test_reservations_end_once(self, reserving: Store) -> None:
-        """What was abandoned, or published already, is not published again; the slots are others' then."""
+        """A reservation that was abandoned or published is not published again: its slots are free for other blocks."""
         frames, others = make_frames(122, 3, 900), make_frames(123, 3, 900)
         reserved = reserve(reserving, frames)
         reserving.abandon(reserved)
@@ -111,7 +111,7 @@ class ReserveContract:
         assert read(reserving, frames) == [None] * 3 and read(reserving, others) == whole(others)
 
     def test_some_reserved_blocks_are_published(self, reserving: Store) -> None:
-        """Those that are chosen appear, and the slots of the others are free."""
+        """Chosen blocks can be read, and the slots of the other blocks are free."""
         frames = make_frames(124, 5, 900)
         reserved = reserve(reserving, frames)
         write(reserved, frames)

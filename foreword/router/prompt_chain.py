@@ -16,7 +16,7 @@ from foreword.errors import BadRequest
 from foreword.routing.known_prompts import PromptChain
 
 _LINK_BYTES: Final = 16
-# Of a prompt that is one text: its pieces, each of which is a link.
+# Bytes of a piece of a prompt that is one text: each piece is a link.
 _PIECE: Final = 4096
 # Fields beside messages and tools that change how a template renders all of a chat.
 _SETTINGS: Final = ("documents", "chat_template", "chat_template_kwargs", "add_special_tokens")

@@ -18,7 +18,7 @@ from foreword.routing.costs import DEFAULT_COSTS, CostModel, ReplicaCosts, pairs
 MEASURED_TOKENS: Final = 2000
 # As for a replica whose own requests differ from the common costs of its kind.
 _DIFFERENT: Final = 1.4
-# Of kinds: of one machine, and records of all.
+# Most kinds of one machine, and most records of all machines.
 _MOST_OF_MACHINE: Final = 8
 MOST_RECORDS: Final = 256
 MOST_NAME: Final = 512

@@ -50,7 +50,7 @@ Role = Literal["both", "prefill", "decode"]
 
 _DEFAULT_CAPACITY_BLOCKS: Final = 65_536
 _RESERVED_OUTPUT: Final = 256
-# Of a request, in the means of recent ones.
+# Weight of a request in the means of recent requests.
 _MEAN_WEIGHT: Final = 1 / 64
 # Shorter outputs say little about the inter-token latency.
 _MIN_DECODE_TOKENS: Final = 8

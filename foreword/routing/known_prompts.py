@@ -35,7 +35,7 @@ _TOKEN_BYTES: Final = 4
 _LINK_BYTES: Final = 400
 # A text of which nothing is known.
 _BYTES_PER_TOKEN: Final = 4
-# Of an estimated length: behind the true one the blocks are not those of the prompt.
+# Share of an estimated length that counts as known: an estimate that is too long would name blocks that the prompt has not.
 _SURE: Final = 0.9
 
 

@@ -117,7 +117,7 @@ _RARE: Final = 0.01
 # Larger times are a mistake of the unit.
 _MOST_SECONDS: Final = 1e11
 _GZIP: Final = b"\x1f\x8b"
-# Of a compressed file: a few kilobytes may stand for any number of bytes.
+# Most bytes of an unpacked file: a few compressed kilobytes may stand for any number of bytes.
 _MOST_BYTES: Final = 4 << 30
 _MOST_LINE: Final = 64 << 20
 

@@ -100,6 +100,8 @@ def entries() -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _count() -> dict[str, Any]:
+    # Garbage in cycles waits for the next collection: it says nothing of what grows.
+    gc.collect()
     counted: dict[str, Any] = {"allocator": allocator()}
     counted["entries"], counted["types"] = entries()
     if tracemalloc.is_tracing():

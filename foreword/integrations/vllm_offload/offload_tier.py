@@ -105,7 +105,7 @@ class ForewordTier(SecondaryTierManager):  # type: ignore[misc]
         self._version = WeightsVersion(self._settings.weights_version)
         self._used = False  # vLLM may have KV that was computed since its last reset
         self._core: Any = None
-        # Of these the first call brings vLLM's configuration: at the end of the engine's start, or with a request.
+        # The first of these calls brings vLLM's configuration: at the end of the engine's start, or with a request.
         follow_engines(self._is_mine, "_initialize_effective_attention_block_size", self.engine_calls, before=True)
         follow_engines(self._is_mine, "add_request", self.engine_calls, before=True)
 
