@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -35,12 +36,13 @@ from foreword.router_extras.gateway.picker import (
     Picker,
     generates,
 )
-from foreword.tasks import log_failure
 from foreword.usage import TokenUsage
 
 logger = logging.getLogger(__name__)
 
 _MAX_WHOLE_BYTES: Final = 16 << 20
+# The usage is in the last event of a stream, or before one or two that end it.
+_LAST_EVENTS: Final = 4
 # A gateway's own time limit for an answer is short, so that a hanging picker costs little; it is asked for more after this.
 _ASK_FOR_TIME_SECONDS: Final = 0.05
 _MORE_SECONDS: Final = 1
@@ -66,6 +68,8 @@ class ObservedResponse:
         self._reader = AnswerReader()
         self._parser = EventParser()
         self._whole = bytearray()
+        # Events behind the first token are not read until the end, and then only those that may have the usage.
+        self._last: deque[bytes] = deque(maxlen=_LAST_EVENTS)
 
     def feed(self, data: bytes) -> bool:
         """Take the next bytes. True if the first token is among them."""
@@ -76,9 +80,13 @@ class ObservedResponse:
         begins = False
         with suppress(ReplicaFailed):
             for event in self._parser.feed(data):
-                if event.data and event.data != DONE:
-                    self.events += 1
-                    begins = self._read(event.data) or begins
+                if not event.data or event.data == DONE:
+                    continue
+                self.events += 1
+                if self._begun:
+                    self._last.append(event.data)
+                else:
+                    begins = self._read(event.data)
         return begins
 
     def _read(self, data: bytes) -> bool:
@@ -92,8 +100,8 @@ class ObservedResponse:
 
     def counts(self) -> UsageCounts:
         """The counts in the usage, once the response is complete; None where there are none."""
-        if not self.streams:
-            self._read(bytes(self._whole))
+        for data in self._last if self.streams else (bytes(self._whole),):
+            self._read(data)
         return self._reader.counts
 
 
@@ -268,6 +276,7 @@ class _Exchange:
         self.path, _, self.query = self.headers.get(":path", "/").partition("?")
         self.address: str | None = None
         self._pick: Pick | None = None
+        self._asking: asyncio.Future[None] | None = None
         self._trailers = False
         config = first.protocol_config
         self._duplex = config.request_body_mode == envoy.FULL_DUPLEX_STREAMED
@@ -381,27 +390,28 @@ class _Exchange:
 
     async def _decide(self) -> None:
         picker, call, raw = self._shared.picker, self._call, self._call.raw
-        work = asyncio.ensure_future(picker.pick(call, self._allowed()))
+        timer = (
+            asyncio.get_running_loop().call_later(_ASK_FOR_TIME_SECONDS, self._ask_for_time) if self._buffered else None
+        )
         try:
-            if self._buffered:
-                await asyncio.wait((work,), timeout=_ASK_FOR_TIME_SECONDS)
-                if not work.done():
-                    more = envoy.ProcessingResponse()
-                    more.override_message_timeout.FromSeconds(int(picker.router.config.picker_timeout) + _MORE_SECONDS)
-                    await self._write(more)
-            pick = await work
-        except BaseException:
-            if work.cancel():
-                log_failure(work, f"placing request {call.id}, whose client has left,")
-            elif not work.cancelled() and work.exception() is None:
-                self._accounting.answered(work.result())  # it was placed just now
-            raise
+            pick = await picker.pick(call, self._allowed())
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if self._asking is not None:
+                await self._asking  # one message is written at a time
         self._told(pick)
         await self._write(self._with_headers(pick))
         if self._duplex:
             for piece in self._pieces(raw if pick.body is None else pick.body):
                 await self._write(piece)
         call.release_body()
+
+    def _ask_for_time(self) -> None:
+        more = envoy.ProcessingResponse()
+        seconds = int(self._shared.picker.router.config.picker_timeout) + _MORE_SECONDS
+        more.override_message_timeout.FromSeconds(seconds)
+        self._asking = asyncio.ensure_future(self._write(more))
 
     def _allowed(self) -> frozenset[str] | None:
         """The endpoints that the gateway allows, as a list or separated by commas; None for all."""
@@ -432,7 +442,8 @@ class _Exchange:
             common = message.request_headers.response
         envoy.mutate(common.header_mutation, headers)
         if pick.endpoints:
-            message.dynamic_metadata.update({"envoy.lb": {DESTINATION: pick.endpoints}})
+            fields = message.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+            fields[DESTINATION].string_value = pick.endpoints
         return message
 
     def _pieces(self, body: bytes) -> list[Any]:

@@ -191,7 +191,7 @@ class Picker:
                 given, own = request.cache_salt, Salt.of(b"", request.cache_salt or None)
                 salt = {"cache_salt": given if Salt.parse(given) == own else own.text} if given else {}
                 name = router.attempt_name(call.id)
-                return Pick(name, {**dict.fromkeys(_OWN_HEADERS), PICK: name}, _body(request, salt, came))
+                return Pick(name, {**_invented(call), PICK: name}, _body(request, salt, came))
             if isinstance(error, TimeoutError):
                 raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
             raise
@@ -246,6 +246,8 @@ class Picker:
         pool, found, flight = routed.pool, list[str](), attempt.flight
         assert flight is not None
         most = min(self.router.config.max_attempts - 1, routed.ask.spare)
+        if most <= 0:
+            return found
         for one in sorted(attempt.decision.estimates, key=lambda estimate: estimate.total):
             upstream = pool.upstreams.get(one.replica)
             if upstream is None or upstream is attempt.upstream or one.excluded or upstream.spec.role == "prefill":
@@ -267,11 +269,16 @@ class Picker:
             return ""
 
     def _headers(self, call: Call, tenant: Tenant, upstream: Upstream) -> dict[str, str | None]:
-        changes: dict[str, str | None] = dict.fromkeys(_OWN_HEADERS)
+        changes = _invented(call)
         if self.router.auth.uses_own_key:
             changes["x-api-key"] = None
         changes.update(self.router.auth.headers(tenant, credentials(call.headers), upstream.kind))
         return {**changes, "x-request-id": call.id}
+
+
+def _invented(call: Call) -> dict[str, str | None]:
+    """The headers of the client that only the picker may set, to be removed."""
+    return {name: None for name in _OWN_HEADERS if name in call.headers}
 
 
 def _body(request: GenerateRequest, own: dict[str, Any], came: bytes) -> bytes | None:
