@@ -215,7 +215,7 @@ class Exchanges:
     """State that the exchanges share: the picker, and answers whose responses are observed elsewhere."""
 
     def __init__(self, picker: Picker) -> None:
-        self.picker = picker
+        self.picker, self.front = picker, picker.front
         self.answered: dict[str, Accounting] = {}
         self._knows_replicas = False
 
@@ -228,7 +228,7 @@ class Exchanges:
 
     def unexpected(self, call: Call, error: Exception) -> Answer | None:
         """The answer where something raised that no code expects; None if it was the client's fault."""
-        return None if type(error).__name__ in FAULTS_OF_CLIENTS else self.picker.front.unexpected(call, error)
+        return None if type(error).__name__ in FAULTS_OF_CLIENTS else self.front.unexpected(call, error)
 
     async def process(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The method `ExternalProcessor.Process`. `context` is that of `grpc.aio`."""
@@ -283,7 +283,7 @@ class _Exchange:
         self._buffered = config.request_body_mode == envoy.BUFFERED
         self._duplex_response = config.response_body_mode == envoy.FULL_DUPLEX_STREAMED
         self._sees_response = config.response_body_mode != 0
-        self._accounting = Accounting(shared.picker.router, shared.picker.front.begin(self))
+        self._accounting = Accounting(shared.picker.router, shared.front.begin(self))
         self._call = self._accounting.call
 
     # What the front asks for
@@ -317,7 +317,7 @@ class _Exchange:
         raise NotImplementedError
 
     async def run(self) -> None:
-        accounting, call, front = self._accounting, self._call, self._shared.picker.front
+        accounting, call, front = self._accounting, self._call, self._shared.front
         try:
             await self._request()
         except ForewordError as error:
@@ -368,11 +368,11 @@ class _Exchange:
         """Answer the messages of the request. Raises ForewordError for a request that gets an error."""
         picker, call = self._shared.picker, self._call
         if call.route is None:
-            await self._answer(picker.front.no_route(call))
+            await self._answer(self._shared.front.no_route(call))
             return
-        picker.front.admit(call, call.route)
+        self._shared.front.admit(call, call.route)
         picker.check(call)
-        await picker.front.read(call, call.route)
+        await self._shared.front.read(call, call.route)
         if generates(call):
             await self._decide()
         elif call.route.method == "GET":  # the router itself knows the answer
