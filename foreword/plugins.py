@@ -9,12 +9,24 @@ A package names its parts as entry points in its `pyproject.toml`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Generic, TypeVar
 
 from foreword.errors import ConfigError, ForewordError, did_you_mean
 
 T = TypeVar("T")
+
+
+def installed_module(name: str) -> ModuleType | None:
+    """A module of another product of Foreword; None where that is not installed."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # a module that is missing inside of it
+            raise
+        return None
 
 
 class Plugins(Generic[T]):

@@ -44,9 +44,8 @@ from foreword.router.attempt import (
     retry_after,
 )
 from foreword.router.auth import request_headers, response_headers
-from foreword.router.extras import ServedRequest
+from foreword.router.extras import ServedRequest, Translation
 from foreword.router.prompts import TokenizedPrompt
-from foreword.router.replica_body import Translation
 from foreword.router.replica_pool import PlacementRequest, ReplicaPool
 from foreword.router.replicas import ABOUT_REQUEST, AwaitedResponse, Upstream, clock, is_refusal, read_whole
 from foreword.router.service import MAX_STALLS, Router

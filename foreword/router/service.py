@@ -22,9 +22,7 @@ from foreword.api.front import Front, Handler
 from foreword.api.quotas import Quotas
 from foreword.api.request_bodies import RequestBodies
 from foreword.api.routes import Routes
-from foreword.api.stored_responses import StoredResponses
 from foreword.api.work_queue import WorkQueue
-from foreword.config import parse_bytes
 from foreword.errors import ConfigError, NoReplica, NotFound, ReplicaFailed, UnknownModel, did_you_mean
 from foreword.ledger import UsageLedger
 from foreword.observability.tracing import tracer_for
@@ -131,12 +129,11 @@ class Router:
         self.suspects = Suspects(self._serve_waiting)
         given = config.router
         self._limits: tuple[object, Limits] = (None, Limits())
-        self.responses = StoredResponses(parse_bytes(config.server.response_memory), config.server.response_ttl)
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
         self.order = config.server.prompt_order
         self.stream_keep_alive = config.server.stream_keep_alive
-        self._server = config.server
+        self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)
         self.metrics = RouterMetrics()
         self.speeds = SpeedProbes(given.measure_seconds)
@@ -307,8 +304,8 @@ class Router:
         found = {(one.info.kind, one.info.max_model_len) for one in self.upstreams.values() if one.info}
         if self._limits[0] != found:
             longest = max((length for _, length in found if length), default=_UNKNOWN_MODEL_LEN)
-            images = self._server.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
-            text, most = self._server.body_limit(longest), MAX_BODY_BYTES if images else 0
+            images = self.server_config.max_body == "auto" and any(kind != "foreword" for kind, _ in found)
+            text, most = self.server_config.body_limit(longest), MAX_BODY_BYTES if images else 0
             self._limits = found, Limits.for_model(longest, text, most)
         return self._limits[1]
 
