@@ -15,7 +15,6 @@ from foreword.process_config import RouterConfig
 from foreword.router.discovery import configured_replicas
 from foreword.router.extras import extras_for, installed_extras
 
-
 _OTHER = (
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
