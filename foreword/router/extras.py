@@ -1,7 +1,7 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces of the traffic, a tokenizer of its own. The others are used where the package is installed: Responses and
+hits, traces, recordings of the traffic, the usage ledger, a tokenizer of its own. The others are used where the package is installed: Responses and
 Messages, named prefixes, cache control, erasures, the dashboard, causes of misses, and the warm-up of replicas that join. The
 classes here are what a router does without them.
 """
@@ -33,6 +33,8 @@ from foreword.router.router_metrics import RouterMetrics
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.ledger import UsageLedger
+    from foreword.observability.tracing import Tracer
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.fleet import Fleet
@@ -213,6 +215,14 @@ class RouterExtras(ABC):
     @abstractmethod
     def misses(self, router: Router, config: ServerConfig) -> Misses:
         """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
+
+    @abstractmethod
+    def tracer(self, endpoint: str) -> Tracer:
+        """Traces of requests, for the collector at this URL. Raises ConfigError."""
+
+    @abstractmethod
+    def ledger(self, path: str) -> UsageLedger:
+        """The usage ledger in this file. Raises ConfigError."""
 
     @abstractmethod
     def load_tokenizer(self, source: str) -> Tokenizer:

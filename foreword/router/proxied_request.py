@@ -33,7 +33,6 @@ from foreword.errors import (
     ShuttingDown,
     UnknownPrefix,
 )
-from foreword.observability.tracing import Span
 from foreword.router.asked import asked_of
 from foreword.router.attempt import (
     Attempt,
@@ -55,6 +54,7 @@ from foreword.usage import TokenUsage
 
 if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
+    from foreword.observability.tracing import Span
 
 # Tokens in a block of a replica that does not say. vLLM's has 16 to 128.
 _UNKNOWN_BLOCK: Final = 128

@@ -24,6 +24,8 @@ from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.warm_up import PrefixWarmUp
 
 if TYPE_CHECKING:
+    from foreword.ledger import UsageLedger
+    from foreword.observability.tracing import Tracer
     from foreword.tokens.tokenizer import Tokenizer
 
 
@@ -66,6 +68,16 @@ class InstalledExtras(RouterExtras):
     def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
         recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
         return RouterMisses(router.metrics, router.decisions, recorder)
+
+    def tracer(self, endpoint: str) -> Tracer:
+        from foreword.observability.tracing import Tracer
+
+        return Tracer(endpoint, "foreword-router")
+
+    def ledger(self, path: str) -> UsageLedger:
+        from foreword.ledger import UsageLedger
+
+        return UsageLedger(Path(path))
 
     def load_tokenizer(self, source: str) -> Tokenizer:
         from foreword.tokens.tokenizer import Tokenizer
