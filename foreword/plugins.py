@@ -71,7 +71,7 @@ class Plugins(Generic[T]):
 
 
 def of_product(place: str) -> Any:
-    """What another product of this repository has at `module:name`; None where that product is not installed.
+    """Import `module:name` of another product of this repository; None where that product is not installed.
 
     It is named in the code and not by an entry point, so that it is found in a checkout, too. Raises ModuleNotFoundError for
     a library that it needs.
