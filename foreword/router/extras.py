@@ -1,9 +1,9 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a tokenizer of its own. The others are used where the package is installed: Responses and
-Messages, named prefixes, cache control, erasures, the dashboard, causes of misses, and the warm-up of replicas that join. The
-classes here are what a router does without them.
+hits, traces, recordings of the traffic, the usage ledger, a tokenizer of its own. The others are used where the package is
+installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes of misses, and the warm-up of
+replicas that join. The classes here are what a router does without them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from foreword.api.request import GenerateRequest
 from foreword.api.routes import NO_BODY, Meter, Right, Routes
 from foreword.api.tenants import Tenant
 from foreword.errors import BadRequest, ConfigError, ForewordError, NotFound
-from foreword.plugins import installed_module
+from foreword.plugins import of_product
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
 from foreword.router.replicas import ReplicaInfo, ReplicaSpec, Upstream
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foreword.routing.fleet import Fleet
     from foreword.tokens.tokenizer import Tokenizer
 
-_PACKAGE: Final = "foreword.router_extras"
+_EXTRAS: Final = "foreword.router_extras:EXTRAS"
 _MISSING: Final = "needs the package foreword-route-extras beside foreword-route"
 # Paths that the extras serve.
 _ROOTS: Final = (
@@ -235,8 +235,8 @@ class RouterExtras(ABC):
 
 def installed_extras() -> RouterExtras | None:
     """The extras; None where they are not installed."""
-    package = installed_module(_PACKAGE)
-    return package.EXTRAS if package is not None else None
+    extras: RouterExtras | None = of_product(_EXTRAS)
+    return extras
 
 
 def extras_for(setting: str) -> RouterExtras:

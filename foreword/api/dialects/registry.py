@@ -13,10 +13,10 @@ from foreword.api.dialects.dialect import Dialect
 from foreword.api.errors import error_body, openai_error
 from foreword.api.request import DialectName, GenerateRequest
 from foreword.errors import ForewordError
-from foreword.plugins import installed_module
+from foreword.plugins import of_product
 
 # Has responses and messages, in a package of its own.
-_MORE: Final = "foreword.api.dialects.more_dialects"
+_MORE: Final = "foreword.api.dialects.more_dialects:DIALECTS"
 
 
 def _error_event(request: GenerateRequest, error: ForewordError) -> bytes:
@@ -30,8 +30,7 @@ def _table() -> dict[DialectName, Dialect]:
             "completions", "/v1/completions", "cmpl-", CompletionBody, completions.parse, openai_error, _error_event
         ),
     ]
-    more = installed_module(_MORE)
-    return {one.name: one for one in (*found, *(more.DIALECTS if more is not None else ()))}
+    return {one.name: one for one in (*found, *(of_product(_MORE) or ()))}
 
 
 # Those that are installed.
