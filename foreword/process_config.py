@@ -194,6 +194,8 @@ class RouterConfig:
             Service, watched through its EndpointSlices.
         kubernetes_api: URL of the Kubernetes API server; by default that of the cluster in which the router runs.
         kubernetes_credentials: folder with the files `token` and `ca.crt` for the Kubernetes API; read again when they change.
+        pod_deletion_cost: write into the pods of `replica_services` how many blocks they hold, so that Kubernetes removes the
+            pod with the fewest first (`controller.kubernetes.io/pod-deletion-cost`). The router must be allowed to patch pods.
         replica_key: API key for calls to replicas; by default the caller's key.
         policy: routing policy: cost (lowest expected time to first token), random, round-robin, least-loaded, least-tokens,
             consistent-hashing, longest-prefix, two-choices, or a policy of an installed package.
@@ -248,6 +250,7 @@ class RouterConfig:
     replica_services: tuple[str, ...] = ()
     kubernetes_api: str | None = None
     kubernetes_credentials: str = "/var/run/secrets/kubernetes.io/serviceaccount"
+    pod_deletion_cost: bool = False
     replica_key: str | None = field(default=None, repr=False)
     policy: str = "cost"
     tokenizer: str | None = None

@@ -195,10 +195,14 @@ class RouterExtras(ABC):
 
     @abstractmethod
     async def watch_service(
-        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
+        self,
+        config: RouterConfig,
+        text: str,
+        changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
+        blocks: Callable[[str], int],
     ) -> None:
         """Watch a Service, given as in `replica_services`, until cancelled. `changed` gets its name and all its replicas, and
-        whether each is ready, after every change."""
+        whether each is ready, after every change. `blocks`: how many the replica of a URL holds, for `pod_deletion_cost`."""
 
     @abstractmethod
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:

@@ -48,11 +48,15 @@ class InstalledExtras(RouterExtras):
         check_services(config)
 
     async def watch_service(
-        self, config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
+        self,
+        config: RouterConfig,
+        text: str,
+        changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
+        blocks: Callable[[str], int],
     ) -> None:
         from foreword.router_extras.kubernetes import watch_service
 
-        await watch_service(config, text, changed)
+        await watch_service(config, text, changed, blocks)
 
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
         from foreword.router_extras.replica_audit import ReplicaAudit

@@ -13,7 +13,7 @@ import os
 import random
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -29,6 +29,7 @@ from foreword.router.replicas import ANY_ADDRESS, CONNECTION_ERRORS, ReplicaSpec
 logger = logging.getLogger(__name__)
 
 _SERVICE: Final = re.compile(r"([a-z0-9][a-z0-9-]{0,62})/([a-z0-9][a-z0-9-]{0,62})(?::([a-z0-9-]{1,15}))?")
+_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _PAGE: Final = 500
 _MAX_SLICES: Final = 10_000
 # etcd stores objects of at most 1.5 MiB; a page of slices is larger.
@@ -53,11 +54,20 @@ def check_services(config: RouterConfig) -> None:
 
 
 async def watch_service(
-    config: RouterConfig, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
+    config: RouterConfig,
+    text: str,
+    changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
+    blocks: Callable[[str], int],
 ) -> None:
     """See `RouterExtras.watch_service`."""
+    from foreword.router_extras.pod_costs import PodCosts
+
     service, api = ServiceSpec.parse(text), ApiServer(config.kubernetes_api, config.kubernetes_credentials)
-    await ServiceWatch(api, service, lambda found: changed(str(service), found)).run()
+    watch = ServiceWatch(api, service, lambda found: changed(str(service), found))
+    async with asyncio.TaskGroup() as group:
+        group.create_task(watch.run())
+        if config.pod_deletion_cost:
+            group.create_task(PodCosts(api, watch.pods, blocks).run())
 
 
 class ApiError(ForewordError, code="kubernetes_error"):
@@ -79,9 +89,18 @@ class _Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
+class Pod(msgspec.Struct, frozen=True):
+    """What an endpoint is an address of, if `kind` is `Pod`."""
+
+    kind: str = ""
+    name: str = ""
+    namespace: str = ""
+
+
 class _Endpoint(msgspec.Struct):
     addresses: list[str]
     conditions: _Conditions | None = None
+    target: Pod | None = msgspec.field(name="targetRef", default=None)
 
 
 class _Port(msgspec.Struct):
@@ -150,23 +169,37 @@ class ServiceSpec:
 
         An endpoint may be in two slices while it moves between them. Pods with addresses of both families count once.
         """
-        family = min((one.family for one in slices.values() if one.endpoints), default="")
         found: dict[ReplicaSpec, bool] = {}
+        for url, endpoint in self._endpoints(slices):
+            spec, conditions = replace(self.replica, url=url), endpoint.conditions or _Conditions()
+            # An unknown state counts as ready.
+            found[spec] = found.get(spec, False) or conditions.ready is not False
+        return found
+
+    def pods(self, slices: Mapping[str, EndpointSlice]) -> dict[str, Pod]:
+        """The pods of these replicas, by URL, as far as they are pods of the Service's namespace."""
+        return {
+            url: endpoint.target
+            for url, endpoint in self._endpoints(slices)
+            if endpoint.target is not None
+            and endpoint.target.kind == "Pod"
+            and endpoint.target.namespace == self.namespace
+            and _NAME.fullmatch(endpoint.target.name)
+        }
+
+    def _endpoints(self, slices: Mapping[str, EndpointSlice]) -> Iterator[tuple[str, _Endpoint]]:
+        family = min((one.family for one in slices.values() if one.endpoints), default="")
         for one in slices.values():
             port = self._port_of(one)
             if one.family != family or port is None:
                 continue
             for endpoint in one.endpoints or ():
-                conditions = endpoint.conditions or _Conditions()
-                if conditions.terminating or not endpoint.addresses:
+                if (endpoint.conditions or _Conditions()).terminating or not endpoint.addresses:
                     continue
                 host = endpoint.addresses[0]
                 url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
                 if url_parts(url) is not None:
-                    spec = replace(self.replica, url=url)
-                    # An unknown state counts as ready.
-                    found[spec] = found.get(spec, False) or conditions.ready is not False
-        return found
+                    yield url, endpoint
 
     def _port_of(self, one: EndpointSlice) -> int | None:
         if self.port is not None and self.port.isdigit():
@@ -222,6 +255,10 @@ class ServiceWatch:
         self._changed = changed
         self._slices: dict[str, EndpointSlice] = {}
         self._version = ""
+
+    def pods(self) -> dict[str, Pod]:
+        """The pods as of the last change, by the URLs of their replicas."""
+        return self._service.pods(self._slices)
 
     async def run(self) -> None:
         pause = _MIN_PAUSE
