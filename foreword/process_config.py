@@ -290,6 +290,8 @@ class RouterConfig:
         check_section("router", self)
         if self.picker is None and (self.picker_open or self.picker_tls_certificate_file or self.picker_tls_key_file):
             raise ConfigError("router.picker_open and the picker's certificate need router.picker (--picker)")
+        if self.pod_deletion_cost and not self.replica_services:
+            raise ConfigError("router.pod_deletion_cost needs router.replica_services (--replica-service)")
 
 
 def check_source(source: str, what: str) -> bool:
