@@ -54,7 +54,7 @@ class InstalledExtras(RouterExtras):
         changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
         blocks: Callable[[str], int],
     ) -> None:
-        from foreword.router_extras.kubernetes import watch_service
+        from foreword.router_extras.pod_costs import watch_service
 
         await watch_service(config, text, changed, blocks)
 

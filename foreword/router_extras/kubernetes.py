@@ -53,23 +53,6 @@ def check_services(config: RouterConfig) -> None:
         ServiceSpec.parse(text)
 
 
-async def watch_service(
-    config: RouterConfig,
-    text: str,
-    changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
-    blocks: Callable[[str], int],
-) -> None:
-    """See `RouterExtras.watch_service`."""
-    from foreword.router_extras.pod_costs import PodCosts
-
-    service, api = ServiceSpec.parse(text), ApiServer(config.kubernetes_api, config.kubernetes_credentials)
-    watch = ServiceWatch(api, service, lambda found: changed(str(service), found))
-    async with asyncio.TaskGroup() as group:
-        group.create_task(watch.run())
-        if config.pod_deletion_cost:
-            group.create_task(PodCosts(api, watch.pods, blocks).run())
-
-
 class ApiError(ForewordError, code="kubernetes_error"):
     """The API server refused a call, or answered something else than the API says."""
 
@@ -90,7 +73,7 @@ class _Conditions(msgspec.Struct):
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """What an endpoint is an address of, if `kind` is `Pod`."""
+    """Target of an endpoint: a pod if `kind` is `Pod`."""
 
     kind: str = ""
     name: str = ""

@@ -13,8 +13,9 @@ from typing import Final
 
 import aiohttp
 
-from foreword.router.replicas import CONNECTION_ERRORS
-from foreword.router_extras.kubernetes import ApiServer, Pod
+from foreword.process_config import RouterConfig
+from foreword.router.replicas import CONNECTION_ERRORS, ReplicaSpec
+from foreword.router_extras.kubernetes import ApiServer, Pod, ServiceSpec, ServiceWatch
 
 logger = logging.getLogger(__name__)
 
@@ -77,3 +78,16 @@ class PodCosts:
                     pod.name,
                 )
             return False
+
+
+async def watch_service(
+    config: RouterConfig,
+    text: str,
+    changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
+    blocks: Callable[[str], int],
+) -> None:
+    """See `RouterExtras.watch_service`."""
+    service, api = ServiceSpec.parse(text), ApiServer(config.kubernetes_api, config.kubernetes_credentials)
+    watch = ServiceWatch(api, service, lambda found: changed(str(service), found))
+    work = [watch.run(), *([PodCosts(api, watch.pods, blocks).run()] if config.pod_deletion_cost else [])]
+    await asyncio.gather(*work)

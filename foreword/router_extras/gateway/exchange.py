@@ -262,7 +262,7 @@ class Exchanges:
 
 
 class _Exchange:
-    """One stream about one request: it is the front's `Exchange`, whose body comes in messages."""
+    """Stream of a gateway about one request: the front's `Exchange`, whose body comes in messages."""
 
     def __init__(
         self, shared: Exchanges, requests: AsyncIterator[Any], first: Any, write: Callable[[Any], Awaitable[None]]

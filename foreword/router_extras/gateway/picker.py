@@ -127,7 +127,7 @@ class Picker:
 
     @functools.cached_property
     def front(self) -> Front:
-        """What happens to its requests besides: rights, quotas, limits, metrics, log and ledger are the router's.
+        """Front of its requests: rights, quotas, limits, metrics, log and ledger are the router's.
 
         While the router shuts down requests are still placed: gateways open their streams elsewhere then."""
         router = self.router
