@@ -33,7 +33,7 @@ from foreword.router.continuation import ContinuedResponse, StreamPosition, cont
 from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, path_of, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream, report_of
 from foreword.router.suspicious import SuspiciousRequest
@@ -177,7 +177,9 @@ class _ResponseProxy:
         """Send the request. Returns a stream of the replica, the end of the request, or None to retry."""
         proxied = self.proxied
         if self._body is None:
-            body = await disaggregated.decode_body(proxied, attempt)
+            prefill, kind = attempt.prefill, attempt.upstream.kind
+            transfer = None if prefill is None else await disaggregated.prefilled(proxied, attempt, prefill)
+            body = replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
         else:
             body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})
         streams = proxied.request.stream
