@@ -137,7 +137,7 @@ class Call:
         body: what the route's `parse` made of `raw`; None without a body.
         query: its parameters, as the route declares them.
         metered: whether the route counts against quotas, where the tenant has any.
-        admitted: as the tenant's quotas count it; None where nobody has quotas.
+        admitted: as the tenant's quotas count it; None where there are no quotas.
         charged: whether the handler has said how many tokens it used.
         usage: its tokens so far.
         failure: the error that ended a stream after its head.

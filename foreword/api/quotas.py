@@ -92,7 +92,7 @@ class Quotas:
         quotas: by tenant; the tenant `*` stands for all that are not listed. Without it they have no limits.
 
     Attributes:
-        limited: whether any tenant has limits. Otherwise nobody need ask.
+        limited: whether any tenant has limits.
     """
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:

@@ -91,7 +91,7 @@ class IdleWork(Protocol):
 
 @dataclass(slots=True)
 class Hooks:
-    """What extensions of the loop do, by the event. Each list has the functions of the extensions that are switched on, in the
+    """Functions of the extensions of the loop, by event. Each list has the functions of the extensions that are switched on, in the
     order in which they were attached; an extension that is off is in none of them. All run on the engine's thread.
 
     Attributes:
