@@ -91,8 +91,8 @@ class IdleWork(Protocol):
 
 @dataclass(slots=True)
 class Hooks:
-    """Functions of the extensions of the loop, by event. Each list has the functions of the extensions that are switched on, in the
-    order in which they were attached; an extension that is off is in none of them. All run on the engine's thread.
+    """Functions of the loop's extensions, by event. Each list has those of the extensions that are switched on, in the order in
+    which they were attached; an extension that is off is in none of them. All run on the engine's thread.
 
     Attributes:
         before_step: a step is about to be scheduled.
