@@ -203,8 +203,7 @@ class ResponseStream:
             where = "in the middle of the response" if self.begun else "without a response"
             raise ReplicaFailed(f"the replica ended the stream {where}")
         self.done = True
-        known = self.exact and (len(self.choices) == 1 or self.converts)
-        if self.request.include_usage and not self.usage_sent and known:
+        if self.request.include_usage and not self.usage_sent and self.exact:
             self._last = self._usage()
         if self.holds_end:
             self.end_held = True
@@ -274,7 +273,9 @@ class ResponseStream:
         text = choice.shown
         stream = self._remember(chunk, choice, text)
         silent = not (text or choice.finish_reason or self.reader.other)
-        return None if silent and self._is_dropped(chunk, choice, stream) else self._forward(event, chunk)
+        if silent and self._is_dropped(chunk, choice, stream):
+            return None
+        return self._forward(event, chunk, chunk.choices, finishes=choice.finish_reason is not None)
 
     def _read_stamp(self, chunk: AnswerChunk) -> None:
         """Read a replica's stamp from its first chunk. Raises ReplicaFailed if it continues a response of other weights."""
@@ -325,16 +326,18 @@ class ResponseStream:
         """A chunk with several choices."""
         for choice in choices:
             self._remember(chunk, choice, choice.shown)
-        return self._forward(event, chunk)
+        return self._forward(event, chunk, choices, finishes=any(one.finish_reason is not None for one in choices))
 
-    def _forward(self, event: ServerSentEvent, chunk: AnswerChunk) -> bytes | None:
+    def _forward(
+        self, event: ServerSentEvent, chunk: AnswerChunk, choices: list[AnswerChoice], *, finishes: bool
+    ) -> bytes | None:
         """The chunk without what only the router asked for. What it asked for is cut out of the text of most chunks. vLLM's
         last ones wait for its usage, if only the router asked for that: what it says there stands in them otherwise."""
         self.opened = True
-        source, given = self._source, chunk.choices or ()
+        source = self._source
         cuts: list[tuple[bytes, bytes]] = []
         if source.hides_ids:
-            for choice in given:
+            for choice in choices:
                 prompt, ids = chunk.prompt_token_ids or choice.prompt_token_ids, choice.token_ids
                 if prompt is not None:
                     cuts.append((_PROMPT_IDS + _encode(prompt), _NO_PROMPT_IDS if source.is_vllm else b""))
@@ -350,7 +353,7 @@ class ResponseStream:
             sent = self._written(event)
         else:
             sent = b"data: " + data + b"\n\n" if cuts else event.raw + b"\n\n"
-        if source.is_vllm and not self.request.include_usage and any(one.finish_reason for one in given):
+        if finishes and source.is_vllm and not self.request.include_usage:
             self._finish += sent
             return self._take_finish() if len(self._finish) > _MOST_HELD else None
         return sent

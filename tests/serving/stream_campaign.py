@@ -231,6 +231,11 @@ class Campaign:
         return [line for line in found if line["id"] in self.told]
 
 
+def weights_are_known(router: RouterProcess) -> bool:
+    with router.http() as client:
+        return all(one.get("weights") for one in client.get("/v1/router/replicas").json()["data"])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=1000, help="of all kinds together, about")
@@ -257,6 +262,7 @@ def main() -> int:
         flags = [part for relay in relays for part in ("--replica", relay.url)]
         flags += ["--policy", "round-robin", "--failures", "1000000", "--usage-ledger", str(folder / "ledger.jsonl")]
         router = RouterProcess(*flags).wait_for(3)
+        until(lambda: weights_are_known(router), 120)
         try:
             campaign = Campaign(router, scissors, folder / "ledger.jsonl", model)
             print("| kind | events | cuts | wrong | slowest, s |\n|---|---:|---:|---:|---:|")
@@ -268,7 +274,8 @@ def main() -> int:
                 f"{campaign.cuts} cuts of {len(names)} kinds, {continued:.0f} continuations, {len(campaign.wrong)} wrong"
             )
             print(f"{len(campaign.told)} requests, {lines} lines in the ledger")
-            print("\n".join(campaign.wrong[:20]))
+            shown = {line.partition(" (")[0]: line for line in campaign.wrong}
+            print("\n".join(line[:2000] for line in shown.values()))
         finally:
             router.kill()
             stop()
