@@ -19,7 +19,7 @@ class ChoiceStream:
     Attributes:
         tokens: ids of its output.
         settled: numbers of tokens and characters when the text last ended where a token does.
-        text: pieces of text that were sent. untold: output was sent whose tokens are not known.
+        text: pieces of text that were sent. without_ids: it has output whose tokens are not known.
         has_role: the chunk with the role was sent.
         finish_reason: set once it was sent.
         continuation: converts the next replica's chunks; None if they are those of the client.
@@ -36,14 +36,14 @@ class ChoiceStream:
         "settled",
         "text",
         "tokens",
-        "untold",
+        "without_ids",
     )
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.text: list[str] = []
         self.settled = (0, 0)
-        self.untold = self.has_role = False
+        self.without_ids = self.has_role = False
         self.finish_reason: str | None = None
         self.continuation: ContinuedResponse | None = None
         self.repeated: int | None = None
@@ -64,7 +64,7 @@ class ChoiceStream:
     @property
     def can_go_on(self) -> bool:
         """Whether a server can write the rest behind the tokens: all that was sent is in them."""
-        return bool(self.tokens) or not (self.untold or self.text)
+        return bool(self.tokens) or not (self.without_ids or self.text)
 
     def add(self, text: str, ids: list[int] | None) -> None:
         """More text that the client gets, with these tokens."""

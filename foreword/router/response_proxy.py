@@ -22,8 +22,6 @@ from foreword.api import sse
 from foreword.api.dialects.answer_reader import UsageCounts, read_error
 from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.dialects.writer import ResponseHead
-from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
@@ -39,12 +37,13 @@ from foreword.router.continuation import (
     repeating_body,
     why_not_continuable,
 )
+from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, path_of, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream, report_of
-from foreword.router.stream_states import FIRST, Action, State, StreamEvent, StreamMachine
+from foreword.router.stream_states import FIRST, StreamAction, StreamEvent, StreamMachine, StreamState
 from foreword.router.suspicious import SuspiciousRequest
 from foreword.tasks import apart
 
@@ -114,23 +113,23 @@ class _ResponseProxy:
         # Why the last attempt ended; what the client gets if there is no other one.
         self._broke = ""
         self._error: BaseException = ReplicaFailed("no replica was asked")
-        self._perform: Mapping[Action, Callable[[], Awaitable[StreamEvent | None]]] = {
-            Action.PLACE: self._place,
-            Action.ASK: self._ask,
-            Action.RELAY: self._relay,
-            Action.FOLLOW: self._follow,
-            Action.JUDGE: self._judge,
-            Action.RESTART: self._restart,
-            Action.PLAN: self._plan,
-            Action.NOTE_CONTINUED: self._note_continued,
-            Action.SUCCEED: self._succeed,
-            Action.RELEASE: self._release,
-            Action.SEND_REST: self._send_rest,
-            Action.CLOSE: self._close,
-            Action.GIVE_ANSWER: self._give_answer,
-            Action.GIVE_ERROR: self._give_error,
-            Action.SEND_ANSWER: self._send_answer,
-            Action.SEND_ERROR: self._send_error,
+        self._perform: Mapping[StreamAction, Callable[[], Awaitable[StreamEvent | None]]] = {
+            StreamAction.PLACE: self._place,
+            StreamAction.ASK: self._ask,
+            StreamAction.RELAY: self._relay,
+            StreamAction.FOLLOW: self._follow,
+            StreamAction.JUDGE: self._judge,
+            StreamAction.RESTART: self._restart,
+            StreamAction.PLAN: self._plan,
+            StreamAction.NOTE_CONTINUED: self._note_continued,
+            StreamAction.SUCCEED: self._succeed,
+            StreamAction.RELEASE: self._release,
+            StreamAction.SEND_REST: self._send_rest,
+            StreamAction.CLOSE: self._close,
+            StreamAction.GIVE_ANSWER: self._give_answer,
+            StreamAction.GIVE_ERROR: self._give_error,
+            StreamAction.SEND_ANSWER: self._send_answer,
+            StreamAction.SEND_ERROR: self._send_error,
         }
 
     async def run(self) -> Answer | None:
@@ -153,7 +152,7 @@ class _ResponseProxy:
         """The client has left, the deadline has passed, or something raised that no code expects."""
         if self.machine.ended:
             return
-        if Action.LEAVE in self.machine.handle(StreamEvent.LEFT, headed=self.client.begun):
+        if StreamAction.LEAVE in self.machine.handle(StreamEvent.LEFT, headed=self.client.begun):
             self.proxied.left(self._present)
 
     @property
@@ -183,7 +182,7 @@ class _ResponseProxy:
         return StreamEvent.PLACED
 
     async def _at_replica(self, work: Coroutine[Any, Any, StreamEvent]) -> StreamEvent:
-        """What becomes of an attempt, also if its replica fails. Errors of the client's connection are raised as ClientGone."""
+        """Work of an attempt, whose failure is an event. Errors of the client's connection are raised as ClientGone."""
         try:
             return await work
         except ClientGone:
@@ -228,7 +227,7 @@ class _ResponseProxy:
             said = describe_response(response.status, data) if self.client.begun else "it did not send a stream"
             raise ReplicaFailed(said)
         self._whole, self._error = (response, data), ReplicaFailed(describe_response(response.status, data))
-        if self.machine.state is State.ASKED:
+        if self.machine.state is StreamState.ASKED:
             # What is no answer for any client fails the attempt.
             answer = proxied.respond(attempt, response, data)
             explained = self.stream.holds_end
@@ -362,7 +361,7 @@ class _ResponseProxy:
             # Also if an event raised: what came before it counts as sent.
             if stream.begun and not attempt.begun:
                 self._tell(StreamEvent.OUTPUT)
-            if stream.finished and self.machine.state is not State.FINISHED:
+            if stream.finished and self.machine.state is not StreamState.FINISHED:
                 self._tell(StreamEvent.FINISH)
             if pieces:
                 data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -373,7 +372,7 @@ class _ResponseProxy:
 
     def _tell(self, event: StreamEvent) -> None:
         """An event while others are forwarded."""
-        if Action.NOTE_OUTPUT in self.machine.handle(event, headed=self.client.begun):
+        if StreamAction.NOTE_OUTPUT in self.machine.handle(event, headed=self.client.begun):
             self._first_token(self._present)
 
     async def _follow_migration(self) -> aiohttp.ClientResponse:
@@ -599,7 +598,7 @@ class _ResponseProxy:
     # Answers and errors
 
     async def _give_answer(self) -> None:
-        """`_answer` is given by `run`."""
+        """Nothing is left to do: `run` returns `_answer`."""
 
     async def _send_answer(self) -> None:
         """The replica's error, as the end of a stream whose head was sent already."""
@@ -634,9 +633,7 @@ class _ResponseProxy:
         proxied = self.proxied
         if proxied.translation is not None:
             return proxied.translation.error_event(error)
-        if proxied.request.dialect in TRANSLATED:
-            return DIALECTS[proxied.request.dialect].writer(proxied.request, ResponseHead("", "", 0)).error(error)
-        return sse.encode(error_body(error))
+        return DIALECTS[proxied.request.dialect].error_event(proxied.request, error)
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

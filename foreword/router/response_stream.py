@@ -212,7 +212,7 @@ class ResponseStream:
 
     def _ends_early(self) -> bool:
         """Whether a replica has sent fewer choices than were asked for, all of them to their end."""
-        begun = [one for one in self.choices if one.finish_reason or one.tokens or one.text or one.untold]
+        begun = [one for one in self.choices if one.finish_reason or one.tokens or one.text or one.without_ids]
         return not self._source.hides_ids and bool(begun) and all(one.finish_reason for one in begun)
 
     def held_end(self, miss: Miss | None) -> bytes:
@@ -301,7 +301,7 @@ class ResponseStream:
         elif self.reader.other:
             self.exact = False
         elif text:
-            stream.untold = True
+            stream.without_ids = True
             self.exact = self.exact and bool(prompt)  # the text with the prompt's ids is the prompt
         if text:
             stream.add(text, ids)

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class State(StrEnum):
+class StreamState(StrEnum):
     PLACING = "placing"  # no replica has it; no output came so far
     ASKED = "asked"  # a replica has it and has not begun to answer
     OPEN = "open"  # a replica's stream is open, without output
@@ -53,7 +53,7 @@ class StreamEvent(StrEnum):
     LEFT = "client left"  # or the deadline passed
 
 
-class Action(StrEnum):
+class StreamAction(StrEnum):
     """An action of the caller. The last one of a transition tells the next event, unless the request has ended."""
 
     PLACE = "place"
@@ -78,92 +78,92 @@ class Action(StrEnum):
 
 
 # Behind a head there is no status any more: answers and errors are events.
-BEHIND_HEAD: Final[Mapping[Action, Action]] = {
-    Action.GIVE_ANSWER: Action.SEND_ANSWER,
-    Action.GIVE_ERROR: Action.SEND_ERROR,
+BEHIND_HEAD: Final[Mapping[StreamAction, StreamAction]] = {
+    StreamAction.GIVE_ANSWER: StreamAction.SEND_ANSWER,
+    StreamAction.GIVE_ERROR: StreamAction.SEND_ERROR,
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Transition:
+class StreamTransition:
     """The next state, and the actions in their order."""
 
-    state: State
-    actions: tuple[Action, ...] = ()
+    state: StreamState
+    actions: tuple[StreamAction, ...] = ()
 
 
-_S, _E, _A = State, StreamEvent, Action
-_FAIL: Final = Transition(_S.ENDED, (_A.GIVE_ERROR,))
-_PLACE_AGAIN: Final = Transition(_S.PLACING, (_A.RESTART, _A.PLACE))
-_WELL: Final = Transition(_S.ENDED, (_A.SUCCEED, _A.CLOSE))
-_REST_SENT: Final = Transition(_S.ENDED, (_A.SEND_REST, _A.CLOSE))
+_S, _E, _A = StreamState, StreamEvent, StreamAction
+_FAIL: Final = StreamTransition(_S.ENDED, (_A.GIVE_ERROR,))
+_PLACE_AGAIN: Final = StreamTransition(_S.PLACING, (_A.RESTART, _A.PLACE))
+_WELL: Final = StreamTransition(_S.ENDED, (_A.SUCCEED, _A.CLOSE))
+_REST_SENT: Final = StreamTransition(_S.ENDED, (_A.SEND_REST, _A.CLOSE))
 
 
-def _at_replica(*states: State) -> dict[tuple[State, StreamEvent], Transition]:
+def _at_replica(*states: StreamState) -> dict[tuple[StreamState, StreamEvent], StreamTransition]:
     """A replica has the request: it can be over at any time."""
-    found: dict[tuple[State, StreamEvent], Transition] = {}
+    found: dict[tuple[StreamState, StreamEvent], StreamTransition] = {}
     for state in states:
-        found[state, _E.FATAL] = Transition(_S.ENDED, (_A.RELEASE, _A.GIVE_ERROR))
-        found[state, _E.LEFT] = Transition(_S.ENDED, (_A.LEAVE,))
+        found[state, _E.FATAL] = StreamTransition(_S.ENDED, (_A.RELEASE, _A.GIVE_ERROR))
+        found[state, _E.LEFT] = StreamTransition(_S.ENDED, (_A.LEAVE,))
     return found
 
 
-def _elsewhere(*states: State) -> dict[tuple[State, StreamEvent], Transition]:
+def _elsewhere(*states: StreamState) -> dict[tuple[StreamState, StreamEvent], StreamTransition]:
     """No replica has the request."""
-    return {(state, _E.LEFT): Transition(_S.ENDED) for state in states}
+    return {(state, _E.LEFT): StreamTransition(_S.ENDED) for state in states}
 
 
-def _relayed(*states: State) -> dict[tuple[State, StreamEvent], Transition]:
+def _relayed(*states: StreamState) -> dict[tuple[StreamState, StreamEvent], StreamTransition]:
     """Events of a replica are forwarded. A whole stream may lack output, a finish reason in a dialect that is passed on, or
     both."""
-    found: dict[tuple[State, StreamEvent], Transition] = {}
+    found: dict[tuple[StreamState, StreamEvent], StreamTransition] = {}
     for state in states:
         found[state, _E.COMPLETE] = _WELL
-        found[state, _E.MOVED] = Transition(state, (_A.FOLLOW, _A.RELAY))
+        found[state, _E.MOVED] = StreamTransition(state, (_A.FOLLOW, _A.RELAY))
     return found
 
 
-TABLE: Final[Mapping[tuple[State, StreamEvent], Transition]] = {
+TABLE: Final[Mapping[tuple[StreamState, StreamEvent], StreamTransition]] = {
     **_elsewhere(_S.PLACING, _S.LOST, _S.BROKEN, _S.LOST_LATE, _S.PLANNING, _S.PLACING_REST),
     **_at_replica(_S.ASKED, _S.OPEN, _S.STREAMING, _S.FINISHED, _S.ASKED_REST),
     **_relayed(_S.OPEN, _S.STREAMING, _S.FINISHED),
-    (_S.PLACING, _E.PLACED): Transition(_S.ASKED, (_A.ASK,)),
+    (_S.PLACING, _E.PLACED): StreamTransition(_S.ASKED, (_A.ASK,)),
     (_S.PLACING, _E.UNPLACED): _FAIL,
-    (_S.ASKED, _E.HEAD): Transition(_S.OPEN, (_A.RELAY,)),
-    (_S.ASKED, _E.ANSWERED): Transition(_S.ENDED, (_A.GIVE_ANSWER,)),
-    (_S.ASKED, _E.ELSEWHERE): Transition(_S.PLACING, (_A.PLACE,)),
-    (_S.ASKED, _E.BREAKS): Transition(_S.LOST, (_A.JUDGE,)),
-    (_S.OPEN, _E.OUTPUT): Transition(_S.STREAMING, (_A.NOTE_OUTPUT,)),
-    (_S.OPEN, _E.FINISH): Transition(_S.FINISHED),
-    (_S.OPEN, _E.BREAKS): Transition(_S.LOST, (_A.JUDGE,)),
+    (_S.ASKED, _E.HEAD): StreamTransition(_S.OPEN, (_A.RELAY,)),
+    (_S.ASKED, _E.ANSWERED): StreamTransition(_S.ENDED, (_A.GIVE_ANSWER,)),
+    (_S.ASKED, _E.ELSEWHERE): StreamTransition(_S.PLACING, (_A.PLACE,)),
+    (_S.ASKED, _E.BREAKS): StreamTransition(_S.LOST, (_A.JUDGE,)),
+    (_S.OPEN, _E.OUTPUT): StreamTransition(_S.STREAMING, (_A.NOTE_OUTPUT,)),
+    (_S.OPEN, _E.FINISH): StreamTransition(_S.FINISHED),
+    (_S.OPEN, _E.BREAKS): StreamTransition(_S.LOST, (_A.JUDGE,)),
     (_S.LOST, _E.AGAIN): _PLACE_AGAIN,
     (_S.LOST, _E.NO_MORE): _FAIL,
-    (_S.STREAMING, _E.OUTPUT): Transition(_S.STREAMING, (_A.NOTE_OUTPUT,)),
-    (_S.STREAMING, _E.FINISH): Transition(_S.FINISHED),
-    (_S.STREAMING, _E.BREAKS): Transition(_S.BROKEN, (_A.JUDGE,)),
-    (_S.BROKEN, _E.AGAIN): Transition(_S.PLANNING, (_A.PLAN,)),
+    (_S.STREAMING, _E.OUTPUT): StreamTransition(_S.STREAMING, (_A.NOTE_OUTPUT,)),
+    (_S.STREAMING, _E.FINISH): StreamTransition(_S.FINISHED),
+    (_S.STREAMING, _E.BREAKS): StreamTransition(_S.BROKEN, (_A.JUDGE,)),
+    (_S.BROKEN, _E.AGAIN): StreamTransition(_S.PLANNING, (_A.PLAN,)),
     (_S.BROKEN, _E.NO_MORE): _FAIL,
     # A replica may send output behind a finish reason.
-    (_S.FINISHED, _E.OUTPUT): Transition(_S.FINISHED, (_A.NOTE_OUTPUT,)),
-    (_S.FINISHED, _E.FINISH): Transition(_S.FINISHED),
-    (_S.FINISHED, _E.BREAKS): Transition(_S.LOST_LATE, (_A.JUDGE,)),
+    (_S.FINISHED, _E.OUTPUT): StreamTransition(_S.FINISHED, (_A.NOTE_OUTPUT,)),
+    (_S.FINISHED, _E.FINISH): StreamTransition(_S.FINISHED),
+    (_S.FINISHED, _E.BREAKS): StreamTransition(_S.LOST_LATE, (_A.JUDGE,)),
     # The client has all but the end, which needs no replica.
     (_S.LOST_LATE, _E.AGAIN): _REST_SENT,
     (_S.LOST_LATE, _E.NO_MORE): _REST_SENT,
-    (_S.PLANNING, _E.CONTINUES): Transition(_S.PLACING_REST, (_A.PLACE,)),
-    (_S.PLANNING, _E.WHOLE): Transition(_S.ENDED, (_A.CLOSE,)),
+    (_S.PLANNING, _E.CONTINUES): StreamTransition(_S.PLACING_REST, (_A.PLACE,)),
+    (_S.PLANNING, _E.WHOLE): StreamTransition(_S.ENDED, (_A.CLOSE,)),
     (_S.PLANNING, _E.STUCK): _FAIL,
-    (_S.PLACING_REST, _E.PLACED): Transition(_S.ASKED_REST, (_A.ASK,)),
+    (_S.PLACING_REST, _E.PLACED): StreamTransition(_S.ASKED_REST, (_A.ASK,)),
     (_S.PLACING_REST, _E.UNPLACED): _FAIL,
-    (_S.ASKED_REST, _E.HEAD): Transition(_S.STREAMING, (_A.NOTE_CONTINUED, _A.RELAY)),
+    (_S.ASKED_REST, _E.HEAD): StreamTransition(_S.STREAMING, (_A.NOTE_CONTINUED, _A.RELAY)),
     # A refusal of the rest is no answer for the client, who has the first part.
-    (_S.ASKED_REST, _E.ANSWERED): Transition(_S.BROKEN, (_A.JUDGE,)),
-    (_S.ASKED_REST, _E.ELSEWHERE): Transition(_S.PLACING_REST, (_A.PLACE,)),
-    (_S.ASKED_REST, _E.BREAKS): Transition(_S.BROKEN, (_A.JUDGE,)),
+    (_S.ASKED_REST, _E.ANSWERED): StreamTransition(_S.BROKEN, (_A.JUDGE,)),
+    (_S.ASKED_REST, _E.ELSEWHERE): StreamTransition(_S.PLACING_REST, (_A.PLACE,)),
+    (_S.ASKED_REST, _E.BREAKS): StreamTransition(_S.BROKEN, (_A.JUDGE,)),
 }
-FIRST: Final = Transition(_S.PLACING, (_A.PLACE,))
+FIRST: Final = StreamTransition(_S.PLACING, (_A.PLACE,))
 # The events that an action can tell. Output and finish reasons come while events are forwarded.
-TELLS: Final[Mapping[Action, frozenset[StreamEvent]]] = {
+TELLS: Final[Mapping[StreamAction, frozenset[StreamEvent]]] = {
     _A.PLACE: frozenset((_E.PLACED, _E.UNPLACED, _E.LEFT)),
     _A.ASK: frozenset((_E.HEAD, _E.ANSWERED, _E.ELSEWHERE, _E.BREAKS, _E.FATAL, _E.LEFT)),
     _A.RELAY: frozenset((_E.OUTPUT, _E.FINISH, _E.COMPLETE, _E.MOVED, _E.BREAKS, _E.FATAL, _E.LEFT)),
@@ -181,9 +181,9 @@ class StreamMachine:
 
     @property
     def ended(self) -> bool:
-        return self.state is State.ENDED
+        return self.state is StreamState.ENDED
 
-    def handle(self, event: StreamEvent, *, headed: bool) -> tuple[Action, ...]:
+    def handle(self, event: StreamEvent, *, headed: bool) -> tuple[StreamAction, ...]:
         """The actions after an event. `headed`: the client has a head, so no status can follow. Raises KeyError for an event
         that cannot come in this state."""
         transition = TABLE[self.state, event]

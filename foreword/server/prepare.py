@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints
 from foreword.api.chat_template import chat_text
+from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
@@ -158,7 +159,7 @@ def _job(
             reader_for(engine.tokenizer, request, formats, one, one.index, None if one.output else prompts[0].shown)
             for one in requests
         )
-    writer = dialect.writer(request, head)
+    writer = writer_for(request, head)
     resumed = given.sent_tokens if given is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
 
