@@ -114,7 +114,7 @@ class ResponseStream:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether enough is known to tell what the client has of a response that another replica computes again."""
+        """Whether enough is known to tell what the client has of a response that another replica repeats."""
         return self.exact and self.text_only and bool(self.prompt_ids)
 
     @property

@@ -5,7 +5,7 @@
 Thirty kinds of requests to Foreword's servers; with `--vllm` those that a router continues between servers of vLLM
 (FOREWORD_VLLM_PYTHON). Each is asked once undisturbed and then with breaks: before the head, behind each event, and again soon
 after the failover. Compared are the text, calls, reasoning, token ids, log-probabilities and ending of each choice, the usage,
-that there is one id and one end, and that the router's ledger has the request once, with the usage that the client was told.
+that there is one id and one end, and that the router's ledger has the request once, with the usage that the client got.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def plain_calls(heard_here: dict[str, Any]) -> dict[str, Any]:
 
 
 class Campaign:
-    """Streams through one router. `told`: the usage that the client was told, by the id of the request."""
+    """Streams through one router. `told`: the usage that the client got, by the id of the request."""
 
     def __init__(self, router: RouterProcess, scissors: Scissors, ledger: Path, model: str) -> None:
         self._router, self._scissors, self._ledger, self._model = router, scissors, ledger, model
