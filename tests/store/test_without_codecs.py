@@ -1,4 +1,4 @@
-"""Stores where the package with the codecs is not installed: URLs without a codec work, and one with a codec says what to install."""
+"""Stores where the package with the codecs is not installed: URLs with a codec say what to install."""
 
 from __future__ import annotations
 
