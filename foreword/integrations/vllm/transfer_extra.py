@@ -16,7 +16,6 @@ import torch
 
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig
 from foreword.integrations.vllm.extra_parts import part
 from foreword.integrations.vllm.step_messages import (
     BlockLease,
@@ -26,6 +25,7 @@ from foreword.integrations.vllm.step_messages import (
 )
 from foreword.store.base import Name, Store
 from foreword.store.types import Opener, StoreUrl
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
