@@ -62,7 +62,7 @@ def portable_layout(layout: object, units: Mapping[str, object]) -> PortableLayo
     return found
 
 
-class TierWatch(Protocol):
+class ChangeWatch(Protocol):
     """Changes in the tiers of one rank's store."""
 
     @property
@@ -70,10 +70,10 @@ class TierWatch(Protocol):
         """Whether there are some."""
 
     def take(self) -> list[TierChange]:
-        """Those since the last call."""
+        """Take the changes since the last call."""
 
 
-class TierEvents(Protocol):
+class ChangeEvents(Protocol):
     """vLLM's KV events for the tiers.
 
     Attributes:
@@ -92,10 +92,10 @@ class TierEvents(Protocol):
         """A lookup found this block in no tier: publish its removal if another process has evicted it."""
 
     def take(self) -> list[Any]:
-        """The events since the last call."""
+        """Take the events since the last call."""
 
 
-def tier_watch(store: TieredStore, units: Sequence[BlockUnits]) -> TierWatch | None:
+def tier_watch(store: TieredStore, units: Sequence[BlockUnits]) -> ChangeWatch | None:
     """Collect the changes in the tiers of one rank's store; None without the extras. `units`: how the rank's blocks divide, by
     KV group."""
     make = of_product(f"{_PACKAGE}.tier_events:TierWatch")
@@ -104,7 +104,7 @@ def tier_watch(store: TieredStore, units: Sequence[BlockUnits]) -> TierWatch | N
 
 def tier_events(
     tiers: Sequence[tuple[Reach, str]], parts: Sequence[int], block_sizes: Sequence[int]
-) -> TierEvents | None:
+) -> ChangeEvents | None:
     """KV events for these tiers; None and a warning without the extras.
 
     Args:
@@ -116,7 +116,7 @@ def tier_events(
     if make is None:
         logger.warning("Foreword: vLLM's KV events say nothing of the stores: that needs %s", _MISSING)
         return None
-    found: TierEvents = make(tiers, parts, block_sizes)
+    found: ChangeEvents = make(tiers, parts, block_sizes)
     return found
 
 

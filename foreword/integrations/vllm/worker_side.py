@@ -24,7 +24,7 @@ from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.connector_metrics import REPORT_SECONDS, ForewordStats, StatsReader
 from foreword.integrations.vllm.control_extra import retire
-from foreword.integrations.vllm.extra_parts import TierWatch, tier_watch
+from foreword.integrations.vllm.extra_parts import ChangeWatch, tier_watch
 from foreword.integrations.vllm.kv_probe import measure, resolved_attributes, rotary_embeddings, weight_attributes
 from foreword.integrations.vllm.kv_views import block_views
 from foreword.integrations.vllm.late_saves import LateSaves
@@ -122,7 +122,7 @@ class ForewordConnectorWorker:
         self._adapters = loaded_adapters() if info.config.lora_config is not None else LoadedAdapters()
         self._load_seconds: list[float] = []
         self._stats: StatsReader | None = None
-        self._changes: TierWatch | None = None
+        self._changes: ChangeWatch | None = None
         self._addresses: Callable[[], list[int]] = list
         self._registered: list[int] = []
         self._model: Any = None
