@@ -27,7 +27,7 @@ from foreword.router.attempt import Attempt, DecisionLog
 from foreword.router.auth import RouterAuth
 from foreword.router.cost_file import CostFile
 from foreword.router.event_subscriber import KvEventSubscription
-from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras
+from foreword.router.extras import Audit, Misses, Prefixes, WarmUp, extras_for, installed_extras, order_for
 from foreword.router.prompts import PromptTokenizer
 from foreword.router.replica_metrics import UNKNOWN, ReplicaMetrics
 from foreword.router.replica_pool import ReplicaPool, key_model, short
@@ -130,7 +130,7 @@ class Router:
         self._limits: tuple[object, Limits] = (None, Limits())
         self.origins = frozenset(config.server.allowed_origins)
         self.unknown_fields = config.server.unknown_fields
-        self.order = config.server.prompt_order
+        self.order = order_for(config.server)
         self.stream_keep_alive = config.server.stream_keep_alive
         self.server_config = config.server
         self.decisions = DecisionLog(config.router.decisions)

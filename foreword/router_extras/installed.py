@@ -14,7 +14,7 @@ from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
 from foreword.router.auth import RouterAuth
-from foreword.router.extras import Audit, RouterExtras
+from foreword.router.extras import Audit, Order, RouterExtras
 from foreword.router.replicas import ReplicaSpec
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
@@ -68,6 +68,11 @@ class InstalledExtras(RouterExtras):
     def misses(self, router: Router, config: ServerConfig) -> RouterMisses:
         recorder = None if config.record is None else TraceRecorder(Path(config.record), salt=config.record_salt)
         return RouterMisses(router.metrics, router.decisions, recorder)
+
+    def order(self, config: ServerConfig) -> Order:
+        from foreword.router_extras.ordered_prompts import OrderedPrompts
+
+        return OrderedPrompts(config)
 
     def tracer(self, endpoint: str) -> Tracer:
         from foreword.observability.tracing import Tracer
