@@ -1,9 +1,9 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, the order of prompts, a tokenizer of its own. The others are used
-where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes of
-misses, and the warm-up of replicas that join. The classes here are what a router does without them.
+hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The others
+are used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
+of misses, and the warm-up of replicas that join. The classes here are what a router does without them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from foreword.observability.tracing import Tracer
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
+    from foreword.routing.cost_kinds import CostKinds
     from foreword.routing.fleet import Fleet
     from foreword.tokens.tokenizer import Tokenizer
 
@@ -231,6 +232,10 @@ class RouterExtras(ABC):
     @abstractmethod
     def misses(self, router: Router, config: ServerConfig) -> Misses:
         """The causes of cache misses, and the trace that `config.record` names. Raises ConfigError."""
+
+    @abstractmethod
+    async def keep_costs(self, kinds: CostKinds, path: str) -> None:
+        """Keep learned costs in a file until cancelled. Restores them before it first waits."""
 
     @abstractmethod
     def order(self, config: ServerConfig) -> Order:
