@@ -1,8 +1,8 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
 Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The others
-are used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
+hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The rest
+is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
 of misses, and the warm-up of replicas that join. The classes here are what a router does without them.
 """
 
