@@ -24,7 +24,7 @@ from foreword.router.attempt import Attempt, as_header
 from foreword.router.completions import check_fields
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import RoutedRequest
-from foreword.router.replica_body import TRANSLATED, arranged, replica_body
+from foreword.router.replica_body import TRANSLATED, replica_body
 from foreword.router.replicas import Upstream, clock
 from foreword.router.service import Router
 from foreword.router.suspicious import SuspiciousRequest
@@ -181,7 +181,7 @@ class Picker:
         try:
             async with asyncio.timeout(router.config.picker_timeout):
                 check_fields(router, call, request)
-                request = arranged(request, router.order, router.pool(request.model).model)
+                request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(call, request, among)
                 attempt = await routed.place()
         except SuspiciousRequest:  # the gateway would send it to a third replica
