@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -40,8 +41,6 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
-    ENCODERS,
-    EncoderRecord,
     base_digest,
     log,
     settings_digest,
@@ -53,7 +52,7 @@ from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
-from foreword.store.shared_records import SharedRecords
+from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
@@ -68,6 +67,20 @@ _FOLLOW_SECONDS = 5.0
 _MOST_OTHERS = 4
 # A payload begins with the tensor's dtype and shape: 16 letters, then two uint32.
 _SHAPE = struct.Struct("<16sII")
+
+
+class EncoderRecord(msgspec.Struct, frozen=True):
+    """Which namespace's encoder outputs are used by servers with the namespace after which the record is named. `model`:
+    hexadecimal."""
+
+    model: str
+
+    def __post_init__(self) -> None:
+        if len(bytes.fromhex(self.model)) != sha256().digest_size:
+            raise ValueError("model")
+
+
+ENCODERS: Final = RecordKind("encoders", EncoderRecord)
 
 
 @dataclass(frozen=True, slots=True)
