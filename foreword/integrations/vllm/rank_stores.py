@@ -1,5 +1,5 @@
-"""Lookups from vLLM's scheduler, if it is in another process than its workers: in the stores, in other instances (`peer://`), and
-in the workers' memory, each with a store per rank.
+"""Lookups from vLLM's scheduler, if it is in another process than its workers: in the stores, and with the extras in other
+instances (`peer://`) and in the workers' memory.
 """
 
 from __future__ import annotations
