@@ -26,9 +26,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -50,9 +49,10 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
+from foreword.integrations.vllm_extras.encoder_records import ENCODERS, EncoderRecord
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
-from foreword.store.shared_records import RecordKind, SharedRecords
+from foreword.store.shared_records import SharedRecords
 from foreword.store.tier import used_once
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store, parse
@@ -67,20 +67,6 @@ _FOLLOW_SECONDS = 5.0
 _MOST_OTHERS = 4
 # A payload begins with the tensor's dtype and shape: 16 letters, then two uint32.
 _SHAPE = struct.Struct("<16sII")
-
-
-class EncoderRecord(msgspec.Struct, frozen=True):
-    """Which namespace's encoder outputs are used by servers with the namespace after which the record is named. `model`:
-    hexadecimal."""
-
-    model: str
-
-    def __post_init__(self) -> None:
-        if len(bytes.fromhex(self.model)) != sha256().digest_size:
-            raise ValueError("model")
-
-
-ENCODERS: Final = RecordKind("encoders", EncoderRecord)
 
 
 @dataclass(frozen=True, slots=True)
