@@ -19,22 +19,22 @@ from servers import RedisServer, S3Server
 from foreword.blocks.fair_share import tenant_of
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.salt import Salt, ungenerated, with_generation
-from foreword.config import EncryptionConfig
 from foreword.conformance import FlakyStore, StoreContract, make_frames, names_of, read, soon, whole
 from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
 from foreword.store import data_keys, master_keys
 from foreword.store.base import FOREIGN, Store
-from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
+from foreword.store.data_keys import SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.engine_store import EngineStore
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
+from foreword.store.frame import ENCRYPTED, HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
 from foreword.store.store_keys import keys_from_environment
 from foreword.store.tier_counters import TierState
 from foreword.store.tiered import TieredStore
 from foreword.store.urls import open_store
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.checks import check_stores_and_peers
 from foreword.transfer_config import TransferConfig
 
