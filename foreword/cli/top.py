@@ -15,7 +15,7 @@ import typer
 
 from foreword.cli.commands import described
 from foreword.cli.server_client import check_url
-from foreword.config import read_secret
+from foreword.config_layers import read_secret
 from foreword.errors import ConfigError, reason_of
 from foreword.observability.scrape import Kind, Period, Scrape
 
@@ -29,7 +29,7 @@ _ANSWER_SECONDS: Final = 5.0
 # Scrapes that are kept of each server, evenly over the period that is shown.
 _KEPT: Final = 4
 _NAMES: Final[dict[Kind, str]] = {"vllm": "vLLM", "sglang": "SGLang", "server": "Foreword", "router": "router"}
-# The beginning of the names of tiers' metrics, and their ends: bytes read and written, blocks found, missed and damaged.
+# Names of tiers' metrics, a prefix and the rest: bytes read and written, blocks found, missed and damaged.
 _OF_CONNECTORS: Final = (
     *("loaded_bytes_total", "saved_bytes_total"),
     *("loaded_blocks_total", "missed_blocks_total", "corrupt_blocks_total"),
@@ -162,7 +162,7 @@ class WatchedServer:
             self._scrapes.popleft()
 
     def period(self) -> Period | None:
-        """What happened within the window; with one scrape, since the process started."""
+        """Growth within the window; with one scrape, since the process started."""
         if self.problem or self._latest is None:
             return None
         now, latest = self._latest
@@ -251,7 +251,7 @@ def _replica_rows(url: str, period: Period) -> Iterator[ReplicaRow]:
 
 
 def view_of(watched: Sequence[WatchedServer]) -> View:
-    """What the last scrapes of the servers show."""
+    """Tables of the last scrapes of the servers."""
     view, problems = View(), list[tuple[int, str]]()
     for server in watched:
         period = server.period()

@@ -1,12 +1,10 @@
-"""What a server publishes at `/metrics`, read at one time, and what happened between two of these."""
+"""Metrics of a server as Prometheus reads them, and their growth between two looks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from typing import Final, Literal
-
-from prometheus_client.parser import text_string_to_metric_families
 
 Kind = Literal["server", "router", "vllm", "sglang"]
 
@@ -24,6 +22,8 @@ class Scrape:
 
     def __init__(self, text: str) -> None:
         """Raises ValueError for what is not Prometheus' text format."""
+        from prometheus_client.parser import text_string_to_metric_families
+
         self.text = text
         self._series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
@@ -68,7 +68,7 @@ class Scrape:
 
 
 class Period:
-    """What counters and histograms did between two scrapes of one process.
+    """Growth of counters and histograms between two scrapes of one process.
 
     Attributes:
         seconds: the length of the period; None if it began with the process, whose start is not known.
