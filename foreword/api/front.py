@@ -403,8 +403,6 @@ class Front:
             ending.end(status)
         return answer
 
-    # The steps of a request, for callers that are no coroutine from its head to its end
-
     def begin(self, exchange: Exchange) -> Ending:
         """A request has come. `Ending.end` accounts for it, whatever happens between."""
         if self.before is not None:
@@ -416,8 +414,7 @@ class Front:
         return Ending(call, self)
 
     def admit(self, call: Call, route: Route[Handler]) -> None:
-        """Check the caller's rights, and count the request against its tenant's quota. Raises Unauthorized, Forbidden,
-        RateLimited, and what `ready` raises."""
+        """Check rights, readiness and quota. Raises Unauthorized, Forbidden, RateLimited, and what `ready` raises."""
         call.tenant = self.rights.check(route.right, call.headers, call.exchange.address, route.name)
         self.ready(route)
         if route.meter is Meter.FREE:
@@ -431,8 +428,7 @@ class Front:
             call.span = self.tracer.request(self.span_name, call.headers, attributes)
 
     async def read(self, call: Call, route: Route[Handler]) -> None:
-        """Read the query and the body as the route declares them. Raises BadRequest, BodyTooLarge, UnsupportedMediaType,
-        BodyTimeout, QueueFull, ClientGone."""
+        """Read the query and the body as the route declares them. Raises BadRequest, QueueFull, ClientGone."""
         call.query = route.read_query(call.exchange.query)
         if isinstance(route.body, JsonBody):
             await self._read(call, route.body)

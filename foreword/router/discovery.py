@@ -108,7 +108,7 @@ class Discovery:
             unready = {spec.url for spec, ready in found.items() if not ready}
             self._apply(list(found), f"service {service}", unready)
 
-        await extras_for("--replica-service").watch_service(self._config, text, changed, self._router.known_blocks)
+        await extras_for("--replica-service").watch_service(self._router, text, changed)
 
     def _apply(self, wanted: list[ReplicaSpec], source: str, unready: Collection[str] = ()) -> None:
         """Make the replicas from this source equal to `wanted`. Those in `unready` get no requests."""

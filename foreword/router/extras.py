@@ -212,14 +212,10 @@ class RouterExtras(ABC):
 
     @abstractmethod
     async def watch_service(
-        self,
-        config: RouterConfig,
-        text: str,
-        changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
-        blocks: Callable[[str], int],
+        self, router: Router, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
     ) -> None:
         """Watch a Service, given as in `replica_services`, until cancelled. `changed` gets its name and all its replicas, and
-        whether each is ready, after every change. `blocks`: how many the replica of a URL holds, for `pod_deletion_cost`."""
+        whether each is ready, after every change."""
 
     @abstractmethod
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:

@@ -271,12 +271,6 @@ class Router:
         if pool is not None:
             pool.refresh(upstream)
 
-    def known_blocks(self, url: str) -> int:
-        """The number of blocks that a replica is known to hold; 0 for one that is not known."""
-        upstream = self.upstreams.get(url)
-        pool = self.pool_of(upstream) if upstream is not None else None
-        return pool.fleet.directory.blocks(url) if pool is not None else 0
-
     def pool_of(self, upstream: Upstream) -> ReplicaPool | None:
         return self.pools.get(upstream.model or "")
 

@@ -49,15 +49,11 @@ class InstalledExtras(RouterExtras):
         check_services(config)
 
     async def watch_service(
-        self,
-        config: RouterConfig,
-        text: str,
-        changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
-        blocks: Callable[[str], int],
+        self, router: Router, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]
     ) -> None:
         from foreword.router_extras.pod_costs import watch_service
 
-        await watch_service(config, text, changed, blocks)
+        await watch_service(router, text, changed)
 
     def audit(self, auth: RouterAuth, is_idle: Callable[[], bool], config: RouterConfig) -> Audit:
         from foreword.router_extras.replica_audit import ReplicaAudit

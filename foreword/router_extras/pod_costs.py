@@ -13,8 +13,8 @@ from typing import Final
 
 import aiohttp
 
-from foreword.process_config import RouterConfig
 from foreword.router.replicas import CONNECTION_ERRORS, ReplicaSpec
+from foreword.router.service import Router
 from foreword.router_extras.kubernetes import ApiServer, Pod, ServiceSpec, ServiceWatch
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,15 @@ class PodCosts:
             return False
 
 
-async def watch_service(
-    config: RouterConfig,
-    text: str,
-    changed: Callable[[str, Mapping[ReplicaSpec, bool]], None],
-    blocks: Callable[[str], int],
-) -> None:
+async def watch_service(router: Router, text: str, changed: Callable[[str, Mapping[ReplicaSpec, bool]], None]) -> None:
     """See `RouterExtras.watch_service`."""
+    config = router.config
     service, api = ServiceSpec.parse(text), ApiServer(config.kubernetes_api, config.kubernetes_credentials)
     watch = ServiceWatch(api, service, lambda found: changed(str(service), found))
+
+    def blocks(url: str) -> int:
+        pool = router.pool_of(router.upstreams[url]) if url in router.upstreams else None
+        return pool.fleet.directory.blocks(url) if pool is not None else 0
+
     work = [watch.run(), *([PodCosts(api, watch.pods, blocks).run()] if config.pod_deletion_cost else [])]
     await asyncio.gather(*work)
