@@ -2,7 +2,7 @@
 imports those below it only.
 
 python tests/products.py                 prints the names of all products, one a line
-python tests/products.py stores          prints the files of tests of a product, but for those that read the sources of a checkout
+python tests/products.py stores          prints the files of tests of a product, but for those that read a checkout's sources
 python tests/products.py stores --needs  prints the products that must be there for them: itself, what it needs, what the
                                          processes of its tests use, and the contracts, which all tests need
 """
