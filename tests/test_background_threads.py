@@ -20,7 +20,8 @@ from foreword.blocks.layout import LayerLayout, Layout
 from foreword.engine.engine_stores import EngineStores
 from foreword.offload.policy import PATIENCE
 from foreword.offload.staging import StagingArena
-from foreword.store.background import Follower, set_background_cores, use_background_cores
+from foreword.store.background import set_background_cores, use_background_cores
+from foreword.store.follower import Follower
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore
 

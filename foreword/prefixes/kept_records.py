@@ -20,7 +20,7 @@ from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks
 from foreword.blocks.retention import MAX_PRIORITY
 from foreword.errors import StoreError
-from foreword.store.background import Follower
+from foreword.store.follower import Follower
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 

@@ -31,7 +31,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
-from foreword.store.background import Follower
+from foreword.store.follower import Follower
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tiered import TieredStore

@@ -22,7 +22,7 @@ from foreword.blocks.public import roots_behind
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.prefixes.mismatch import DEVICE, Mismatch
-from foreword.store.background import Follower
+from foreword.store.follower import Follower
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore

@@ -16,8 +16,8 @@ from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.kept_records import PREFIXES, RETENTIONS, Chain, RetainedRecord
-from foreword.store.background import Follower
 from foreword.store.base import Name
+from foreword.store.follower import Follower
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import SharedRecords, leave
 from foreword.store.tiered import TieredStore
