@@ -16,11 +16,11 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.keys import KEY_BYTES
 from foreword.blocks.public import PUBLIC_ROOT, PublicBlocks
 from foreword.blocks.retention import MAX_PRIORITY
 from foreword.errors import StoreError
-from foreword.store.background import Follower
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore
 
@@ -127,12 +127,12 @@ class PublicRecords:
         self.blocks = PublicBlocks()
         self._records = SharedRecords(store, PREFIXES, READ_SECONDS)
         self._prefix = PREFIXES.key(model[:32], PUBLIC_ROOT.hex(), "")
-        self._follower = Follower("foreword-public", self._scan, _SCAN_SECONDS)
-        self._follower.do(self._scan)
+        self._jobs = BackgroundJobs("public", most=1, tick=self._scan, every=_SCAN_SECONDS)
+        self._jobs.add(self._scan)
 
     def _scan(self) -> None:
         with contextlib.suppress(StoreError):  # then it is as it was
             self.blocks.set(record.chain for record in self._records.scan(self._prefix).values.values())
 
     def close(self) -> None:
-        self._follower.close(READ_SECONDS)
+        self._jobs.close(READ_SECONDS)

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from msgspec.structs import replace
 
 from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl
+from foreword.background_jobs import BackgroundJobs
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.router.attempt import DecisionLog
 from foreword.router.extras import Misses, ServedRequest
@@ -65,7 +66,7 @@ class RouterMisses(Misses):
         self._decisions = decisions
         self._recorder = recorder
         self._finder = MissFinder(window=_WINDOW)
-        self._thread = ThreadPoolExecutor(1, "misses")
+        self._jobs = BackgroundJobs("misses", most=_MAX_WAITING)
         self._passed = 0  # requests since the last that was compared
         self._held: RequestRecord | None = None
         self._waiting: dict[int, RequestRecord | None] = {}
@@ -90,13 +91,14 @@ class RouterMisses(Misses):
                 self._record(record)
             return None
         passed, self._passed = self._passed, 0
-        explained = asyncio.wrap_future(self._thread.submit(self._explain, served, passed))
+        explained = asyncio.wrap_future(self._jobs.submit(self._explain, served, passed))
         self._waiting[id(explained)] = record
         explained.add_done_callback(lambda done: self._note(served.id, done))
         return explained
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._jobs.stop()
+        self._jobs.close(threading.TIMEOUT_MAX)
         for record in self._waiting.values():
             if record is not None:
                 self._record(record)

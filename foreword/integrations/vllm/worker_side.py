@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ import transformers
 import vllm
 
 from foreword import __version__
+from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
@@ -61,7 +61,7 @@ from foreword.offload.load import StoreLoad
 from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
-from foreword.store.background import set_background_cores, use_background_cores
+from foreword.store.background import set_background_cores
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier import StoreTier
@@ -190,8 +190,7 @@ class ForewordConnectorWorker:
                 with self._persistent() as store:
                     announce(store, info.base, info.settings, info.model, engine_of(info.config))
             # Threads that are started on this thread inherit its cores.
-            with ThreadPoolExecutor(1, "foreword-open", use_background_cores) as pool:
-                pool.submit(self._open, started).result()
+            BackgroundJobs("open", most=1).submit(self._open, started).result()
         return self._info.model
 
     def tell_of_changes(self, told: Callable[[], object]) -> None:
