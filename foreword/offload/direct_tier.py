@@ -30,8 +30,9 @@ import torch
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
+from foreword.offload.direct_extra import DirectCopies, DirectExtra
 from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
-from foreword.offload.ring import PIECE_BYTES, DeviceRing, Part, Piece, RingLoad, TierMemory
+from foreword.offload.ring import PIECE_BYTES, PIECES_OF_A_LOAD, DeviceRing, Part, Piece, RingLoad, TierMemory
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
@@ -39,6 +40,7 @@ from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
+    from foreword.offload.load import StoreLoad
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Loan, Name, ReservedSlots
     from foreword.store.tier import StoreTier
@@ -80,17 +82,38 @@ class _Save:
 
 
 @dataclass(slots=True, eq=False)
-class DirectLoad:
-    """Blocks on their way from the tier into the device. `end` returns slots and piece."""
+class _TierLoad:
+    """Blocks on their way from the tier into the device. `release` returns slots and piece."""
 
+    tier: DirectTier
     copy: RingLoad
     names: Sequence[Name]
     size: int
-    end: Callable[[], None]
+    release: Callable[[], None]
     began: float = field(default_factory=time.monotonic)
 
+    @property
+    def copied(self) -> Event:
+        return self.copy.copied
 
-class DirectTier:
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def end(self, load: StoreLoad, *, copied: bool, timed: bool) -> None:
+        direct, began = self.tier, max(self.began, load.copied_at)
+        sound = self.copy.sound() if copied else 0
+        self.release()
+        load.copied_at = time.monotonic()
+        whole = sound == self.count
+        load.end_copy([direct.place] * sound if copied else None, whole=whole)
+        direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
+        if copied and not whole:
+            load.close()
+            direct.read_again(self.names[sound])
+
+
+class DirectTier(DirectCopies):
     """Saves into and loads from the first tier without a copy by the host.
 
     Args:
@@ -100,12 +123,10 @@ class DirectTier:
         writer: writes to further tiers.
         pinning: page-locks the tier's memory; None: it is not necessary.
 
-    Attributes:
-        usable: the device has passed the test. `state`: "on" then, or why not; "" as long as it is being tested.
-        saved, failed: blocks that the tier has stored or had, and that it has not.
     """
 
-    place: Final = 0
+    place = 0
+    loads_at_once = PIECES_OF_A_LOAD
 
     def __init__(
         self,
@@ -227,8 +248,6 @@ class DirectTier:
     # Saving, on the engine's thread or, as the caller takes care, one at a time
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
-        """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room. If they
-        cannot be copied directly, returns the tiers that are to get all of them through the staging arena."""
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
         if not self._is_pinned(reserved.slots, reserved.stride):
             self.tier.abandon(reserved)
@@ -256,7 +275,6 @@ class DirectTier:
             time.sleep(min(timeout, _ROOM_PAUSE))
 
     def launch(self) -> None:
-        """Queue the copies of what was reserved. On return the blocks may be overwritten by work that is queued after."""
         saves, self._waiting = self._waiting, []
         if not saves:
             return
@@ -331,25 +349,45 @@ class DirectTier:
 
     @property
     def pending(self) -> int:
-        """Blocks whose copies have not ended."""
         with self._changed:
             return self._pending
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was saved is published. False if that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
     # Loading, on the threads of the loads
 
     def count(self, places: Sequence[int], done: int, size: int) -> int:
-        """How many blocks of a load, from number `done` on, this tier has together, of at most so many bytes."""
         if not self.usable:
             return 0
         most = max(min(size, self.ring.piece_bytes) // (HEADER_BYTES + max(self.ring.block_bytes)), 1)
         return len([*itertools.takewhile(self.place.__eq__, places[done : done + most])])
 
-    def load(
+    @property
+    def has_room(self) -> bool:
+        return self.ring.free
+
+    def load(self, load: StoreLoad, done: int, count: int, deadline: float) -> _TierLoad | None:
+        piece = self.ring.wait_for(deadline)
+        if piece is None:
+            return None
+        end, began = done + count, False
+
+        def begin() -> bool:
+            nonlocal began
+            began = load.begin_copy()
+            return began
+
+        parts = load.names[done:end], load.groups[done:end], load.blocks[done:end]
+        try:
+            return self._queue(piece, *parts, None if done else load.mark, begin)
+        except BaseException:
+            if began:
+                load.end_copy([])
+            raise
+
+    def _queue(
         self,
         piece: Piece,
         names: Sequence[Name],
@@ -357,7 +395,7 @@ class DirectTier:
         blocks: Sequence[int],
         mark: Event | None,
         begin: Callable[[], bool],
-    ) -> DirectLoad | None:
+    ) -> _TierLoad | None:
         """Queue the copies of blocks into units of their groups, up to the first that the tier does not have. None, and the
         piece is free, if there is none, or `begin` says that nothing may be copied any more."""
         with contextlib.ExitStack() as stack:
@@ -380,7 +418,7 @@ class DirectTier:
                     self.ring.loaded().synchronize()
                 raise
             size = sum(len(data) for data in loan.frames[:count])
-            return DirectLoad(copy, names[:count], size, stack.pop_all().close)
+            return _TierLoad(self, copy, names[:count], size, stack.pop_all().close)
 
     def _usable(self, loan: Loan, groups: Sequence[int], piece: Piece) -> int:
         """How many of the first lent frames are as long as those of their groups, page-locked, and have room in a piece."""
@@ -395,8 +433,9 @@ class DirectTier:
             count += 1
         return count
 
-    def read_again(self, name: Name, size: int) -> None:
+    def read_again(self, name: Name) -> None:
         """Read a block on the host that the device found wrong: it is counted, and deleted if it is damaged."""
+        size = HEADER_BYTES + max(self.ring.block_bytes)
         self.tier.get([name], [memoryview(bytearray(size))], time.monotonic() + _CALL_SECONDS)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
@@ -407,7 +446,7 @@ class DirectTier:
             self._pinned.close(timeout)
 
 
-def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
+def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
     """The first tier, for copies without the host, or None and a line in the log that says what is missing."""
     memory = store.tiers[0].store.memory if store.writable[:1] == (0,) else None
     ring: DeviceRing | None = None
@@ -423,7 +462,9 @@ def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) 
     elif torch.version.hip:
         reason = "it was never tried with AMD's devices"
     else:
-        ring = staging.device_ring(PIECE_BYTES)
+        queues = staging.queues
+        if queues is not None:
+            ring = DeviceRing(staging.planes(), staging.block_bytes, staging.device, queues, PIECE_BYTES)
         reason = "" if ring is not None else "KV is on the CPU"
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
@@ -441,3 +482,11 @@ def _made_up(size: int) -> Header:
     """The header of a block that no chain has."""
     layout, root, key, parent = (os.urandom(n) for n in (FINGERPRINT_BYTES, ROOT_BYTES, KEY_BYTES, KEY_BYTES))
     return Header(layout, root, key, parent, 0, RAW, size, size)
+
+
+class _Extra(DirectExtra):
+    def open(self, store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
+        return _open(store, staging, writer)
+
+
+DIRECT: Final = _Extra()
