@@ -66,7 +66,7 @@ class _FailedJobs(logging.Handler):
 
 
 _failed_jobs = _FailedJobs()
-logging.getLogger("foreword.background_jobs").addHandler(_failed_jobs)
+logging.getLogger("foreword.store.background_jobs").addHandler(_failed_jobs)
 
 
 @pytest.fixture(autouse=True)

@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.store.background import at_once, background_thread, set_background_cores
+from foreword.store.background_jobs import BackgroundJobs, all_jobs
 
 LIMIT = 60.0
 
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level(logging.CRITICAL, "foreword.background_jobs"):
+    with caplog.at_level(logging.CRITICAL, "foreword.store.background_jobs"):
         yield
 
 
@@ -275,7 +275,7 @@ def test_too_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         left -= 1
         return background_thread(*args, **kwargs)
 
-    monkeypatch.setattr("foreword.background_jobs.background_thread", start)
+    monkeypatch.setattr("foreword.store.background_jobs.background_thread", start)
     jobs = BackgroundJobs("test", most=None, threads=4)
     assert [jobs.submit(lambda: 1).result(LIMIT) for _ in range(5)] == [1] * 5
     assert jobs.close(LIMIT)
@@ -310,3 +310,14 @@ def test_calls_that_wait_for_each_other() -> None:
     """Each call has a thread of its own unless fewer are asked for."""
     meet = threading.Barrier(4)
     assert at_once([lambda: meet.wait(LIMIT) >= 0] * 4) == [True] * 4
+
+
+def test_bounds_can_be_looked_at() -> None:
+    """All queues of a process can be listed with what waits and the bound."""
+    jobs = BackgroundJobs("test-bounds", most=3)
+    held = Held(jobs)
+    held.hold()
+    jobs.add(lambda: None)
+    assert [(one.waiting, one.most) for one in all_jobs() if one.name == "test-bounds"] == [(1, 3)]
+    held.gate.set()
+    assert jobs.close(LIMIT)

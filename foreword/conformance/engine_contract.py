@@ -12,10 +12,10 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import pytest
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.conformance.flaky import Fault, FlakyStore
 from foreword.conformance.frames import soon
 from foreword.store.background import at_once
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.tiered import TieredStore

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.disaggregation.context import EngineContext, EngineThread
 from foreword.disaggregation.kv_transfer import KVSend, KVSender
 from foreword.disaggregation.live_migration import Migrations, OutgoingMigration
@@ -23,6 +22,7 @@ from foreword.engine.loop import EngineCore
 from foreword.engine.request import Request
 from foreword.engine.sequence import SequenceState, Step
 from foreword.errors import BadRequest, ForewordError
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.tokens.token_logprob import TokenLogprob
 from foreword.transfer.link import Payload
 from foreword.transfer.transfer_endpoint import TransferEndpoint

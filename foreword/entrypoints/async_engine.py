@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.common_prefixes import CommonPrefix, common_prefixes
 from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
@@ -43,6 +42,7 @@ from foreword.futures import complete
 from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer_config import TransferConfig
 
@@ -477,6 +477,7 @@ class AsyncEngine:
         if self.instance is not None:
             self.instance.close()
         self._compilers.stop()
+        self.unclaimed.close()
         if self._parts.keys is not None:
             self._parts.keys.on_end.remove(self._generation_ended)
         self._parts.close_stores()

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.resume import alignment
 from foreword.offload.policy import search_seconds
 from foreword.offload.search import Found, StoredGroup, find_resumable
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
 

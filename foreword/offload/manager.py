@@ -27,7 +27,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
@@ -39,6 +38,7 @@ from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Loan, Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord

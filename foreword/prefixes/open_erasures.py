@@ -19,7 +19,6 @@ from typing import Final
 
 import msgspec
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.salt import DIGEST_BYTES, TENANT_BYTES, Salt, ungenerated
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import (
@@ -32,6 +31,7 @@ from foreword.prefixes.erasure import (
     destroy_keys,
     erase_prefixes,
 )
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.shared_records import RecordKind, SharedRecords, leave
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tiered import TieredStore

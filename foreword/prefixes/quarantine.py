@@ -17,12 +17,12 @@ from typing import Final
 
 import msgspec
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.blocks.public import roots_behind
 from foreword.errors import StoreError
 from foreword.prefixes.erasure import forget_chain
 from foreword.prefixes.mismatch import DEVICE, Mismatch
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import RecordKind, SharedRecords
 from foreword.store.tiered import TieredStore

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.public import PUBLIC_ROOT, is_public
 from foreword.blocks.retention_book import Retained, RetentionBook
 from foreword.errors import StoreError
 from foreword.offload.search import StoredGroup
 from foreword.prefixes.kept_records import PREFIXES, RETENTIONS, Chain, RetainedRecord
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.machine import clock_id
 from foreword.store.shared_records import SharedRecords, leave

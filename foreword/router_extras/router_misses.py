@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from foreword.api.misses.causes import Miss, MissFinder
 from foreword.api.request import CacheControl
-from foreword.background_jobs import BackgroundJobs
 from foreword.observability.recording import RequestRecord, TraceRecorder
 from foreword.router.attempt import DecisionLog
 from foreword.router.extras import Misses, ServedRequest
 from foreword.router.router_metrics import RouterMetrics
 from foreword.routing.fleet import Fleet, PlacedRequest
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.usage import MissExplained
 
 # Shorter prompts cost too little to ask why.

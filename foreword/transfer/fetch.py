@@ -10,9 +10,9 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import ProtocolViolation, TransferError, TransferRefused, TransferTimeout
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel
 from foreword.transfer.link import Received
 from foreword.transfer.transfers import TransferService

@@ -20,10 +20,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.config import parse_bytes
 from foreword.errors import ConfigError, PeerGone, PeerRejected, TransferError, TransferUnavailable
 from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.transfer.channel import Channel, LinkTraffic
 from foreword.transfer.connection import Connection
 from foreword.transfer.fetch import FetchServer

@@ -44,7 +44,7 @@ from foreword.ledger import UsageLedger
 from foreword.newest import Newest
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.search import Found
-from foreword.prefixes.kept_records import PublicRecords
+from foreword.prefixes.public_records import PublicRecords
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.types import Reach
 from foreword.store.urls import parse

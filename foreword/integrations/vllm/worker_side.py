@@ -18,7 +18,6 @@ import transformers
 import vllm
 
 from foreword import __version__
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.layout import Layout, block_names
 from foreword.errors import ModelUnsupported
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
@@ -62,6 +61,7 @@ from foreword.offload.manager import OffloadManager
 from foreword.offload.portable_copies import PlaneGroup
 from foreword.offload.staging import StagingArena
 from foreword.store.background import set_background_cores
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Store
 from foreword.store.frame import HEADER_BYTES
 from foreword.store.tier import StoreTier

@@ -35,7 +35,6 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorRole,
 )
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.keys import Scope
 from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.errors import ConfigError, StoreError
@@ -52,6 +51,7 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords

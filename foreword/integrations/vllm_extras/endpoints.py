@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import Layout, block_names
 from foreword.config import parse_bytes
@@ -32,6 +31,7 @@ from foreword.integrations.vllm_extras.producers import KVProducers, LeaseReader
 from foreword.offload.device import Event
 from foreword.offload.slots import StagingSlots
 from foreword.offload.staging import StagingArena
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name, Store
 from foreword.store.frame import HEADER_BYTES, seal
 from foreword.store.memory.memory_store import MemoryStore

@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.errors import ConfigError, TransferError, TransferTimeout
 from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.newest import Newest
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
 from foreword.store.tier import StoreTier
 from foreword.store.wrappers import ReadOnlyStore

@@ -30,7 +30,6 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from foreword import __version__
-from foreword.background_jobs import BackgroundJobs
 from foreword.blocks.resume import GroupKind
 from foreword.config import parse_bytes
 from foreword.errors import StoreError
@@ -42,6 +41,7 @@ from foreword.integrations.vllm_offload.block_names import BlockGroup, RequestBl
 from foreword.integrations.vllm_offload.offload_identity import block_groups, namespace, read_settings
 from foreword.integrations.vllm_offload.row_jobs import RowJobs, Rows
 from foreword.offload.policy import search_seconds
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
 from foreword.store.shared_records import SharedRecords
 from foreword.store.tiered import TieredStore, TierSearch

@@ -19,9 +19,9 @@ from redis.connection import AbstractConnection, Connection, SSLConnection, pars
 from redis.crc import key_slot
 from redis.exceptions import RedisError
 
-from foreword.background_jobs import BackgroundJobs
 from foreword.errors import StoreConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.background import background_thread
+from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import time_left
 from foreword.store.redact import ESCAPES, redacted, split_url
 from foreword.store.redis.nodes import INFO, PLACES, RedisNode

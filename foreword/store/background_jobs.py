@@ -66,7 +66,7 @@ class BackgroundJobs:
 
     @property
     def failed(self) -> int:
-        """Jobs and ticks that raised, and for whose result nobody waits."""
+        """Jobs given to `add`, and ticks, that raised."""
         return self._work.failed
 
     @property
@@ -75,11 +75,11 @@ class BackgroundJobs:
         return self._work.queue.qsize()
 
     def add(self, job: Callable[[], object]) -> bool:
-        """Do a job for whose result nobody waits. False if it is refused: the queue is full or closed."""
+        """Do a job whose result is not needed. False if it is refused: the queue is full or closed."""
         return not self._give(_Job(job))
 
     def submit(self, job: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Future[Result]:
-        """Do a job for whose result the caller waits. Raises RuntimeError, as pools of the standard library do, if the queue is
+        """Do a job whose result the caller needs. Raises RuntimeError, as pools of the standard library do, if the queue is
         full or closed, or no thread can be started."""
         future: Future[Result] = Future()
         if refused := self._give(_Job(lambda: job(*args, **kwargs), future)):
@@ -152,7 +152,7 @@ _Queue = SimpleQueue[_Job | None]
 
 
 class _Work:
-    """What the threads refer to, so that a forgotten `BackgroundJobs` is collected and ends them."""
+    """The part that threads refer to, so that a forgotten `BackgroundJobs` is collected and ends them."""
 
     def __init__(self, name: str, tick: Callable[[], object] | None, every: float) -> None:
         self.name, self.tick, self.every, self.failed = name, tick, every, 0
@@ -189,7 +189,7 @@ class _Work:
         if job.future is None:
             try:
                 job.call()
-            except Exception:  # nobody waits for it, and the jobs behind it must be done
+            except Exception:  # no caller waits for it, and the jobs behind it must be done
                 self.failed += 1
                 logger.exception("a job of %s failed", self.name)
         elif job.future.set_running_or_notify_cancel():
@@ -235,7 +235,7 @@ _all: Final[weakref.WeakSet[BackgroundJobs]] = weakref.WeakSet()
 
 
 def all_jobs() -> list[BackgroundJobs]:
-    """Those of this process, for a look at their bounds."""
+    """The queues of this process, for a look at their bounds."""
     return list(_all)
 
 
