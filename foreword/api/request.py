@@ -17,6 +17,8 @@ from foreword.decoders import decode_json
 from foreword.errors import BadRequest
 from foreword.tokens.structured_output import StructuredOutput as OutputFormat
 
+# What a server is, to a router.
+ReplicaKind = Literal["foreword", "vllm", "openai"]
 DialectName = Literal["chat", "completions", "responses", "messages", "embeddings", "other"]
 Role = Literal["system", "user", "assistant", "tool"]
 Prompt = str | tuple[int, ...]
@@ -30,6 +32,7 @@ __all__ = [
     "Message",
     "OutputFormat",
     "Prompt",
+    "ReplicaKind",
     "Role",
     "Tool",
     "ToolCall",

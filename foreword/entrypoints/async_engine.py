@@ -22,7 +22,6 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.retention import MAX_PRIORITY, RetentionAnswer
 from foreword.blocks.salt import GENERATION_BYTES, NO_SALT, Salt, tenant_digest
 from foreword.blocks.session_book import SessionBook
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.disaggregation.block_server import BlockServer
 from foreword.disaggregation.instance import Instance
 from foreword.disaggregation.kv_view import KVView
@@ -43,6 +42,7 @@ from foreword.prefixes.erasure import described, erase_prefixes
 from foreword.prefixes.prefix_service import AsyncPrefixes, Registration
 from foreword.store.background import background_thread
 from foreword.store.background_jobs import BackgroundJobs
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer_config import TransferConfig
 

@@ -21,7 +21,6 @@ from foreword.blocks.public import public_keys
 from foreword.blocks.resume import KVGroup
 from foreword.blocks.salt import PUBLIC, tenant_digest
 from foreword.blocks.session_book import Alone
-from foreword.config import EncryptionConfig, StoreConfig
 from foreword.disaggregation.block_server import BlockServer, ChainIndex, Post
 from foreword.engine import model as models
 from foreword.engine import preflight
@@ -53,6 +52,7 @@ from foreword.store.frame import HEADER_BYTES
 from foreword.store.store_keys import StoreKeys, TenantKeys, keys_of
 from foreword.store.types import Reach
 from foreword.store.urls import loss_of, open_store, parse
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.tokens.tokenizer import Tokenizer
 from foreword.transfer.frame_server import num_frame_slots
 from foreword.transfer.peer import opener as peer_opener

@@ -22,8 +22,6 @@ from foreword.api import sse
 from foreword.api.dialects.answer_reader import UsageCounts, read_error
 from foreword.api.dialects.decode import is_set
 from foreword.api.dialects.registry import DIALECTS
-from foreword.api.dialects.writer import ResponseHead
-from foreword.api.errors import error_body
 from foreword.api.event_stream import HEADERS, EventStream, comments_of
 from foreword.api.front import Answer
 from foreword.api.outcomes import ClientGone
@@ -32,9 +30,10 @@ from foreword.router import disaggregated
 from foreword.router.attempt import Attempt, as_header, describe_error, describe_response
 from foreword.router.auth import response_headers
 from foreword.router.continuation import ContinuedResponse, StreamPosition, continuation_body, why_not_continuable
+from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, Translation, path_of, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, path_of, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream, report_of
 from foreword.router.suspicious import SuspiciousRequest
@@ -528,9 +527,7 @@ class _ResponseProxy:
         proxied = self.proxied
         if proxied.translation is not None:
             return proxied.translation.error_event(error)
-        if proxied.request.dialect in TRANSLATED:
-            return DIALECTS[proxied.request.dialect].writer(proxied.request, ResponseHead("", "", 0)).error(error)
-        return sse.encode(error_body(error))
+        return DIALECTS[proxied.request.dialect].error_event(proxied.request, error)
 
 
 async def _read_to_end(response: aiohttp.ClientResponse) -> None:

@@ -13,7 +13,8 @@ from msgspec import structs
 from foreword.api import stored_responses
 from foreword.api.dialects import messages
 from foreword.api.dialects.conversations import continued, conversation
-from foreword.api.dialects.registry import DIALECTS, Dialect
+from foreword.api.dialects.dialect import Dialect
+from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.responses_writer import ResponsesWriter
 from foreword.api.dialects.writer import to_json
 from foreword.api.event_stream import send_events

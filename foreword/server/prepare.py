@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreword.api import breakpoints
 from foreword.api.chat_template import chat_text
+from foreword.api.dialects.dialect_writers import writer_for
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.writer import ResponseHead
 from foreword.api.output import PromptInfo
@@ -147,7 +148,7 @@ def _job(
         for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
         for index in range(params.n)
     )
-    writer = dialect.writer(request, head)
+    writer = writer_for(request, head)
     resumed = len(request.continuation.output) if request.continuation is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from foreword.config import EncryptionConfig, read_text
+from foreword.config import read_text
 from foreword.errors import ConfigError, reason_of
 from foreword.store.background import background_thread
+from foreword.store_config import EncryptionConfig
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -24,7 +24,15 @@ from foreword.blocks.keys import FINGERPRINT_BYTES
 from foreword.blocks.layout import NAME_BYTES
 from foreword.errors import StoreConfigError, StoreError
 from foreword.store.background import at_once
-from foreword.store.base import MISSING, Name, Store, StoredBlock, StoreStatus, copy_error, step_deadline
+from foreword.store.base import (
+    MISSING,
+    Name,
+    Store,
+    StoredBlock,
+    StoreStatus,
+    copy_error,
+    step_deadline,
+)
 from foreword.store.frame import Frame, Header
 from foreword.store.tier import OnLate, StoreTier
 from foreword.store.tier_admission import AdmissionRule, BlockUse
@@ -238,7 +246,7 @@ class TieredStore(Store):
         deadline, asked = time.monotonic() + _WARM_UP_SECONDS, [tier for tier in self.tiers if tier.blocking]
         at_once([partial(tier.warm_up, names, deadline) for tier in asked])
 
-    def _turns(self, deadline: float) -> Iterator[tuple[int, float]]:
+    def turns(self, deadline: float) -> Iterator[tuple[int, float]]:
         """The index of each tier that may be read, and the deadline of a call of it, until the deadline has passed."""
         last = len(self.tiers) - 1
         for index, tier in enumerate(self.tiers):
@@ -280,7 +288,7 @@ class TieredStore(Store):
         """
         found: list[FetchedBlock | None] = [None] * len(names)
         late: set[int] = set()
-        for index, until in self._turns(deadline):
+        for index, until in self.turns(deadline):
             missing = [i for i, one in enumerate(found) if one is None and i not in late]
             if not missing:
                 break

@@ -14,7 +14,7 @@ from foreword.blocks.keys import Scope
 from foreword.blocks.layout import HEAD_UNITS, UNIT_TOKENS, BlockUnits, Layout, portable_units, whole_blocks
 from foreword.blocks.resume import GroupKind, alignment
 from foreword.blocks.salt import Salt
-from foreword.config import EncryptionConfig, StoreConfig, build
+from foreword.config_layers import build
 from foreword.errors import ConfigError, ModelUnsupported, did_you_mean
 from foreword.integrations.vllm.groups import ConnectorGroup, key_block_size, read_groups, stored_groups
 from foreword.integrations.vllm.namespace import (
@@ -32,6 +32,7 @@ from foreword.offload.search import StoredGroup
 from foreword.store.store_keys import StoreKeys, check_apart, data_keys_of, keys_from_environment
 from foreword.store.types import Reach
 from foreword.store.urls import check_stores, loss_of, parse
+from foreword.store_config import EncryptionConfig, StoreConfig
 from foreword.transfer_config import TransferConfig
 
 logger = logging.getLogger(__name__)

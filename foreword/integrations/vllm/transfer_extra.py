@@ -17,7 +17,6 @@ import torch
 
 from foreword.blocks.keys import TokenChain
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError
 from foreword.integrations.vllm.step_messages import (
     BlockLease,
@@ -27,6 +26,7 @@ from foreword.integrations.vllm.step_messages import (
 )
 from foreword.store.base import Name, Store
 from foreword.store.types import Opener, StoreUrl
+from foreword.store_config import EncryptionConfig
 from foreword.transfer_config import TransferConfig
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import Final
 import torch
 
 from foreword.blocks.layout import Layout
-from foreword.config import EncryptionConfig
 from foreword.integrations.vllm.connector_config import ConnectorSettings, KVCacheInfo
 from foreword.integrations.vllm.transfer_extra import Endpoint, Handoffs, InstanceEndpoint, TransferExtra
 from foreword.integrations.vllm_extras.endpoints import InstanceConnections, LookupEndpoint, rank_config
@@ -16,6 +15,7 @@ from foreword.integrations.vllm_extras.handoff import HandoffScheduler
 from foreword.integrations.vllm_extras.peer_ranks import lookup_peer_opener, rank_peer_opener, worker_memory
 from foreword.store.base import Store
 from foreword.store.types import Opener
+from foreword.store_config import EncryptionConfig
 from foreword.transfer.checks import check_listener, check_stores_and_peers
 from foreword.transfer.tls import check_encrypted
 from foreword.transfer_config import TransferConfig
