@@ -177,7 +177,7 @@ class EngineCore:
         compiled: CompiledOutput | None = None,
         constraint: Constraint | None = None,
     ) -> None:
-        """Queue a request; it becomes `params.n` sequences.
+        """Queue a request; it becomes `params.n` sequences, from its index on.
 
         Args:
             on_finish: called before the sequence's blocks go back.
@@ -190,7 +190,8 @@ class EngineCore:
         params = request.params
         seed = params.seed if params.seed is not None else self.limits.seed
         seed = secrets.randbits(62) if seed is None else seed % 2**63
-        sequences = [self._open(replace(request, index=index), seed, compiled, on_finish) for index in range(params.n)]
+        indices = range(request.index, request.index + params.n)
+        sequences = [self._open(replace(request, index=index), seed, compiled, on_finish) for index in indices]
         if request.output:
             self._continue(sequences[0], constraint)
         if params.prompt_logprobs is not None:

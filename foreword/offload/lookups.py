@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -23,7 +23,7 @@ from typing import Final
 from foreword.blocks.resume import alignment
 from foreword.offload.policy import search_seconds
 from foreword.offload.search import Found, StoredGroup, find_resumable
-from foreword.store.background_jobs import BackgroundJobs
+from foreword.store.background import use_background_cores
 from foreword.store.tier_counters import LookupOutcome
 from foreword.store.tiered import TieredStore, TierSearch
 
@@ -110,7 +110,7 @@ class StoreLookups:
         self._lookups: Counter[LookupOutcome] = Counter()
         self._tokens: Counter[LookupOutcome] = Counter()
         self._inline = 0
-        self._jobs = BackgroundJobs("find", most=None, threads=_THREADS)
+        self._threads = ThreadPoolExecutor(_THREADS, "foreword-find", use_background_cores)
         self._seconds = 0.0
 
     # Counts
@@ -174,7 +174,7 @@ class StoreLookups:
                 ending.set_result(None)
                 self._on_end()
 
-        search.tasks.append(self._jobs.submit(run))
+        search.tasks.append(self._threads.submit(run))
         if self._seconds < _QUICK:
             futures.wait([ending], 4 * _QUICK)
         return search
@@ -200,4 +200,4 @@ class StoreLookups:
         return 0.0 if only_remote else local, remote if has_remote else 0.0
 
     def close(self) -> None:
-        self._jobs.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -39,7 +39,7 @@ from foreword.offload.policy import PATIENCE, LoadCosts
 from foreword.offload.slot_reads import read_into, slots_target
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
-from foreword.store.background_jobs import BackgroundJobs
+from foreword.store.background import use_background_cores
 from foreword.store.base import Loan, Name
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header
 from foreword.store.layout_records import LAYOUTS, LayoutRecord
@@ -157,9 +157,9 @@ class OffloadManager:
         self.lookups = StoreLookups(store, lookup_timeout, load_timeout, lambda: self.prefill_rate.last, self._notify)
         self._load_timeout = load_timeout
         # Loads from memory have threads of their own: they never wait for a store that may block.
-        self._loaders = BackgroundJobs("load", most=None, threads=_LOADERS)
-        self._memory_loaders = BackgroundJobs("load-memory", most=None, threads=_MEMORY_LOADERS)
-        self._control = BackgroundJobs("control", most=None)
+        self._loaders = ThreadPoolExecutor(_LOADERS, "foreword-load", use_background_cores)
+        self._memory_loaders = ThreadPoolExecutor(_MEMORY_LOADERS, "foreword-load-memory", use_background_cores)
+        self._control = ThreadPoolExecutor(1, "foreword-control", use_background_cores)
         self._tasks: list[Future[Any]] = []
         self._changed = threading.Condition()
         self.changes = 0
@@ -672,8 +672,8 @@ class OffloadManager:
         self.store.write_held(timeout)
         self._writer.close()
         self.lookups.close()
-        for jobs in (self._loaders, self._memory_loaders, self._control):
-            jobs.stop()
+        for pool in (self._loaders, self._memory_loaders, self._control):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._direct is not None:
             self._direct.close()
         self.store.close()

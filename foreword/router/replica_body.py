@@ -140,7 +140,13 @@ def replica_body(
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
     """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
     does not know them."""
-    return kind != "openai" and request.single and not (request.echo and kind == "vllm")
+    can_go_on = request.single or kind == "foreword" or is_repeatable(request)
+    return kind != "openai" and len(request.prompts) <= 1 and can_go_on and not (request.echo and kind == "vllm")
+
+
+def is_repeatable(request: GenerateRequest) -> bool:
+    """Whether a server that is asked again draws the same tokens, also for several choices: each has a seed of its own."""
+    return request.sampling.get("seed") is not None or request.sampling.get("temperature") == 0
 
 
 def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
@@ -152,8 +158,17 @@ def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
     return {"stream_options": options, **({"return_token_ids": True} if ids else {})}
 
 
-def resuming_fields(request: GenerateRequest, prompt: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
-    """The body with which a Foreword server continues a stream after `output`, as if it had sent it itself."""
+def resuming_fields(
+    request: GenerateRequest, prompt: Sequence[int], outputs: Sequence[Sequence[int]], ended: Sequence[bool]
+) -> dict[str, Any]:
+    """The body with which a Foreword server continues a stream after the output of each choice that has not ended, as if it
+    had sent it itself."""
     kept = {name: value for name, value in request.body.fields.items() if name not in ROUTER_FIELDS}
-    continuation = {"prompt_token_ids": prompt, "token_ids": output}
-    return {**kept, **_stream_fields(request, ids=request.single), "continuation": continuation}
+    continuation: dict[str, Any] = {"prompt_token_ids": prompt}
+    if len(outputs) == 1:
+        continuation["token_ids"] = outputs[0]
+    else:
+        choices = enumerate(zip(outputs, ended, strict=True))
+        continuation["choices"] = [{"index": index, "token_ids": ids} for index, (ids, over) in choices if not over]
+        continuation["ended_tokens"] = sum(len(ids) for ids, over in zip(outputs, ended, strict=True) if over)
+    return {**kept, **_stream_fields(request, ids=True), "continuation": continuation}

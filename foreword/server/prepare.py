@@ -76,8 +76,8 @@ async def make_job(
         await engine.compile(params, Salt.of(tenant.salt, request.cache_salt))
     job = _job(context, engine, tenant, request, request_id, caller, formats, params, prompts)
     if request.continuation is not None:
-        output = request.continuation.output
-        await context.work.run(_CHARACTERS_PER_TOKEN * len(output), job.resume, engine.tokenizer, output)
+        outputs = [output for _, output in request.continuation.parts]
+        await context.work.run(_CHARACTERS_PER_TOKEN * sum(map(len, outputs)), job.resume, engine.tokenizer, outputs)
     size = conversation_size(request) + sum(map(len, request.prompts))
     job.conversations = await context.misses.outlines(context.work, engine, job, size)
     return job
@@ -125,31 +125,42 @@ def _job(
     fingerprint = f"fp_{engine.info.fingerprint[:12]}"
     head = ResponseHead(f"{dialect.id_prefix}{request_id}", engine.info.name, created, fingerprint)
     salt = Salt.of(tenant.salt, request.cache_salt)
-    prefill = _prefill_address(context, engine, tenant, request)
+    prefill, given = _prefill_address(context, engine, tenant, request), request.continuation
+    # Each choice that is continued is a sequence of its own, whose random numbers follow from its index.
+    one_each = params if given is None else replace(params, n=1)
+    parts = ((0, ()),) if given is None else given.parts
     # A client may use one X-Request-Id for two requests at a time; the engine's ids must differ.
     requests = tuple(
         Request(
             f"{head.id}:{next(_numbers)}",
             prompt.tokens,
-            params,
+            one_each,
             salt,
+            index=index,
             want_cache_report=request.cache_report,
             prefill=prefill,
-            retain=prompt.retain,
-            output=request.continuation.output if request.continuation is not None else (),
+            retain=prompt.retain if not number else (),
+            output=output,
             session=request.cache.key or request.session or "",
         )
         for prompt in prompts
+        for number, (index, output) in enumerate(parts)
     )
     for one in requests:
         engine.validate(one)
-    readers = tuple(
-        reader_for(engine.tokenizer, request, formats, one, number * params.n + index, prompt.shown)
-        for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
-        for index in range(params.n)
-    )
+    if given is None:
+        readers = tuple(
+            reader_for(engine.tokenizer, request, formats, one, number * params.n + index, prompt.shown)
+            for number, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
+            for index in range(params.n)
+        )
+    else:
+        readers = tuple(
+            reader_for(engine.tokenizer, request, formats, one, one.index, None if one.output else prompts[0].shown)
+            for one in requests
+        )
     writer = writer_for(request, head)
-    resumed = len(request.continuation.output) if request.continuation is not None else None
+    resumed = given.sent_tokens if given is not None else None
     return Job(request, head, writer, requests, readers, tenant.salt, request.stream, caller, resumed)
 
 
@@ -276,9 +287,10 @@ def _continued_prompt(engine: AsyncEngine, given: Continuation, prompts: Sequenc
     if len(prompts) != 1:
         raise BadRequest("continuation: needs a request with one prompt", param="continuation")
     check_token_ids(engine, given.prompt, "continuation")
-    check_token_ids(engine, given.output, "continuation")
+    for _, output in given.parts:
+        check_token_ids(engine, output, "continuation")
     same = prompts[0].tokens == given.prompt
-    return RenderedPrompt(given.prompt, prompts[0].retain if same else ())
+    return RenderedPrompt(given.prompt, prompts[0].retain if same else (), prompts[0].shown)
 
 
 def _shown(request: GenerateRequest, tokens: tuple[int, ...], text: str = "") -> PromptInfo | None:
