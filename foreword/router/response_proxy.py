@@ -40,7 +40,7 @@ from foreword.router.continuation import (
 from foreword.router.extras import Translation
 from foreword.router.prompts import TokenizedPrompt
 from foreword.router.proxied_request import ProxiedRequest
-from foreword.router.replica_body import PATHS, TRANSLATED, path_of, resuming_fields
+from foreword.router.replica_body import PATHS, TRANSLATED, path_of, replica_body, resuming_fields
 from foreword.router.replicas import CONNECTION_ERRORS, AwaitedResponse, Upstream, clock, stamp_of
 from foreword.router.response_stream import ResponseStream, report_of
 from foreword.router.stream_states import FIRST, StreamAction, StreamEvent, StreamMachine, StreamState
@@ -203,7 +203,9 @@ class _ResponseProxy:
     async def _send(self) -> StreamEvent:
         proxied, attempt = self.proxied, self._present
         if self._body is None:
-            body = await disaggregated.decode_body(proxied, attempt)
+            prefill, kind = attempt.prefill, attempt.upstream.kind
+            transfer = None if prefill is None else await disaggregated.prefilled(proxied, attempt, prefill)
+            body = replica_body(proxied.request, kind, proxied.own_fields(kind), transfer)
         else:
             body = msgspec.json.encode({**self._body, **proxied.own_fields(attempt.upstream.kind)})
         streams = proxied.request.stream

@@ -50,7 +50,7 @@ class DeltaReader:
         prompt: what the response shows of the prompt, given with the first delta.
         echoes: the log-probabilities of the prompt are put before those of the answer.
         scores: they are shown in vLLM's `prompt_logprobs`.
-        parser: None for completions, whose text is passed on as it is.
+        parser: None where all is text, which is passed on as it is.
         parallel: the model may call several tools at once; further calls are dropped otherwise.
     """
 
@@ -153,10 +153,10 @@ def reader_for(
     index: int,
     shown: PromptInfo | None = None,
 ) -> DeltaReader:
-    """The reader of choice `index`, which continues `prompt`."""
+    """The reader of choice `index`, which continues `prompt`. What can only be text is not parsed."""
     parser = None
-    if request.dialect != "completions":
-        tools = () if request.tool_choice.mode == "none" else request.tools
+    tools = () if request.tool_choice.mode == "none" else request.tools
+    if request.dialect != "completions" and (tools or formats.divided):
         is_open = prompt_opens_reasoning(tokenizer, formats, request, prompt.tokens)
         parser = AnswerParser(formats, tools, reasoning_open=is_open)
     return DeltaReader(
@@ -320,7 +320,8 @@ class Job:
     def usage(self) -> Usage:
         written: Counter[float] = Counter()
         for request, progress in zip(self.requests, self.progress, strict=True):
-            written.update(written_tokens(request.retain, progress.retained, progress.cached_tokens))
+            if request.retain:
+                written.update(written_tokens(request.retain, progress.retained, progress.cached_tokens))
         return Usage(
             self.prompt_tokens,
             self.output_tokens,

@@ -65,11 +65,11 @@ async def make_job(
     prompts = await _render_all(context, engine, tenant, request, body_bytes)
     if request.continuation is not None:
         prompts = [_continued_prompt(engine, request.continuation, prompts)]
-    is_open = request.dialect != "completions" and prompt_opens_reasoning(
-        engine.tokenizer, formats, request, prompts[0].tokens
-    )
-    if request.dialect != "completions" and not request.stop_in_reasoning:
-        params = replace(params, reasoning=formats.stops_behind(is_open))
+    is_open = False
+    if request.dialect != "completions" and formats.divided:
+        is_open = prompt_opens_reasoning(engine.tokenizer, formats, request, prompts[0].tokens)
+        if not request.stop_in_reasoning:
+            params = replace(params, reasoning=formats.stops_behind(is_open))
     structured = _structured(request, formats, engine.tokenizer, is_open)
     if structured is not None:
         params = replace(params, structured=structured)
@@ -256,9 +256,8 @@ def _completion_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateReq
         prompt_tokens = prompt
     tokens = (*before, *prompt_tokens)
     echo = "" if not request.echo else prompt if isinstance(prompt, str) else tokenizer.complete_text(prompt)
-    return RenderedPrompt(
-        tokens, breakpoints.retentions(tokenizer, request, len(tokens)), _shown(request, tokens, echo)
-    )
+    retain = breakpoints.retentions(tokenizer, request, len(tokens)) if _retains(request) else ()
+    return RenderedPrompt(tokens, retain, _shown(request, tokens, echo))
 
 
 def count_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) -> int:
@@ -278,8 +277,16 @@ def _chat_prompt(engine: AsyncEngine, tenant: Tenant, request: GenerateRequest) 
         before = content
     text = chat_text(tokenizer, request, before)
     tokens = tuple(encode_bounded(engine, text, "messages", add_special_tokens=False))
-    retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
+    retain: tuple[Retention, ...] = ()
+    if _retains(request):
+        retain = breakpoints.retentions(tokenizer, request, len(tokens), text, before=before)
     return RenderedPrompt(tokens, retain, _shown(request, tokens))
+
+
+def _retains(request: GenerateRequest) -> bool:
+    """Whether a request has cache control."""
+    marks = (*(one.breakpoint for one in request.messages), *(one.breakpoint for one in request.tools))
+    return request.cache.retention is not None or any(marks)
 
 
 def _continued_prompt(engine: AsyncEngine, given: Continuation, prompts: Sequence[RenderedPrompt]) -> RenderedPrompt:
