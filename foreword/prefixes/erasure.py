@@ -29,7 +29,7 @@ from foreword.prefixes.kept_records import PREFIXES, PrefixRecord
 from foreword.store.background import at_once
 from foreword.store.base import Erased, Name, PartialListing, StoredBlock, record_tenant, step_deadline
 from foreword.store.layout_records import layouts
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.shared_records import SharedRecords
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier

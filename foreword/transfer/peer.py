@@ -27,7 +27,7 @@ from foreword.errors import (
 )
 from foreword.store.background import background_thread
 from foreword.store.base import Name, StoreStatus, time_left
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.types import Opener, Options, StoreUrl, parse_flag, read_options
 from foreword.transfer.connection import Connection
 from foreword.transfer.sockets import parse_address

@@ -40,8 +40,6 @@ from foreword.blocks.layout import ROOT_BYTES, Layout, chain_prefix
 from foreword.errors import ConfigError, StoreError
 from foreword.integrations.vllm.connector_config import ConnectorSettings
 from foreword.integrations.vllm.namespace import (
-    ENCODERS,
-    EncoderRecord,
     base_digest,
     log,
     settings_digest,
@@ -51,6 +49,7 @@ from foreword.integrations.vllm.namespace import (
 from foreword.integrations.vllm.request_identity import MediaDigests, framed, salt_of
 from foreword.integrations.vllm.weight_changes import changes_weights
 from foreword.integrations.vllm.weights import follow_engine
+from foreword.integrations.vllm_extras.encoder_records import ENCODERS, EncoderRecord
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.frame import HEADER_BYTES, Frame, Header, seal
 from foreword.store.layout_records import LAYOUTS, LayoutRecord

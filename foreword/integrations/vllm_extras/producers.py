@@ -15,7 +15,7 @@ from foreword.integrations.vllm.step_messages import KVProducer
 from foreword.newest import Newest
 from foreword.store.background_jobs import BackgroundJobs
 from foreword.store.base import Name
-from foreword.store.local_records import ReadOnlyStore
+from foreword.store.read_only import ReadOnlyStore
 from foreword.store.tier import StoreTier
 from foreword.transfer.connection import Connection
 from foreword.transfer.transfer_endpoint import TransferEndpoint
