@@ -18,6 +18,8 @@ def configured_replicas(config: RouterConfig) -> list[ReplicaSpec]:
     default = "decode" if config.prefill else "both"
     specs = [parse_spec(text, default) for text in config.replicas]
     specs += [parse_spec(text, "prefill") for text in config.prefill]
+    if any(spec.role == "prefill" for spec in specs):
+        extras_for("--prefill")
     seen: set[str] = set()
     for spec in specs:
         if spec.url in seen:

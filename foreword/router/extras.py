@@ -1,16 +1,17 @@
 """Interface of the router's extras, `foreword.router_extras`, a package of its own.
 
-Some are imported when a setting needs them: the endpoint picker for gateways, replicas from Kubernetes Services, the audit of
-hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a tokenizer. The rest
-is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard, causes
-of misses, the warm-up and the measurement of replicas that join. The classes here are what a router does without them.
+Some are imported when a setting needs them: the endpoint picker for gateways, watches of replicas in files, DNS or Kubernetes,
+the audit of hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a
+tokenizer. The rest is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard,
+causes of misses, disaggregated prefill, the warm-up and the measurement of replicas that join. The classes here are what a
+router does without them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,10 +36,12 @@ if TYPE_CHECKING:
     from foreword.api.misses.causes import Miss
     from foreword.ledger import UsageLedger
     from foreword.observability.tracing import Tracer
+    from foreword.router.attempt import Attempt
+    from foreword.router.proxied_request import ProxiedRequest
     from foreword.router.replica_pool import ReplicaPool
     from foreword.router.service import Router
     from foreword.routing.cost_kinds import CostKinds
-    from foreword.routing.fleet import Fleet
+    from foreword.routing.fleet import Disaggregation, Fleet
     from foreword.tokens.tokenizer import Tokenizer
 
 # Makes the replicas from a source, named second, equal to those given first. The URLs given last get no requests.
@@ -251,6 +254,15 @@ class RouterExtras(ABC):
     @abstractmethod
     def speed_probes(self, seconds: float) -> SpeedProbes:
         """Measurements, with so many seconds for a prompt; 0 turns them off."""
+
+    @abstractmethod
+    def disaggregation(self, min_tokens: int) -> Disaggregation:
+        """When a prompt with so many tokens to compute, or more, is computed on a prefill replica."""
+
+    @abstractmethod
+    async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+        """Compute a prompt on the prefill replica, as far as the decode replica needs that: its `kv_transfer_params`. None if
+        that one has to compute the prompt."""
 
     @abstractmethod
     def misses(self, router: Router, config: ServerConfig) -> Misses:

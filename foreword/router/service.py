@@ -46,7 +46,7 @@ from foreword.router.silence import why_lost
 from foreword.router.suspicious import Ask, Flight, Suspects, is_alive
 from foreword.routing.cost_kinds import CostKinds
 from foreword.routing.event_feed import KvEventFeed
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.tasks import background, shared
 
 if TYPE_CHECKING:
@@ -152,6 +152,7 @@ class Router:
         """Raises ConfigError for a setting of extras that are not installed, or that cannot work."""
         given = config.router
         self.prefixes, self.warm_up, self.misses, self.speeds = Prefixes(), WarmUp(), Misses(), SpeedProbes()
+        self._disaggregation: Disaggregation | None = None
         self.tracer: Tracer | None = None
         self.ledger: UsageLedger | None = None
         needed = {"--prefix-file": given.prefix_file, "--record": config.server.record, _COST_FILE: given.cost_file}
@@ -162,6 +163,7 @@ class Router:
             self.warm_up = extras.warm_up(self.auth, self.metrics, given.warm_seconds)
             self.misses = extras.misses(self, config.server)
             self.speeds = extras.speed_probes(given.measure_seconds)
+            self._disaggregation = extras.disaggregation(given.min_prefill)
         if config.server.otlp_endpoint is not None:
             self.tracer = extras_for("--otlp-endpoint").tracer(config.server.otlp_endpoint)
         if config.server.usage_ledger is not None:
@@ -229,7 +231,9 @@ class Router:
     # Replicas
 
     def add(self, spec: ReplicaSpec, source: str) -> Upstream:
-        """Add a replica. Raises ConfigError for a duplicate."""
+        """Add a replica. Raises ConfigError for a duplicate, and for one that only prefills without the extras."""
+        if spec.role == "prefill":
+            extras_for(f"replica {spec.url}: role=prefill")
         if spec.url in self.upstreams:
             raise ConfigError(f"there is a replica {spec.url} already")
         breaker = ReplicaBreaker(self.config.failures)
@@ -513,7 +517,9 @@ class Router:
         upstream.isolation_problem = self._isolation_problem(info)
         pool = self.pools.get(model)
         if pool is None:
-            pool = self.pools[model] = ReplicaPool(model, self.config, self.auth.weights, self.cost_kinds)
+            pool = self.pools[model] = ReplicaPool(
+                model, self.config, self.auth.weights, self.cost_kinds, self._disaggregation
+            )
             self.misses.follow(pool.fleet)
         self._subscribe(upstream, pool)
         pool.add(upstream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,15 +13,19 @@ from foreword.api.stored_responses import StoredResponses
 from foreword.config import parse_bytes
 from foreword.observability.recording import TraceRecorder
 from foreword.process_config import RouterConfig, ServerConfig
+from foreword.router.attempt import Attempt
 from foreword.router.auth import RouterAuth
 from foreword.router.extras import ApplyReplicas, Audit, Order, RouterExtras
+from foreword.router.proxied_request import ProxiedRequest
+from foreword.router.replicas import Upstream
 from foreword.router.router_metrics import RouterMetrics
 from foreword.router.service import Router
-from foreword.router_extras import cache_api, dashboard, fleet_erasures, prefixes_api, translated_api
+from foreword.router_extras import cache_api, dashboard, disaggregated, fleet_erasures, prefixes_api, translated_api
 from foreword.router_extras.router_misses import RouterMisses
 from foreword.router_extras.router_prefixes import RouterPrefixes
 from foreword.router_extras.speed_probe import ReplicaSpeedProbes
 from foreword.router_extras.warm_up import PrefixWarmUp
+from foreword.routing.disaggregation import DisaggregationPolicy
 
 if TYPE_CHECKING:
     from foreword.ledger import UsageLedger
@@ -63,6 +67,12 @@ class InstalledExtras(RouterExtras):
 
     def warm_up(self, auth: RouterAuth, metrics: RouterMetrics, seconds: float) -> PrefixWarmUp:
         return PrefixWarmUp(auth, metrics, seconds)
+
+    def disaggregation(self, min_tokens: int) -> DisaggregationPolicy:
+        return DisaggregationPolicy(min_tokens=min_tokens)
+
+    async def prefilled(self, proxied: ProxiedRequest, attempt: Attempt, prefill: Upstream) -> Mapping[str, Any] | None:
+        return await disaggregated.prefilled(proxied, attempt, prefill)
 
     def speed_probes(self, seconds: float) -> ReplicaSpeedProbes:
         return ReplicaSpeedProbes(seconds)
