@@ -2,9 +2,9 @@
 
 Some are imported when a setting needs them: the endpoint picker for gateways, watches of replicas in files, DNS or Kubernetes,
 the audit of hits, traces, recordings of the traffic, the usage ledger, a file of learned costs, the order of prompts, a
-tokenizer. The rest is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the dashboard,
-causes of misses, disaggregated prefill, the warm-up and the measurement of replicas that join. The classes here are what a
-router does without them.
+tokenizer. The rest is used where the package is installed: Responses and Messages, named prefixes, cache control, erasures, the
+dashboard, causes of misses, disaggregated prefill, the warm-up and the measurement of replicas that join. The classes here are
+what a router does without them.
 """
 
 from __future__ import annotations
