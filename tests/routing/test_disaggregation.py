@@ -96,6 +96,17 @@ def test_a_prompt_is_computed_by_the_same_weights() -> None:
         fleet.remove(decode)
 
 
+def test_both_roles_are_considered() -> None:
+    """In a large fleet with prefill and decode replicas, a long prompt is computed on one and decoded on the other."""
+    fleet = Fleet(disaggregation=DisaggregationPolicy())
+    for number in range(60):
+        fleet.add(f"p{number}", role="prefill", costs=ReplicaCosts(prefill=1e-4))
+        fleet.add(f"d{number}", role="decode", costs=ReplicaCosts(prefill=1e-3))
+    decision = fleet.place(query(text(5, 4000)), 0.0)
+    assert decision.prefill is not None and decision.prefill.startswith("p")
+    assert decision.replica is not None and decision.replica.startswith("d")
+
+
 class SplitMachine(Machine):
     """The same where prompts are split between replicas."""
 
