@@ -31,6 +31,7 @@ from foreword.router_extras.gateway.picker import (
     DESTINATION,
     FAULTS_OF_CLIENTS,
     PICK,
+    PICK_SECONDS,
     ROUTE,
     Pick,
     Picker,
@@ -409,7 +410,7 @@ class _Exchange:
 
     def _ask_for_time(self) -> None:
         more = envoy.ProcessingResponse()
-        seconds = int(self._shared.picker.router.config.picker_timeout) + _MORE_SECONDS
+        seconds = int(PICK_SECONDS) + _MORE_SECONDS
         more.override_message_timeout.FromSeconds(seconds)
         self._asking = asyncio.ensure_future(self._write(more))
 

@@ -31,6 +31,7 @@ from foreword.router.suspicious import SuspiciousRequest
 from foreword.router_extras.translation import chat_request
 
 _FRESH_SECONDS: Final = 5.0
+PICK_SECONDS: Final = 10.0  # that a gateway's request may wait until a replica is chosen
 _RESOLVE_SECONDS: Final = 2.0
 
 
@@ -179,7 +180,7 @@ class Picker:
         assert isinstance(request, GenerateRequest)
         call.ignored, came = [], request.body.raw  # the replica says which fields had no effect
         try:
-            async with asyncio.timeout(router.config.picker_timeout):
+            async with asyncio.timeout(PICK_SECONDS):
                 check_fields(router, call, request)
                 request = router.order.arranged(request, router.pool(request.model).model)
                 routed = await self._routed(call, request, among)
@@ -194,7 +195,7 @@ class Picker:
                 name = router.attempt_name(call.id)
                 return Pick(name, {**_invented(call), PICK: name}, _body(request, salt, came))
             if isinstance(error, TimeoutError):
-                raise QueueFull(f"No replica had room within {router.config.picker_timeout:g} s") from None
+                raise QueueFull(f"No replica had room within {PICK_SECONDS:g} s") from None
             raise
         try:
             return await self._answer(call, routed, attempt, request, came, among)
