@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from foreword.store.base import Name
 
 WRITE_BLOCKS: Final = 32  # blocks that are queued together
-# Blocks per write: more of them where they are short. Each write of a disk has a fixed cost.
-_MOST_WRITTEN: Final = 128
-_WRITE_BYTES: Final = 64 << 20
+# Per write: more blocks where they are short. Each write of a disk has a fixed cost, and may make a file.
+_MOST_WRITTEN: Final = 1024
+_WRITE_BYTES: Final = (8 << 20) + (64 << 10)
 WRITE_TIMEOUT: Final = 30.0  # seconds
 logger = logging.getLogger(__name__)
 _LONGEST_LOAD: Final = 600.0  # seconds

@@ -32,6 +32,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import quote
@@ -294,21 +295,22 @@ class IndexTransaction:
         no file of their own. None of them is in the index."""
         rows = []
         for id_, one in frames.items():
-            head, place = one.header, places.get(id_, ALONE)
-            facts = len(one.data), parents[id_], head.depth, clock, head.name, head.parent
-            rows.append(PendingRow(id_, writer, used, *facts, *place))
+            head, (piece, at) = one.header, places.get(id_, ALONE)
+            size, above, name = len(one.data), parents[id_], head.name
+            rows.append(PendingRow(id_, writer, used, size, above, head.depth, clock, name, head.parent, piece, at))
         noted, sizes = list[Sequence[object]](), dict[bytes, int]()
         for piece, members in itertools.groupby(rows, key=lambda row: row.piece):
             some = list(members)
             if not piece:
                 noted += [row[:_PENDING_FIELDS] for row in some]
+                for row in some:
+                    prefix = row.name[:PREFIX_BYTES]
+                    sizes[prefix] = sizes.get(prefix, 0) + row.size
             else:
-                size, name = sum(row.size for row in some), some[0].name[:PREFIX_BYTES] + bytes(KEY_BYTES)
-                ids = struct.pack(f"<{len(some)}q", *(row.id for row in some))
-                noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, name, ids))
-            for row in some:
-                prefix = row.name[:PREFIX_BYTES]
-                sizes[prefix] = sizes.get(prefix, 0) + row.size
+                size, prefix = sum([row.size for row in some]), some[0].name[:PREFIX_BYTES]
+                sizes[prefix] = sizes.get(prefix, 0) + size
+                ids = struct.pack(f"<{len(some)}q", *[row.id for row in some])
+                noted.append((piece, writer, used, size, 0, _OF_PIECE, clock, prefix + bytes(KEY_BYTES), ids))
         self._insert_rows(f"writing ({_PENDING})", noted)
         for prefix, size in sizes.items():
             self._add_bytes(prefix, size)
@@ -411,8 +413,7 @@ class IndexTransaction:
         """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
         for low in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[low : low + _ROWS_AT_ONCE]
-            values = ",".join(f"({','.join('?' * len(row))})" for row in some)
-            self._execute(f"INSERT INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
+            self._execute(_insertion(table, len(some), len(some[0])), [*itertools.chain.from_iterable(some)])
 
     def drop(self, given_up: Iterable[PendingRow]) -> None:
         """Forget blocks that will not be written. No file of them is left."""
@@ -561,6 +562,13 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
+
+
+@cache
+def _insertion(table: str, rows: int, columns: int) -> str:
+    """The statement that inserts so many rows."""
+    row = f"({','.join('?' * columns)})"
+    return f"INSERT INTO {table} VALUES {','.join([row] * rows)}"
 
 
 def _unpacked(ids: bytes) -> tuple[int, ...]:

@@ -38,12 +38,13 @@ _PAGE: Final = 4096  # what file systems can free
 _LINE: Final = 64  # of frames that are shorter than a page
 _MOST_BLOCKS: Final = 1 << 16
 _FIRST_READ: Final = 4096
+_SEARCHED: Final = 16  # blocks that are searched one by one: for more the table is taken apart
 _VECTORS: Final = 1000  # of one call
 _KEEP_SIZE_AND_PUNCH: Final = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_HOLES: Final = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
 _NEW: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _ZEROS: Final = memoryview(bytes(1 << 20))
-FIRST_PAGE: Final = (_PAGE - _HEAD.size) // _ENTRY.size  # blocks whose table takes a page: a piece gets no more
+MOST_WRITTEN: Final = 1024  # blocks of a new piece
 
 
 class BadPiece(Exception):
@@ -70,8 +71,12 @@ class PieceEntry(NamedTuple):
 
 def layout_of(lengths: Sequence[int]) -> tuple[int, list[int]]:
     """The alignment of a piece with frames of these lengths, and their offsets."""
-    align = _PAGE if min(lengths) >= _PAGE else _LINE
-    at = _rounded(_HEAD.size + _ENTRY.size * len(lengths), align)
+    shortest, count = min(lengths), len(lengths)
+    align = _PAGE if shortest >= _PAGE else _LINE
+    at = _rounded(_HEAD.size + _ENTRY.size * count, align)
+    if shortest == max(lengths):
+        step = _rounded(shortest, align)
+        return align, [*range(at, at + step * count, step)]
     offsets = []
     for length in lengths:
         offsets.append(at)
@@ -110,6 +115,12 @@ def _write_all(handle: int, parts: Sequence[memoryview | bytes]) -> None:
 
 def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
     """The alignment of a piece and its entries, also those that were removed. Raises BadPiece, OSError."""
+    align, table = _read_bytes(handle)
+    return align, list(map(PieceEntry._make, _ENTRY.iter_unpack(table)))
+
+
+def _read_bytes(handle: int) -> tuple[int, bytes]:
+    """The alignment of a piece and its entries as they lie there. Raises BadPiece, OSError."""
     data = os.pread(handle, _FIRST_READ, 0)
     if len(data) < _HEAD.size:
         raise BadPiece
@@ -121,24 +132,99 @@ def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
         data += os.pread(handle, end - len(data), len(data))
     if len(data) < end:
         raise BadPiece
-    return align, list(map(PieceEntry._make, _ENTRY.iter_unpack(data[_HEAD.size : end])))
+    return align, data[_HEAD.size : end]
 
 
 def entries(handle: int) -> list[PieceEntry]:
     """The blocks of a piece. Raises BadPiece, OSError."""
+    size = _size_of(handle)
+    return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= size]
+
+
+def lengths_at(handle: int, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
+    """The length of each block, given its key and its offset, -1 for one that is not there. Raises BadPiece, OSError."""
+    size, table = _size_of(handle), _read_bytes(handle)[1]
+    if len(wanted) > _SEARCHED:
+        known = {(one.key, one.at): one.length for one in map(PieceEntry._make, _ENTRY.iter_unpack(table))}
+        lengths = [known.get(one, 0) for one in wanted]
+    else:
+        found = [_entry_at(table, _find(table, key)) for key, _ in wanted]
+        lengths = [
+            one.length if one is not None and one.at == at else 0 for one, (_, at) in zip(found, wanted, strict=True)
+        ]
+    return [length if length and at + length <= size else -1 for length, (_, at) in zip(lengths, wanted, strict=True)]
+
+
+def has_only(handle: int, key: bytes) -> bool:
+    """Whether a piece has this block and no other. Raises BadPiece, OSError."""
+    _size_of(handle)
+    table = _read_bytes(handle)[1]
+    at = _find(table, key)
+    return at >= 0 and not (table[:at] + table[at + _ENTRY.size :]).strip(b"\0")
+
+
+def _size_of(handle: int) -> int:
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
         raise BadPiece
-    return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= found.st_size]
+    return found.st_size
+
+
+def _find(table: bytes, key: bytes) -> int:
+    """Where the entry of a block is in a table, -1 if there is none."""
+    at = table.find(key)
+    while at > 0 and at % _ENTRY.size:
+        at = table.find(key, at + 1)
+    return at
+
+
+def _entry_at(table: bytes, at: int) -> PieceEntry | None:
+    return PieceEntry._make(_ENTRY.unpack_from(table, at)) if 0 <= at < len(table) else None
+
+
+def _before(table: bytes, at: int) -> int:
+    """Where the last entry before this place is that was not removed, -1 if there is none."""
+    return (len(table[: max(at, 0)].rstrip(b"\0")) - 1) // _ENTRY.size * _ENTRY.size
+
+
+def _behind(table: bytes, at: int) -> int:
+    """Where the first entry behind this one is that was not removed; the end of the table if there is none."""
+    rest = table[at + _ENTRY.size :]
+    left = len(rest.lstrip(b"\0"))
+    return len(table) - left - (len(table) - left) % _ENTRY.size if left else len(table)
+
+
+def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | None:
+    """The start and the end of what is free without the block whose entry is there: between those beside it that were not
+    removed. None if their entries, or those beside them, do not lie in order: some are damaged."""
+    before, behind = _before(table, at), _behind(table, at)
+    near = [_entry_at(table, one) for one in (_before(table, before), before, at, behind, _behind(table, behind))]
+    lows = [_rounded(_HEAD.size + len(table), align)]
+    for one in near:
+        if one is not None:
+            if one.at < lows[-1] or not one.length or one.at + one.length > size:
+                return None
+            lows.append(_rounded(one.at + one.length, align))
+    next_one, end = near[3], lows[sum(one is not None for one in near[:2])]
+    return end, size if next_one is None else next_one.at
 
 
 def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
     """Remove a block from a piece, or what is at its place where the key in the table is damaged. Returns whether it was there,
     and whether another one is. Raises BadPiece, OSError.
 
-    Also frees what a process that was killed in between has left of others.
+    Also frees what a process that was killed in between has left beside it, or anywhere if the block is not there.
     """
-    align, table = read_table(handle)
+    align, data = _read_bytes(handle)
+    number = _find(data, key)
+    entry, hole = _entry_at(data, number), None
+    if entry is not None and entry.at == place:
+        hole = _hole(data, number, align, _size_of(handle))
+    if hole is not None:
+        os.pwrite(handle, _REMOVED, _HEAD.size + number)
+        _punch(handle, hole[0], hole[1] - hole[0])
+        return True, bool(_read_bytes(handle)[1].strip(b"\0"))
+    table = list(map(PieceEntry._make, _ENTRY.iter_unpack(data)))
     there, left, gone = False, list[PieceEntry](), list[PieceEntry]()
     for number, one in enumerate(table):
         if one.length and (one.key == key or one.at == place):
