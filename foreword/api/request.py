@@ -117,10 +117,28 @@ class CacheControl(Struct, frozen=True):
 
 
 class Continuation(Struct, frozen=True):
-    """Where another server's stream broke: its prompt, and the output that the client has, as token ids."""
+    """Where another server's stream broke: its prompt, and the output that the client has, as token ids.
+
+    Attributes:
+        output: of the only choice. Empty where a request has several.
+        choices: of several, those that had not ended, each with its index and its output, which may be empty.
+        ended_tokens: tokens of the choices that had ended.
+    """
 
     prompt: tuple[int, ...]
-    output: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    choices: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    ended_tokens: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """The choices to continue: index and output."""
+        return self.choices or ((0, self.output),)
+
+    @property
+    def sent_tokens(self) -> int:
+        """Output tokens that other servers have sent."""
+        return self.ended_tokens + sum(len(output) for _, output in self.parts)
 
 
 @dataclass(frozen=True, eq=False)

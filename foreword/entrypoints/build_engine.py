@@ -240,7 +240,11 @@ def build_engine(
         core.on_superseded = partial(_retire, offload, pins)
         if offload.store.writable:
             retentions = StoredRetentions(kept.book, offload.store, pins, info.block_size)
-    core.audit, quarantine = build_audit(config, asdict(info), runner, cache, offload)
+    core.audit, quarantine = audit, _ = build_audit(config, asdict(info), runner, cache, offload)
+    if config.audit_every:
+        audit.attach(core.hooks)
+    quarantine.on_change = lambda: core.post(audit.apply_quarantine)
+    audit.apply_quarantine()  # what the stores had when they were opened
     kept_there = pins, retentions, erasures, data_keys
     earlier = loaded.earlier.hex()[:32]
     return EngineParts(
@@ -352,7 +356,7 @@ def _engine_core(
     )
     ends, seed = tokenizer.eos_token_ids, config.seed
     limits = EngineLimits(info.max_model_len, info.vocab_size, ends, seed, config.report_other_tenants)
-    history = MissHistory(config.history_tokens)
+    history = MissHistory(config.history_tokens) if config.history_tokens else None
     return EngineCore(
         runner,
         cache,

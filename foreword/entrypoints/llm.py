@@ -283,7 +283,7 @@ class LLM:
                     bar.update()
                 if delta.finish_reason == "error":
                     self._core.abort(delta.request_id)  # its other sequences
-        while self._core.audit is not None and self._core.audit.work():
+        while self._core.idle_work():
             pass
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
@@ -12,10 +11,9 @@ from msgspec.structs import replace
 from foreword.api.dialects.decode import Limits, decode
 from foreword.api.dialects.registry import DIALECTS
 from foreword.api.dialects.sampling import Whole
-from foreword.api.request import ClientBody, DialectName, GenerateRequest, Message
+from foreword.api.request import ClientBody, DialectName, GenerateRequest
 from foreword.decoders import decode_json
 from foreword.errors import BadRequest
-from foreword.prompt_order import PromptOrder, texts_of
 
 PATHS: Final[Mapping[DialectName, str]] = {name: dialect.path for name, dialect in DIALECTS.items()}
 # Paths of replicas whose requests are placed and passed on without a dialect here. Their bodies have vLLM's `cache_salt`, so
@@ -91,34 +89,6 @@ def edited(body: ClientBody, drop: Container[str], changes: Mapping[str, Any]) -
     return msgspec.json.encode({**{name: one for name, one in body.fields.items() if name not in drop}, **changes})
 
 
-def arranged(request: GenerateRequest, order: PromptOrder, model: str) -> GenerateRequest:
-    """A chat with its messages and tools in this order, in its body too: what replicas render and the router tokenizes."""
-    if (
-        not order
-        or request.dialect != "chat"
-        or request.path
-        or request.prefix is not None
-        or request.refusal is not None
-    ):
-        return request
-    given = request.body.only("messages", "tools")
-    raw = decode_json(given["messages"], list[msgspec.Raw])
-    count = sum(1 for _ in takewhile(lambda one: one.role == "system", request.messages))
-    leading = [decode_json(one, dict[str, Any]) for one in raw[:count]]
-    tools = decode_json(given["tools"], list[dict[str, Any]]) if "tools" in given else []
-    messages, described = order.arranged(leading, tools, request.model or model)
-    if messages is leading:
-        return request
-    changes: dict[str, Any] = {"messages": [*messages, *raw[count:]]} | ({"tools": described} if tools else {})
-    body = ClientBody(edited(request.body, (), changes))
-    said = [Message("system", "".join(texts_of(one))) for one in messages]
-    shown = [one.get("function", {}).get("description", "") for one in described]
-    own = request.tools
-    if len(shown) == len(own):
-        own = tuple(replace(tool, description=text) for tool, text in zip(own, shown, strict=True))
-    return replace(request, messages=(*said, *request.messages[count:]), tools=own, body=body)
-
-
 def replica_body(
     request: GenerateRequest, kind: str, own: dict[str, Any], transfer: Mapping[str, Any] | None = None
 ) -> bytes:
@@ -140,7 +110,13 @@ def replica_body(
 def asks_ids(request: GenerateRequest, kind: str) -> bool:
     """Whether the router wants token ids in a stream: with them vLLM leaves the prompt out of its echo. A plain OpenAI server
     does not know them."""
-    return kind != "openai" and request.single and not (request.echo and kind == "vllm")
+    can_go_on = request.single or kind == "foreword" or is_repeatable(request)
+    return kind != "openai" and len(request.prompts) <= 1 and can_go_on and not (request.echo and kind == "vllm")
+
+
+def is_repeatable(request: GenerateRequest) -> bool:
+    """Whether a server that is asked again draws the same tokens, also for several choices: each has a seed of its own."""
+    return request.sampling.get("seed") is not None or request.sampling.get("temperature") == 0
 
 
 def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
@@ -152,8 +128,17 @@ def _stream_fields(request: GenerateRequest, *, ids: bool) -> dict[str, Any]:
     return {"stream_options": options, **({"return_token_ids": True} if ids else {})}
 
 
-def resuming_fields(request: GenerateRequest, prompt: Sequence[int], output: Sequence[int]) -> dict[str, Any]:
-    """The body with which a Foreword server continues a stream after `output`, as if it had sent it itself."""
+def resuming_fields(
+    request: GenerateRequest, prompt: Sequence[int], outputs: Sequence[Sequence[int]], ended: Sequence[bool]
+) -> dict[str, Any]:
+    """The body with which a Foreword server continues a stream after the output of each choice that has not ended, as if it
+    had sent it itself."""
     kept = {name: value for name, value in request.body.fields.items() if name not in ROUTER_FIELDS}
-    continuation = {"prompt_token_ids": prompt, "token_ids": output}
-    return {**kept, **_stream_fields(request, ids=request.single), "continuation": continuation}
+    continuation: dict[str, Any] = {"prompt_token_ids": prompt}
+    if len(outputs) == 1:
+        continuation["token_ids"] = outputs[0]
+    else:
+        choices = enumerate(zip(outputs, ended, strict=True))
+        continuation["choices"] = [{"index": index, "token_ids": ids} for index, (ids, over) in choices if not over]
+        continuation["ended_tokens"] = sum(len(ids) for ids, over in zip(outputs, ended, strict=True) if over)
+    return {**kept, **_stream_fields(request, ids=True), "continuation": continuation}

@@ -27,6 +27,7 @@ from foreword.configuration import Config
 from foreword.dashboard.metric_history import MetricsHistory
 from foreword.errors import ForewordError
 from foreword.ledger import UsageLedger
+from foreword.prompt_order import PromptOrder
 from foreword.server import cache_api, dashboard, generate_api, instance_api, migration, model_api, requests_api
 from foreword.server.admission import Admission
 from foreword.server.endpoint import ServerContext, check_length
@@ -87,7 +88,9 @@ class ServerApp(AsgiFront):
         ledger: UsageLedger | None = None,
     ) -> None:
         given = config.server
-        admission = engine if isinstance(engine, Admission) else Admission(given.max_queue, engine, given.prompt_order)
+        admission = engine
+        if not isinstance(admission, Admission):
+            admission = Admission(given.max_queue, admission, PromptOrder.of(given))
         keys = data_keys_of(config.encryption)
         tenants = Tenants.from_config(given, bytes if keys is None else keys.current)
         formats_named(*parser_names(given))
@@ -108,7 +111,7 @@ class ServerApp(AsgiFront):
                 frozenset(given.allowed_origins),
                 given.unknown_fields,
                 ready=partial(_check_ready, admission),
-                before=history.keep_sampling,
+                on_serving=(history.keep_sampling,),
                 ledger=ledger,
             )
         )
@@ -163,7 +166,7 @@ def _add_probes(routes: Routes[Handler], admission: Admission, events: EventSour
         """Liveness. 200 from the start, also while the model is loaded; 503 only if the server needs a restart. `quarantined`,
         if there are any, is the number of chains that are not reused because an audit found their KV to be wrong."""
         engine = admission.loaded
-        failed = engine.status().failed if engine is not None else None
+        failed = engine.failed if engine is not None else None
         if failed is not None:
             return Answer.json({"status": "failed", "reason": failed}, 503)
         chains = len(engine.quarantine.chains) if engine is not None else 0

@@ -166,7 +166,7 @@ async def _deltas(
 
 def _note_hits(engine: AsyncEngine, job: Job) -> None:
     assert job.request.prefix is not None
-    for prompt in job.progress:
+    for prompt in job.progress[: job.prompts]:
         engine.prefixes.service.book.note_hit(job.request.prefix, prompt.cached_tokens, salt=job.owner)
 
 

@@ -220,7 +220,7 @@ def resume(tokenizer: Tokenizer, unclaimed: UnclaimedRequest, formats: AnswerFor
         caller,
         resumed=len(unclaimed.output),
     )
-    job.resume(tokenizer, unclaimed.output)
+    job.resume(tokenizer, [unclaimed.output])
     return job
 
 

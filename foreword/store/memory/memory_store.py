@@ -41,7 +41,7 @@ from foreword.store.base import (
 )
 from foreword.store.chain_lru import ChainLru
 from foreword.store.frame import HEADER_BYTES, Frame, Header, place_in_chain
-from foreword.store.wrappers import LocalRecords
+from foreword.store.local_records import LocalRecords
 
 _UNLOCKED_BYTES = 64 << 10  # copies of at least this size release the GIL
 _RUN_BYTES = 8 << 20
