@@ -274,10 +274,9 @@ class WriteBehind:
             self._changed.wait_for(lambda: not any(batch.writing for batch in busy), timeout)
             return sum(len(batch.headers) for batch in busy if batch.writing)
 
-    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], None]) -> bool:
+    def unless_erased(self, started: float, headers: Sequence[Header], publish: Callable[[], object]) -> bool:
         """Make a call that lets blocks be found, unless some were erased since `started`, when their load began. It must be
-        quick. Returns whether it was made."""
-        # Under the lock: an erasure begins before the call, and is seen here, or after it, and finds the blocks in their tier.
+        quick. Returns whether it was made. An erasure that begins after it finds the blocks in their tier."""
         with self._changed:
             if any(started <= at and any(one.root.startswith(roots) for one in headers) for roots, at in self._erased):
                 return False

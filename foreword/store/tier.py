@@ -625,11 +625,7 @@ class StoreTier:
         )
 
     def publish(
-        self,
-        reserved: ReservedSlots,
-        headers: Sequence[Header],
-        seconds: float,
-        chosen: Collection[int] | None = None,
+        self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float, chosen: Collection[int] | None = None
     ) -> int:
         """Let the blocks with these headers be found, which are in the slots, or in the chosen ones: it took some seconds to
         write their frames. Returns how many are; none if the store fails, which then takes the slots back."""

@@ -38,7 +38,6 @@ _PAGE: Final = 4096  # what file systems can free
 _LINE: Final = 64  # of frames that are shorter than a page
 _MOST_BLOCKS: Final = 1 << 16
 _FIRST_READ: Final = 4096
-_SEARCHED: Final = 16  # blocks that are searched one by one: for more the table is taken apart
 _VECTORS: Final = 1000  # of one call
 _KEEP_SIZE_AND_PUNCH: Final = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_HOLES: Final = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV}
@@ -144,15 +143,8 @@ def entries(handle: int) -> list[PieceEntry]:
 def lengths_at(handle: int, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
     """The length of each block, given its key and its offset, -1 for one that is not there. Raises BadPiece, OSError."""
     size, table = _size_of(handle), _read_bytes(handle)[1]
-    if len(wanted) > _SEARCHED:
-        known = {(one.key, one.at): one.length for one in map(PieceEntry._make, _ENTRY.iter_unpack(table))}
-        lengths = [known.get(one, 0) for one in wanted]
-    else:
-        found = [_entry_at(table, _find(table, key)) for key, _ in wanted]
-        lengths = [
-            one.length if one is not None and one.at == at else 0 for one, (_, at) in zip(found, wanted, strict=True)
-        ]
-    return [length if length and at + length <= size else -1 for length, (_, at) in zip(lengths, wanted, strict=True)]
+    found = ((_entry_at(table, _find(table, key)), at) for key, at in wanted)
+    return [one.length if one and one.at == at and 0 < one.length <= size - at else -1 for one, at in found]
 
 
 def has_only(handle: int, key: bytes) -> bool:
@@ -182,31 +174,24 @@ def _entry_at(table: bytes, at: int) -> PieceEntry | None:
     return PieceEntry._make(_ENTRY.unpack_from(table, at)) if 0 <= at < len(table) else None
 
 
-def _before(table: bytes, at: int) -> int:
-    """Where the last entry before this place is that was not removed, -1 if there is none."""
-    return (len(table[: max(at, 0)].rstrip(b"\0")) - 1) // _ENTRY.size * _ENTRY.size
-
-
-def _behind(table: bytes, at: int) -> int:
-    """Where the first entry behind this one is that was not removed; the end of the table if there is none."""
-    rest = table[at + _ENTRY.size :]
-    left = len(rest.lstrip(b"\0"))
-    return len(table) - left - (len(table) - left) % _ENTRY.size if left else len(table)
-
-
 def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | None:
     """The start and the end of what is free without the block whose entry is there: between those beside it that were not
     removed. None if their entries, or those beside them, do not lie in order: some are damaged."""
-    before, behind = _before(table, at), _behind(table, at)
-    near = [_entry_at(table, one) for one in (_before(table, before), before, at, behind, _behind(table, behind))]
-    lows = [_rounded(_HEAD.size + len(table), align)]
-    for one in near:
+    near = [at]
+    for _ in range(2):  # those before it and behind it that were not removed
+        before, behind = table[: max(near[0], 0)].rstrip(b"\0"), table[near[-1] + _ENTRY.size :]
+        skipped = len(behind) - len(behind.lstrip(b"\0"))
+        near.insert(0, (len(before) - 1) // _ENTRY.size * _ENTRY.size)
+        near.append(near[-1] + _ENTRY.size + skipped - skipped % _ENTRY.size)
+    low, lows = _rounded(_HEAD.size + len(table), align), list[int]()
+    found = [_entry_at(table, one) for one in near]
+    for one in found:
+        lows.append(low)
         if one is not None:
-            if one.at < lows[-1] or not one.length or one.at + one.length > size:
+            if one.at < low or not one.length or one.at + one.length > size:
                 return None
-            lows.append(_rounded(one.at + one.length, align))
-    next_one, end = near[3], lows[sum(one is not None for one in near[:2])]
-    return end, size if next_one is None else next_one.at
+            low = _rounded(one.at + one.length, align)
+    return lows[2], size if found[3] is None else found[3].at
 
 
 def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
