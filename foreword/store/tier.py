@@ -620,9 +620,7 @@ class StoreTier:
 
     def reserve(self, headers: Sequence[Header], deadline: float, *, unread: bool = False) -> ReservedSlots:
         """Slots in a store that reserves them (`Store.reserve`); none if it fails."""
-        return self.attempt(
-            lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots(unread=unread)
-        )
+        return self.attempt(lambda: self.store.reserve(headers, unread=unread, deadline=deadline), ReservedSlots())
 
     def publish(
         self, reserved: ReservedSlots, headers: Sequence[Header], seconds: float, chosen: Collection[int] | None = None
