@@ -356,8 +356,8 @@ class WriteBehind:
         """Slots for a postponed promotion: free ones, or those of later blocks of its load, which wait for it."""
         slots = batch.pool.take(len(batch.headers))
         while slots is None:
-            mine = (one for one in reversed(self._batches) if one.promotion and one.load == batch.load)
-            last = next((one for one in mine if one.slots and one.is_stored()), None)
+            mine = (one for one in reversed(self._batches) if one.load == batch.load and one.slots)
+            last = next(filter(WriteBatch.is_stored, mine), None)
             if last is None:
                 return None
             self._batches.remove(last)

@@ -267,12 +267,8 @@ class BlockFiles:
         path = self.piece_path(name, place.piece)
         if readable_size(path) < 0:
             return -1
-        with contextlib.suppress(OSError, BadPiece):
-            handle = os.open(path, _READ)
-            try:
-                return pieces.lengths_at(handle, [(key_of(name), place.at)])[0]
-            finally:
-                os.close(handle)
+        with contextlib.suppress(OSError, BadPiece), os.fdopen(os.open(path, _READ), "rb", 0) as file:
+            return pieces.lengths_at(file.fileno(), [(key_of(name), place.at)])[0]
         return -1
 
     def remove(self, name: Name, token: str = "", *, prune: bool = False, place: BlockPlace = ALONE) -> bool:
@@ -418,9 +414,6 @@ def _remove_from_piece(path: str, key: bytes, at: int) -> bool:
     try:
         handle = os.open(path, _CHANGE)
         try:
-            if pieces.has_only(handle, key):  # the file goes at once, or not at all
-                os.unlink(path)
-                return True
             removed, more = pieces.remove_block(handle, key, at)
         finally:
             os.close(handle)

@@ -32,7 +32,6 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import quote
@@ -413,7 +412,8 @@ class IndexTransaction:
         """Insert rows with a few statements: each step of SQLite's gives the interpreter lock away."""
         for low in range(0, len(rows), _ROWS_AT_ONCE):
             some = rows[low : low + _ROWS_AT_ONCE]
-            self._execute(_insertion(table, len(some), len(some[0])), [*itertools.chain.from_iterable(some)])
+            values = ",".join([f"({','.join('?' * len(some[0]))})"] * len(some))
+            self._execute(f"INSERT INTO {table} VALUES {values}", [*itertools.chain.from_iterable(some)])
 
     def drop(self, given_up: Iterable[PendingRow]) -> None:
         """Forget blocks that will not be written. No file of them is left."""
@@ -562,13 +562,6 @@ class IndexTransaction:
 
     def note_boot(self, boot: str) -> None:
         self._keep_newest("hosts", (boot, boot))  # earlier builds had a row per name of a host
-
-
-@cache
-def _insertion(table: str, rows: int, columns: int) -> str:
-    """The statement that inserts so many rows."""
-    row = f"({','.join('?' * columns)})"
-    return f"INSERT INTO {table} VALUES {','.join([row] * rows)}"
 
 
 def _unpacked(ids: bytes) -> tuple[int, ...]:

@@ -70,12 +70,8 @@ class PieceEntry(NamedTuple):
 
 def layout_of(lengths: Sequence[int]) -> tuple[int, list[int]]:
     """The alignment of a piece with frames of these lengths, and their offsets."""
-    shortest, count = min(lengths), len(lengths)
-    align = _PAGE if shortest >= _PAGE else _LINE
-    at = _rounded(_HEAD.size + _ENTRY.size * count, align)
-    if shortest == max(lengths):
-        step = _rounded(shortest, align)
-        return align, [*range(at, at + step * count, step)]
+    align = _PAGE if min(lengths) >= _PAGE else _LINE
+    at = _rounded(_HEAD.size + _ENTRY.size * len(lengths), align)
     offsets = []
     for length in lengths:
         offsets.append(at)
@@ -112,14 +108,11 @@ def _write_all(handle: int, parts: Sequence[memoryview | bytes]) -> None:
         done = os.writev(handle, parts)
 
 
-def read_table(handle: int) -> tuple[int, list[PieceEntry]]:
-    """The alignment of a piece and its entries, also those that were removed. Raises BadPiece, OSError."""
-    align, table = _read_bytes(handle)
-    return align, list(map(PieceEntry._make, _ENTRY.iter_unpack(table)))
-
-
-def _read_bytes(handle: int) -> tuple[int, bytes]:
-    """The alignment of a piece and its entries as they lie there. Raises BadPiece, OSError."""
+def _read_bytes(handle: int) -> tuple[int, bytes, int]:
+    """The alignment of a piece, its entries as they lie there, and its size. Raises BadPiece, OSError."""
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        raise BadPiece
     data = os.pread(handle, _FIRST_READ, 0)
     if len(data) < _HEAD.size:
         raise BadPiece
@@ -131,35 +124,21 @@ def _read_bytes(handle: int) -> tuple[int, bytes]:
         data += os.pread(handle, end - len(data), len(data))
     if len(data) < end:
         raise BadPiece
-    return align, data[_HEAD.size : end]
+    return align, data[_HEAD.size : end], found.st_size
 
 
 def entries(handle: int) -> list[PieceEntry]:
     """The blocks of a piece. Raises BadPiece, OSError."""
-    size = _size_of(handle)
-    return [one for one in read_table(handle)[1] if one.length and one.at + one.length <= size]
+    _, table, size = _read_bytes(handle)
+    found = map(PieceEntry._make, _ENTRY.iter_unpack(table))
+    return [one for one in found if one.length and one.at + one.length <= size]
 
 
 def lengths_at(handle: int, wanted: Sequence[tuple[bytes, int]]) -> list[int]:
     """The length of each block, given its key and its offset, -1 for one that is not there. Raises BadPiece, OSError."""
-    size, table = _size_of(handle), _read_bytes(handle)[1]
+    _, table, size = _read_bytes(handle)
     found = ((_entry_at(table, _find(table, key)), at) for key, at in wanted)
     return [one.length if one and one.at == at and 0 < one.length <= size - at else -1 for one, at in found]
-
-
-def has_only(handle: int, key: bytes) -> bool:
-    """Whether a piece has this block and no other. Raises BadPiece, OSError."""
-    _size_of(handle)
-    table = _read_bytes(handle)[1]
-    at = _find(table, key)
-    return at >= 0 and not (table[:at] + table[at + _ENTRY.size :]).strip(b"\0")
-
-
-def _size_of(handle: int) -> int:
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise BadPiece
-    return found.st_size
 
 
 def _find(table: bytes, key: bytes) -> int:
@@ -184,8 +163,7 @@ def _hole(table: bytes, at: int, align: int, size: int) -> tuple[int, int] | Non
         near.insert(0, (len(before) - 1) // _ENTRY.size * _ENTRY.size)
         near.append(near[-1] + _ENTRY.size + skipped - skipped % _ENTRY.size)
     low, lows = _rounded(_HEAD.size + len(table), align), list[int]()
-    found = [_entry_at(table, one) for one in near]
-    for one in found:
+    for one in (found := [_entry_at(table, one) for one in near]):
         lows.append(low)
         if one is not None:
             if one.at < low or not one.length or one.at + one.length > size:
@@ -200,11 +178,12 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
 
     Also frees what a process that was killed in between has left beside it, or anywhere if the block is not there.
     """
-    align, data = _read_bytes(handle)
+    align, data, size = _read_bytes(handle)
     number = _find(data, key)
-    entry, hole = _entry_at(data, number), None
-    if entry is not None and entry.at == place:
-        hole = _hole(data, number, align, _size_of(handle))
+    entry = _entry_at(data, number)
+    if entry is not None and not (data[:number] + data[number + _ENTRY.size :]).strip(b"\0"):
+        return True, False  # the file goes at once, or not at all
+    hole = _hole(data, number, align, size) if entry is not None and entry.at == place else None
     if hole is not None:
         os.pwrite(handle, _REMOVED, _HEAD.size + number)
         _punch(handle, hole[0], hole[1] - hole[0])
@@ -219,12 +198,11 @@ def remove_block(handle: int, key: bytes, place: int) -> tuple[bool, bool]:
         elif one.length:
             left.append(one)
     free_removed(handle, align, left, len(table))
-    size = os.fstat(handle).st_size
     for one in gone:  # also where a damaged entry of another block covers it
         end = min([size, one.at + one.length, *(other.at for other in left if other.at > one.at)])
         if _HEAD.size + _ENTRY.size * len(table) <= one.at < end:
             _punch(handle, one.at, end - one.at)
-    return there, any(one.length for one in read_table(handle)[1])
+    return there, bool(_read_bytes(handle)[1].strip(b"\0"))
 
 
 def free_removed(handle: int, align: int, left: Sequence[PieceEntry], count: int) -> None:

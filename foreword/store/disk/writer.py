@@ -164,12 +164,7 @@ class BlockBudget:
             elif id_ not in pending and len(one.data) <= self.size and is_name(name):
                 new[id_] = one
         known = dict(zip(names, ids, strict=True))
-        before, last = None, 0
-        for id_, one in new.items():
-            head = one.header
-            follows = before is not None and head.parent == before.key and head.prefix == before.prefix
-            admitted.parents[id_] = last if follows and head.parent != head.key else parent_id(head, known)
-            before, last = head, id_
+        admitted.parents = {id_: parent_id(one.header, known) for id_, one in new.items()}
         transaction.touch(rows.keys() | set(admitted.parents.values()) - new.keys(), now)
         return new
 
