@@ -30,8 +30,7 @@ from foreword.router.replicas import ReplicaInfo, Upstream, clock
 from foreword.router.suspicious import MOST_DEATHS, Ask
 from foreword.routing.cost_kinds import MOST_NAME, CostKinds
 from foreword.routing.directory import CacheTier, Directory
-from foreword.routing.disaggregation import DisaggregationPolicy
-from foreword.routing.fleet import Fleet
+from foreword.routing.fleet import Disaggregation, Fleet
 from foreword.routing.known_prompts import KnownPrompts
 from foreword.routing.placement import KeySpace, PlacementQuery
 from foreword.routing.policies import policy_named
@@ -41,6 +40,7 @@ from foreword.routing.sessions import SessionTable
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BLOCK_SIZE: Final = 16
+_SESSION_SECONDS: Final = 3600.0  # that an idle session keeps its replica
 # Reasons with this prefix are temporary: requests wait for the replica.
 _OVERLOADED: Final = "overloaded"
 
@@ -69,18 +69,23 @@ class ReplicaPool:
     """The replicas of one model. Runs on one event loop."""
 
     def __init__(
-        self, model: str, config: RouterConfig, weights: Mapping[str, float], kinds: CostKinds | None = None
+        self,
+        model: str,
+        config: RouterConfig,
+        weights: Mapping[str, float],
+        kinds: CostKinds | None = None,
+        disaggregation: Disaggregation | None = None,
     ) -> None:
         self.model = model
         self.fleet = Fleet(
             policy_named(config.policy),
             directory=Directory(config.directory_blocks),
-            sessions=SessionTable(ttl=config.session_ttl),
-            disaggregation=DisaggregationPolicy(min_tokens=config.min_prefill),
+            sessions=SessionTable(ttl=_SESSION_SECONDS),
+            disaggregation=disaggregation,
             kinds=kinds,
         )
         self.upstreams: dict[str, Upstream] = {}
-        self.known = KnownPrompts(ttl=config.session_ttl)
+        self.known = KnownPrompts(ttl=_SESSION_SECONDS)
         self._patience, self._timeout = config.tokenize_patience, config.tokenize_timeout
         self.shared_prefixes = SharedPrefixes()
         self.queue: FairQueue[_Queued] = FairQueue(config.max_queue, dict(weights))
