@@ -21,7 +21,7 @@ from foreword.conformance import soon
 from foreword.errors import StoreFull
 from foreword.offload import ring as ring_module
 from foreword.offload.device import Event, PlaneTable, Stream
-from foreword.offload.portable_copies import PlaneGroup
+from foreword.offload.frame_copies import PlaneGroup
 from foreword.offload.ring import DeviceRing, Part, Piece, RingLoad, TierMemory, Units, _copy_in, _copy_out
 from foreword.offload.staging import RowGroup
 from foreword.store.base import ReservedSlots
