@@ -278,9 +278,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, how: str) -> str:
         )
         return "what it sealed is wrong"
     if how == "it finds all right":
-        monkeypatch.setattr(
-            DeviceChecksums, "check", lambda self, frames, slots, size, heads: torch.ones(len(slots), dtype=torch.int32)
-        )
+        monkeypatch.setattr(DeviceChecksums, "check", lambda self, frames, slots, size, heads, found: found.fill_(1))
         return "its verdicts"
     monkeypatch.setattr(DeviceChecksums, "check", lambda *given: 1 // 0)
     return "the device failed: ZeroDivisionError"

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -31,7 +32,16 @@ from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
 from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
-from foreword.offload.ring import PIECE_BYTES, DeviceRing, Part, Piece, RingLoad, TierMemory
+from foreword.offload.ring import (
+    PIECE_BYTES,
+    PIECES_OF_A_LOAD,
+    DeviceRing,
+    LoadBatch,
+    Part,
+    Piece,
+    RingLoad,
+    TierMemory,
+)
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import use_background_cores
 from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check
@@ -81,13 +91,57 @@ class _Save:
 
 @dataclass(slots=True, eq=False)
 class DirectLoad:
-    """Blocks on their way from the tier into the device. `end` returns slots and piece."""
+    """Blocks on their way from the tier into the device, through one piece of the ring. `end` returns it, and what is lent if
+    no other piece of it is on its way."""
 
     copy: RingLoad
     names: Sequence[Name]
     size: int
     end: Callable[[], None]
     began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True, eq=False)
+class LentBlocks:
+    """Blocks of a load that the tier lends together: what they need is made once, and each piece of the ring takes some. Used
+    by one thread, and lent until `release` and the ends of all its copies.
+
+    Attributes:
+        sizes: bytes of the frames.
+    """
+
+    ring: DeviceRing
+    batch: LoadBatch
+    sizes: Sequence[int]
+    end: Callable[[], None]
+    users: int = 1
+
+    @property
+    def pieces(self) -> int:
+        return self.batch.pieces
+
+    def load(self, number: int, piece: Piece, mark: Event | None) -> DirectLoad:
+        """Queue the copy of the blocks of a piece of the ring, which the caller has."""
+        low, high = self.batch.frames(number)
+        try:
+            copy = self.ring.load(self.batch, number, piece, mark)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that is raised says more
+                self.ring.loaded().synchronize()
+            self.ring.give(piece)
+            raise
+        self.users += 1
+        return DirectLoad(copy, self.batch.names[low:high], sum(self.sizes[low:high]), partial(self._ended, piece))
+
+    def _ended(self, piece: Piece) -> None:
+        self.ring.give(piece)
+        self.release()
+
+    def release(self) -> None:
+        """No further piece is queued, or the copies of one have ended."""
+        self.users -= 1
+        if not self.users:
+            self.end()
 
 
 class DirectTier:
@@ -123,6 +177,8 @@ class DirectTier:
         self.tier: StoreTier = store.tiers[self.place]
         self._places = places
         self._writer = writer
+        # A load that has most of a small tier's slots would keep saves waiting.
+        self._most_lent = max(PIECES_OF_A_LOAD * ring.piece_bytes, len(memory) // 2)
         self._waiting: list[_Save] = []
         self._pending = 0
         self._full = False
@@ -287,10 +343,7 @@ class DirectTier:
                 else next(one.reserved for one in saves if one.reserved.slots)
             )
             memory = self._tier_memory(first.memory, first.stride)
-            step = self.ring.room(first.stride)
-            for low in range(0, len(slots), step):
-                part = slice(low, low + step)
-                event = self.ring.save(saves[0].group, units[part], headers[part], memory, slots[part])
+            event = self.ring.save(saves[0].group, units, headers, memory, slots)
         return event
 
     # Publishing, on a thread of its own
@@ -346,53 +399,49 @@ class DirectTier:
         """How many blocks of a load, from number `done` on, this tier has together, of at most so many bytes."""
         if not self.usable:
             return 0
-        most = max(min(size, self.ring.piece_bytes) // (HEADER_BYTES + max(self.ring.block_bytes)), 1)
-        return len([*itertools.takewhile(self.place.__eq__, places[done : done + most])])
+        longest = HEADER_BYTES + max(self.ring.block_bytes)
+        most, room = max(min(size, self._most_lent) // longest, 1), self.ring.piece_bytes // longest
+        most -= most % room if most > room else 0  # pieces of the ring that are full
+        some = places[done : done + most]
+        if some.count(self.place) == len(some):
+            return len(some)
+        return len([*itertools.takewhile(self.place.__eq__, some)])
 
-    def load(
-        self,
-        piece: Piece,
-        names: Sequence[Name],
-        groups: Sequence[int],
-        blocks: Sequence[int],
-        mark: Event | None,
-        begin: Callable[[], bool],
-    ) -> DirectLoad | None:
-        """Queue the copies of blocks into units of their groups, up to the first that the tier does not have. None, and the
-        piece is free, if there is none, or `begin` says that nothing may be copied any more."""
+    def lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> LentBlocks | None:
+        """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
+        none. The caller releases them."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self.ring.give, piece)
             loan = stack.enter_context(self.tier.borrow(names, time.monotonic() + _CALL_SECONDS))
-            count = self._usable(loan, groups, piece)
-            if not count or not begin():
+            sizes = [len(data) for data in loan.frames]
+            count = self._usable(loan, sizes, groups)
+            if not count:
                 return None
             parts: list[Part] = []
             low = 0
-            for group, members in itertools.groupby(groups[:count]):
-                high = low + len([*members])
+            while low < count:
+                group, high = groups[low], count
+                if groups.count(group) < len(groups):
+                    high = low + sum(1 for _ in itertools.takewhile(group.__eq__, groups[low:count]))
                 parts.append((group, self._places(group, blocks[low:high]), names[low:high]))
                 low = high
-            memory, slots = self._tier_memory(loan.memory, loan.stride), loan.slots[:count]
-            try:
-                copy = self.ring.load(piece, parts, memory, slots, mark)
-            except BaseException:
-                with contextlib.suppress(Exception):  # the error that is raised says more
-                    self.ring.loaded().synchronize()
-                raise
-            size = sum(len(data) for data in loan.frames[:count])
-            return DirectLoad(copy, names[:count], size, stack.pop_all().close)
+            memory = self._tier_memory(loan.memory, loan.stride)
+            batch = self.ring.plan_load(parts, memory, loan.slots[:count])
+            return LentBlocks(self.ring, batch, sizes, stack.pop_all().close)
 
-    def _usable(self, loan: Loan, groups: Sequence[int], piece: Piece) -> int:
-        """How many of the first lent frames are as long as those of their groups, page-locked, and have room in a piece."""
+    def _usable(self, loan: Loan, sizes: Sequence[int], groups: Sequence[int]) -> int:
+        """How many of the first lent frames are as long as those of their groups, and page-locked, if a piece has room."""
+        if not sizes or loan.stride > self.ring.piece_bytes:
+            return 0
         lengths = [HEADER_BYTES + size for size in self.ring.block_bytes]
-        room, pinned = len(piece.memory) // loan.stride, sys.maxsize
-        if self._pinned is not None:
+        wanted = [lengths[group] for group in groups[: len(sizes)]]
+        count = len(sizes)
+        if sizes != wanted:
+            pairs = zip(sizes, wanted, strict=True)
+            count = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if self._pinned is not None and count:
             pinned = self._pinned.end // loan.stride
-        count = 0
-        for data, slot, group in zip(loan.frames, loan.slots, groups, strict=False):
-            if len(data) != lengths[group] or slot >= pinned or count == room:
-                break
-            count += 1
+            if max(loan.slots[:count]) >= pinned:
+                count = sum(1 for _ in itertools.takewhile(pinned.__gt__, loan.slots[:count]))
         return count
 
     def read_again(self, name: Name, size: int) -> None:

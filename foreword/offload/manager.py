@@ -57,6 +57,7 @@ Done = TypeVar("Done")
 # Bytes that a load reads and copies at once. On a GPU each is a few launches and an event: fewer, larger ones are faster.
 _GROUP_BYTES: Final = 8 << 20
 _GROUP_BYTES_ON_DEVICE: Final = 32 << 20
+_LENT_BYTES: Final = 512 << 20  # that a memory tier lends together to a load: the others may be evicted meanwhile
 _PROBE_BYTES: Final = 1 << 20  # the first group from a store of unknown speed
 MIN_PATIENCE: Final = 0.05  # seconds
 _LOADERS: Final = 4
@@ -269,34 +270,39 @@ class OffloadManager:
         """Queue the copies of the next blocks from the memory of the first tier straight into the device, and return how many
         there are: 0 if that is not possible. Whether they are right is known when they are copied."""
         direct = self._direct
-        size = sys.maxsize if known else _PROBE_BYTES
-        count = 0 if direct is None else direct.count(store_load.places, done, size)
-        if direct is None or not count:
+        if direct is None:
             return 0
-        # Pieces of the ring come back when the copies through them have ended: first those of this load.
-        while queued and (len(queued) >= PIECES_OF_A_LOAD or not direct.ring.free):
-            self._await_copy(store_load, queued)
-        piece = direct.ring.wait_for(deadline)
-        if piece is None:
+        count = direct.count(store_load.places, done, _LENT_BYTES if known else _PROBE_BYTES)
+        end = done + count
+        lent = (
+            direct.lend(store_load.names[done:end], store_load.groups[done:end], store_load.blocks[done:end])
+            if count
+            else None
+        )
+        if lent is None:
             return 0
-        end, began = done + count, False
-
-        def begin() -> bool:
-            nonlocal began
-            began = store_load.begin_copy()
-            return began
-
-        parts = store_load.names[done:end], store_load.groups[done:end], store_load.blocks[done:end]
+        begun = 0
         try:
-            load = direct.load(piece, *parts, None if done else store_load.mark, begin)
-        except BaseException:
-            if began:
-                store_load.end_copy([])
-            raise
-        if load is None:
-            return 0
-        queued.append(_GroupCopy(load.copy.copied, [], [], load))
-        return len(load.names)
+            for number in range(lent.pieces):
+                # Pieces of the ring come back when the copies through them have ended: first those of this load.
+                while queued and (len(queued) >= PIECES_OF_A_LOAD or not direct.ring.free):
+                    self._await_copy(store_load, queued)
+                piece = direct.ring.wait_for(store_load.deadline if begun else deadline)
+                if piece is None:
+                    break
+                if not store_load.begin_copy():
+                    direct.ring.give(piece)
+                    break
+                try:
+                    load = lent.load(number, piece, None if done + begun else store_load.mark)
+                except BaseException:
+                    store_load.end_copy([])
+                    raise
+                queued.append(_GroupCopy(load.copy.copied, [], [], load))
+                begun += len(load.names)
+        finally:
+            lent.release()
+        return begun
 
     def _end_direct(self, store_load: StoreLoad, load: DirectLoad, *, copied: bool, timed: bool) -> None:
         """Blocks were copied straight from the first tier. A wrong one, of which nothing is in KV, ends the load."""
@@ -359,10 +365,10 @@ class OffloadManager:
                 self._end_direct(store_load, oldest.direct, copied=loaded, timed=not held_up)
             else:
                 store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
-            if loaded:
-                self._promote(oldest.found, oldest.slots, store_load.started)
-            else:
-                self._loading_slots.give(oldest.slots)
+                if loaded:
+                    self._promote(oldest.found, oldest.slots, store_load.started)
+                else:
+                    self._loading_slots.give(oldest.slots)
 
     def _is_rate_known(self, store_load: StoreLoad) -> bool:
         """Whether the read rate of the first block's tier is known."""

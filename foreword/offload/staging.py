@@ -16,7 +16,7 @@ from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
 from foreword.offload.device import DeviceCopies, Event, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
-from foreword.offload.ring import DeviceRing
+from foreword.offload.ring import DeviceRing, copies_of
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
 from foreword.store.frame import HEADER_BYTES
@@ -107,7 +107,8 @@ class StagingArena:
         if self._on_device is None:
             return None
         planes = [group.planes() for group in self._groups]
-        return DeviceRing(planes, self.block_bytes, self.device, self._on_device.queues, piece_bytes)
+        copies = copies_of(self.device)
+        return DeviceRing(planes, self.block_bytes, self.device, self._on_device.queues, piece_bytes, copies)
 
     def places(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
         """The coordinates of blocks of a group: int64 `[blocks, 3]`."""
