@@ -1,4 +1,5 @@
-"""Parts that installed packages add to Foreword: types of stores, formats of tool calls, placement policies.
+"""Parts that installed packages add to Foreword: types of stores, formats of tool calls, placement policies; and the parts of
+Foreword's own products that may not be installed.
 
 A package names its parts as entry points in its `pyproject.toml`:
 
@@ -9,8 +10,9 @@ A package names its parts as entry points in its `pyproject.toml`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from foreword.errors import ConfigError, ForewordError, did_you_mean
 
@@ -66,3 +68,18 @@ class Plugins(Generic[T]):
         if not isinstance(part, self._kind):
             raise self._error(f"{where} must be of the class {self._kind.__module__}.{self._kind.__name__}")
         return part
+
+
+def of_product(place: str) -> Any:
+    """Import `module:name` of another product of this repository; None where that product is not installed.
+
+    It is named in the code and not by an entry point, so that it is found in a checkout, too. Raises ModuleNotFoundError for
+    a library that it needs.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("foreword"):
+            raise
+        return None

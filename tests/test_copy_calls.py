@@ -14,7 +14,7 @@ import pytest
 import torch
 from direct_engine import Make, direct
 
-import foreword.offload.staging
+import foreword.offload.direct_tier
 from foreword.offload.copy_calls import CopyCall
 from foreword.offload.ring import DriverCopies, TierMemory
 
@@ -106,7 +106,7 @@ def test_a_ring_with_the_calls_of_a_driver(
     """Blocks are saved and loaded by them as by PyTorch, with one batch for a piece of the ring, whichever slots it has."""
     driver, stream = made_driver(tmp_path, has_batch), types.SimpleNamespace(cuda_stream=77)
     copies = DriverCopies(CopyCall(torch.device("cpu"), driver), lambda: stream)
-    monkeypatch.setattr(foreword.offload.staging, "copies_of", lambda device: copies)
+    monkeypatch.setattr(foreword.offload.direct_tier, "copies_of", lambda device: copies)
     engine: Any = direct(tier_blocks=10)
     engine.store(5, 5)
     engine.store(6, 4)

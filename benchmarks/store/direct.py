@@ -97,7 +97,7 @@ def measure(size: int, rounds: int, *, direct: bool) -> tuple[float, float]:
         offload = EngineStores(TieredStore([memory]), staging, [layout], lookup_timeout=1.0, direct=direct)
         stack.callback(offload.close, 10.0)
         if direct:
-            assert offload._direct is not None and offload._direct.usable
+            assert isinstance(offload._direct, direct_tier.DirectTier) and offload._direct.usable
             publish = published.around(offload._direct._publish)
             stack.enter_context(mock.patch.object(offload._direct, "_publish", publish))
         else:

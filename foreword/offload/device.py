@@ -80,7 +80,7 @@ class CudaQueues:  # pragma: no cover - needs a GPU
         self._device = device
         self._computing = follow_stream(device)
         # The model's kernels run first: the lowest priority, a larger number than others.
-        self._lowest = max(torch.cuda.Stream.priority_range())  # type: ignore[no-untyped-call]
+        self._lowest = max(torch.cuda.Stream.priority_range())  # type: ignore[call-arg]
         self._saving: Any = torch.cuda.Stream(device, priority=self._lowest)  # type: ignore[no-untyped-call]
         self._loading = threading.local()
 

@@ -20,7 +20,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -31,6 +31,7 @@ import torch
 from foreword.blocks.keys import FINGERPRINT_BYTES, KEY_BYTES
 from foreword.blocks.layout import ROOT_BYTES
 from foreword.errors import BadFrame
+from foreword.offload.direct_extra import DirectCopies, DirectExtra
 from foreword.offload.pinned import PIN_BYTES, CudaPinning, PinnedMemory, Pinning
 from foreword.offload.ring import (
     PIECE_BYTES,
@@ -41,6 +42,7 @@ from foreword.offload.ring import (
     Piece,
     RingLoad,
     TierMemory,
+    copies_of,
 )
 from foreword.offload.writer import WriteBehind
 from foreword.store.background import use_background_cores
@@ -49,6 +51,7 @@ from foreword.store.tiered import TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
+    from foreword.offload.load import StoreLoad
     from foreword.offload.staging import StagingArena
     from foreword.store.base import Loan, Name, ReservedSlots
     from foreword.store.tier import StoreTier
@@ -90,19 +93,40 @@ class _Save:
 
 
 @dataclass(slots=True, eq=False)
-class DirectLoad:
-    """Blocks on their way from the tier into the device, through one piece of the ring. `end` returns it, and what is lent if
-    no other piece of it is on its way."""
+class _TierLoad:
+    """Blocks on their way from the tier into the device, through one piece of the ring. `release` returns it, and what is lent
+    if no other piece of it is on its way."""
 
+    tier: DirectTier
     copy: RingLoad
     names: Sequence[Name]
     size: int
-    end: Callable[[], None]
+    release: Callable[[], None]
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def copied(self) -> Event:
+        return self.copy.copied
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+    def end(self, load: StoreLoad, *, copied: bool, timed: bool) -> None:
+        direct, began = self.tier, max(self.began, load.copied_at)
+        sound = self.copy.sound() if copied else 0
+        self.release()
+        load.copied_at = time.monotonic()
+        whole = sound == self.count
+        load.end_copy([direct.place] * sound if copied else None, whole=whole)
+        direct.tier.count_borrowed(sound, self.size * sound // self.count, load.copied_at - began if timed else 0.0)
+        if copied and not whole:
+            load.close()
+            direct.read_again(self.names[sound])
 
 
 @dataclass(slots=True, eq=False)
-class LentBlocks:
+class _LentBlocks:
     """Blocks of a load that the tier lends together: what they need is made once, and each piece of the ring takes some. Used
     by one thread, and lent until `release` and the ends of all its copies.
 
@@ -110,31 +134,28 @@ class LentBlocks:
         sizes: bytes of the frames.
     """
 
-    ring: DeviceRing
+    tier: DirectTier
     batch: LoadBatch
     sizes: Sequence[int]
     end: Callable[[], None]
     users: int = 1
 
-    @property
-    def pieces(self) -> int:
-        return self.batch.pieces
-
-    def load(self, number: int, piece: Piece, mark: Event | None) -> DirectLoad:
+    def load(self, number: int, piece: Piece, mark: Event | None) -> _TierLoad:
         """Queue the copy of the blocks of a piece of the ring, which the caller has."""
-        low, high = self.batch.frames(number)
+        (low, high), ring = self.batch.frames(number), self.tier.ring
         try:
-            copy = self.ring.load(self.batch, number, piece, mark)
+            copy = ring.load(self.batch, number, piece, mark)
         except BaseException:
             with contextlib.suppress(Exception):  # the error that is raised says more
-                self.ring.loaded().synchronize()
-            self.ring.give(piece)
+                ring.loaded().synchronize()
+            ring.give(piece)
             raise
         self.users += 1
-        return DirectLoad(copy, self.batch.names[low:high], sum(self.sizes[low:high]), partial(self._ended, piece))
+        size = sum(self.sizes[low:high])
+        return _TierLoad(self.tier, copy, self.batch.names[low:high], size, partial(self._ended, piece))
 
     def _ended(self, piece: Piece) -> None:
-        self.ring.give(piece)
+        self.tier.ring.give(piece)
         self.release()
 
     def release(self) -> None:
@@ -144,7 +165,7 @@ class LentBlocks:
             self.end()
 
 
-class DirectTier:
+class DirectTier(DirectCopies):
     """Saves into and loads from the first tier without a copy by the host.
 
     Args:
@@ -154,12 +175,10 @@ class DirectTier:
         writer: writes to further tiers.
         pinning: page-locks the tier's memory; None: it is not necessary.
 
-    Attributes:
-        usable: the device has passed the test. `state`: "on" then, or why not; "" as long as it is being tested.
-        saved, failed: blocks that the tier has stored or had, and that it has not.
     """
 
-    place: Final = 0
+    place = 0
+    loads_at_once = PIECES_OF_A_LOAD
 
     def __init__(
         self,
@@ -283,8 +302,6 @@ class DirectTier:
     # Saving, on the engine's thread or, as the caller takes care, one at a time
 
     def save(self, units: Sequence[int], headers: Sequence[Header], tiers: Tiers, group: int) -> tuple[int, Tiers]:
-        """Reserve slots for units of a group, which `launch` copies. Returns for how many of the first there was room. If they
-        cannot be copied directly, returns the tiers that are to get all of them through the staging arena."""
         reserved = self.tier.reserve(headers, time.monotonic() + _CALL_SECONDS)
         if not self._is_pinned(reserved.slots, reserved.stride):
             self.tier.abandon(reserved)
@@ -312,7 +329,6 @@ class DirectTier:
             time.sleep(min(timeout, _ROOM_PAUSE))
 
     def launch(self) -> None:
-        """Queue the copies of what was reserved. On return the blocks may be overwritten by work that is queued after."""
         saves, self._waiting = self._waiting, []
         if not saves:
             return
@@ -384,19 +400,16 @@ class DirectTier:
 
     @property
     def pending(self) -> int:
-        """Blocks whose copies have not ended."""
         with self._changed:
             return self._pending
 
     def flush(self, timeout: float) -> bool:
-        """Wait until what was saved is published. False if that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout)
 
     # Loading, on the threads of the loads
 
     def count(self, places: Sequence[int], done: int, size: int) -> int:
-        """How many blocks of a load, from number `done` on, this tier has together, of at most so many bytes."""
         if not self.usable:
             return 0
         longest = HEADER_BYTES + max(self.ring.block_bytes)
@@ -407,7 +420,33 @@ class DirectTier:
             return len(some)
         return len([*itertools.takewhile(self.place.__eq__, some)])
 
-    def lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> LentBlocks | None:
+    @property
+    def has_room(self) -> bool:
+        return self.ring.free
+
+    def loads(self, load: StoreLoad, done: int, count: int, deadline: float) -> Generator[_TierLoad, None, None]:
+        end = done + count
+        lent = self._lend(load.names[done:end], load.groups[done:end], load.blocks[done:end])
+        if lent is None:
+            return
+        try:
+            for number in range(lent.batch.pieces):
+                piece = self.ring.wait_for(load.deadline if number else deadline)
+                if piece is None:
+                    return
+                if not load.begin_copy():
+                    self.ring.give(piece)
+                    return
+                try:
+                    one = lent.load(number, piece, None if done + number else load.mark)
+                except BaseException:
+                    load.end_copy([])
+                    raise
+                yield one
+        finally:
+            lent.release()
+
+    def _lend(self, names: Sequence[Name], groups: Sequence[int], blocks: Sequence[int]) -> _LentBlocks | None:
         """The first of these blocks, for units of their groups, up to the first that the tier does not have; None if there is
         none. The caller releases them."""
         with contextlib.ExitStack() as stack:
@@ -426,7 +465,7 @@ class DirectTier:
                 low = high
             memory = self._tier_memory(loan.memory, loan.stride)
             batch = self.ring.plan_load(parts, memory, loan.slots[:count])
-            return LentBlocks(self.ring, batch, sizes, stack.pop_all().close)
+            return _LentBlocks(self, batch, sizes, stack.pop_all().close)
 
     def _usable(self, loan: Loan, sizes: Sequence[int], groups: Sequence[int]) -> int:
         """How many of the first lent frames are as long as those of their groups, and page-locked, if a piece has room."""
@@ -444,8 +483,9 @@ class DirectTier:
                 count = sum(1 for _ in itertools.takewhile(pinned.__gt__, loan.slots[:count]))
         return count
 
-    def read_again(self, name: Name, size: int) -> None:
+    def read_again(self, name: Name) -> None:
         """Read a block on the host that the device found wrong: it is counted, and deleted if it is damaged."""
+        size = HEADER_BYTES + max(self.ring.block_bytes)
         self.tier.get([name], [memoryview(bytearray(size))], time.monotonic() + _CALL_SECONDS)
 
     def close(self, timeout: float = _CLOSE_SECONDS) -> None:
@@ -456,7 +496,7 @@ class DirectTier:
             self._pinned.close(timeout)
 
 
-def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
+def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
     """The first tier, for copies without the host, or None and a line in the log that says what is missing."""
     memory = store.tiers[0].store.memory if store.writable[:1] == (0,) else None
     ring: DeviceRing | None = None
@@ -472,7 +512,10 @@ def open_direct(store: TieredStore, staging: StagingArena, writer: WriteBehind) 
     elif torch.version.hip:
         reason = "it was never tried with AMD's devices"
     else:
-        ring = staging.device_ring(PIECE_BYTES)
+        queues = staging.queues
+        if queues is not None:
+            copies = copies_of(staging.device)
+            ring = DeviceRing(staging.planes(), staging.block_bytes, staging.device, queues, PIECE_BYTES, copies)
         reason = "" if ring is not None else "KV is on the CPU"
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
@@ -490,3 +533,11 @@ def _made_up(size: int) -> Header:
     """The header of a block that no chain has."""
     layout, root, key, parent = (os.urandom(n) for n in (FINGERPRINT_BYTES, ROOT_BYTES, KEY_BYTES, KEY_BYTES))
     return Header(layout, root, key, parent, 0, RAW, size, size)
+
+
+class _Extra(DirectExtra):
+    def open(self, store: TieredStore, staging: StagingArena, writer: WriteBehind) -> DirectTier | None:
+        return _open(store, staging, writer)
+
+
+DIRECT: Final = _Extra()

@@ -31,11 +31,11 @@ from foreword.blocks.layout import BlockUnits, Layout, whole_blocks
 from foreword.blocks.public import named_root
 from foreword.blocks.resume import KVGroup
 from foreword.errors import StoreError
+from foreword.offload.direct_extra import DirectCopies, DirectLoad, direct_extra
 from foreword.offload.load import StoreLoad
 from foreword.offload.load_plan import GroupBlocks
 from foreword.offload.lookups import LookupCounts, StoreLookups
 from foreword.offload.policy import PATIENCE, LoadCosts
-from foreword.offload.ring import PIECES_OF_A_LOAD
 from foreword.offload.slots import SlotReader, StagingSlots
 from foreword.offload.writer import WRITE_BLOCKS, WRITE_TIMEOUT, WriteBatch, WriteBehind
 from foreword.store.background import use_background_cores
@@ -49,7 +49,6 @@ from foreword.store.tiered import FetchedBlock, TieredStore, Tiers
 
 if TYPE_CHECKING:
     from foreword.offload.device import Event
-    from foreword.offload.direct_tier import DirectLoad, DirectTier
     from foreword.offload.staging import StagingArena
 
 Done = TypeVar("Done")
@@ -116,7 +115,7 @@ class OffloadManager:
         lookup_timeout: seconds for a lookup in remote tiers, if computing does not take long (`policy.search_seconds`).
         load_timeout: upper limit in seconds for a load.
         on_change: called from other threads when a search or a load has changed; wakes the engine.
-        direct: on a device, copy straight to and from the first tier where that is possible (`direct_tier.py`).
+        direct: on a device, copy straight to and from the first tier where that is possible (`direct_extra.py`).
     """
 
     def __init__(
@@ -151,11 +150,7 @@ class OffloadManager:
         self._loading_slots = StagingSlots(range(half, staging.slots))
         self._reader = SlotReader(store, staging, self._loading_slots, staging.slots - half)
         self._writer = WriteBehind(store, staging, self._read_again)
-        self._direct: DirectTier | None = None
-        if direct:
-            from foreword.offload.direct_tier import open_direct
-
-            self._direct = open_direct(store, staging, self._writer)
+        self._direct: DirectCopies | None = direct_extra().open(store, staging, self._writer) if direct else None
         self._write_step = max(min(WRITE_BLOCKS, staging.slots // 4), 1)
         self._group_bytes = _GROUP_BYTES if staging.device.type == "cpu" else _GROUP_BYTES_ON_DEVICE
         self._gathering: list[tuple[int, Sequence[int], WriteBatch]] | None = None
@@ -273,51 +268,19 @@ class OffloadManager:
         if direct is None:
             return 0
         count = direct.count(store_load.places, done, _LENT_BYTES if known else _PROBE_BYTES)
-        end = done + count
-        lent = (
-            direct.lend(store_load.names[done:end], store_load.groups[done:end], store_load.blocks[done:end])
-            if count
-            else None
-        )
-        if lent is None:
+        if not count:
             return 0
         begun = 0
-        try:
-            for number in range(lent.pieces):
-                # Pieces of the ring come back when the copies through them have ended: first those of this load.
-                while queued and (len(queued) >= PIECES_OF_A_LOAD or not direct.ring.free):
+        with contextlib.closing(direct.loads(store_load, done, count, deadline)) as loads:
+            while True:
+                # Room comes back when copies have ended: first that of this load.
+                while queued and (len(queued) >= direct.loads_at_once or not direct.has_room):
                     self._await_copy(store_load, queued)
-                piece = direct.ring.wait_for(store_load.deadline if begun else deadline)
-                if piece is None:
-                    break
-                if not store_load.begin_copy():
-                    direct.ring.give(piece)
-                    break
-                try:
-                    load = lent.load(number, piece, None if done + begun else store_load.mark)
-                except BaseException:
-                    store_load.end_copy([])
-                    raise
-                queued.append(_GroupCopy(load.copy.copied, [], [], load))
-                begun += len(load.names)
-        finally:
-            lent.release()
-        return begun
-
-    def _end_direct(self, store_load: StoreLoad, load: DirectLoad, *, copied: bool, timed: bool) -> None:
-        """Blocks were copied straight from the first tier. A wrong one, of which nothing is in KV, ends the load."""
-        assert self._direct is not None
-        direct, began = self._direct, max(load.began, store_load.copied_at)
-        sound = load.copy.sound() if copied else 0
-        load.end()
-        store_load.copied_at = time.monotonic()
-        whole = sound == len(load.names)
-        store_load.end_copy([direct.place] * sound if copied else None, whole=whole)
-        size = load.size * sound // len(load.names)
-        direct.tier.count_borrowed(sound, size, store_load.copied_at - began if timed else 0.0)
-        if copied and not whole:
-            store_load.close()
-            direct.read_again(load.names[sound], self._staging.frame_bytes)
+                load = next(loads, None)
+                if load is None:
+                    return begun
+                queued.append(_GroupCopy(load.copied, [], [], load))
+                begun += load.count
 
     def _slots_to_load(
         self, store_load: StoreLoad, count: int, deadline: float, queued: deque[_GroupCopy]
@@ -362,7 +325,7 @@ class OffloadManager:
                 store_load.mark = None
                 store_load.held_up = False
             if oldest.direct is not None:
-                self._end_direct(store_load, oldest.direct, copied=loaded, timed=not held_up)
+                oldest.direct.end(store_load, copied=loaded, timed=not held_up)
             else:
                 store_load.end_copy([one.tier for one in oldest.found] if loaded else None)
                 if loaded:

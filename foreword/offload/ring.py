@@ -64,10 +64,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What is copied together between slots and pieces of the ring, in order.
+    """Bytes that are copied together between slots and pieces of the ring, in order.
 
     Attributes:
-        at, start, size: bytes from the beginning of a piece and of the tier's memory, and of the copy: int64.
+        at, start, size: where in a piece, where in the memory, and the bytes of the copy: int64.
         first: which span is the first of each piece, and how many there are.
     """
 
@@ -77,7 +77,7 @@ class Spans:
     first: Sequence[int]
 
     def of(self, number: int) -> slice:
-        """Those of a piece."""
+        """The spans of a piece."""
         return slice(self.first[number], self.first[number + 1])
 
 
@@ -362,7 +362,7 @@ class DeviceRing:
         if table is None:
             return
         if not batch.places:
-            batch.places = self._places(batch.units, batch.room).split(batch.room)
+            batch.places = torch.split(self._places(batch.units, batch.room), batch.room)
         table.copy(piece.frames(batch.memory.stride), batch.places[number], gather=True)
 
     def _seal_and_copy(self, batch: SaveBatch, number: int, piece: Piece) -> None:
@@ -374,7 +374,7 @@ class DeviceRing:
         if not batch.packed:
             joined = bytearray(b"".join([header.pack() for header in batch.headers]))
             packed = to_device(torch.frombuffer(joined, dtype=torch.uint8), self.device)
-            batch.packed = packed.view(len(batch.headers), _SUMMED).split(batch.room)
+            batch.packed = torch.split(packed.view(len(batch.headers), _SUMMED), batch.room)
         packed, size = batch.packed[number], self.block_bytes[batch.group]
         frames = piece.frames(batch.memory.stride)
         frames[: len(packed), size : size + _SUMMED].copy_(packed)
@@ -416,7 +416,7 @@ class DeviceRing:
     def plan_load(
         self, parts: Sequence[Part], memory: TierMemory, slots: Sequence[int], *, checked: bool = False
     ) -> LoadBatch:
-        """What `load` queues, a piece at a time.
+        """Prepare what `load` queues, a piece at a time.
 
         Args:
             parts: the blocks of the slots, one group after the other.
@@ -436,7 +436,7 @@ class DeviceRing:
         names = () if checked else parts[0][2] if len(parts) == 1 else [name for _, _, some in parts for name in some]
         with torch.inference_mode(False):
             verdicts = torch.empty(len(slots), dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        return LoadBatch(cuts, units, names, memory, memory.spans(slots, room), room, verdicts.split(room))
+        return LoadBatch(cuts, units, names, memory, memory.spans(slots, room), room, torch.split(verdicts, room))
 
     def load(self, batch: LoadBatch, number: int, piece: Piece, mark: Event | None) -> RingLoad:
         """Queue the copy of the slots of piece `number` into units, of those whose frames are right, behind what this thread
@@ -467,8 +467,8 @@ class DeviceRing:
         if not batch.found:
             found = torch.empty(len(batch.names), dtype=torch.int32, device=self.device)
             lengths = batch.lengths
-            batch.whole, batch.found = found.split(batch.room), found.split(lengths)
-            batch.heads = to_device(heads(batch.names), self.device).split([HEAD_BYTES * one for one in lengths])
+            batch.whole, batch.found = torch.split(found, batch.room), torch.split(found, lengths)
+            batch.heads = torch.split(to_device(heads(batch.names), self.device), [HEAD_BYTES * one for one in lengths])
         frames = piece.frames(batch.memory.stride)
         for part in batch.parts[number]:
             wanted, found, size = batch.heads[part.index], batch.found[part.index], self.block_bytes[part.group]
@@ -477,7 +477,7 @@ class DeviceRing:
     def _scatter(self, batch: LoadBatch, number: int, piece: Piece) -> None:
         """Copy what is right into its units, and the verdicts to the host."""
         if not batch.places:
-            batch.places = self._places(batch.units, batch.room).split(batch.lengths)
+            batch.places = torch.split(self._places(batch.units, batch.room), batch.lengths)
         frames = piece.frames(batch.memory.stride)
         for part in batch.parts[number]:
             table = self._tables[part.group]

@@ -14,9 +14,8 @@ from torch import Tensor
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.blocks.runs import consecutive_runs
 from foreword.offload import huge_pages
-from foreword.offload.device import DeviceCopies, Event, Queues
+from foreword.offload.device import DeviceCopies, Event, Plane, Queues
 from foreword.offload.portable_copies import PlaneGroup, UnitPlane, copy_compiled
-from foreword.offload.ring import DeviceRing, copies_of
 from foreword.store.background import PagePopulator
 from foreword.store.base import Loan
 from foreword.store.frame import HEADER_BYTES
@@ -97,18 +96,19 @@ class StagingArena:
         self._stride = stride
         self._on_device: DeviceCopies | None = None
         if self.device.type == "cuda" or queues is not None:
-            self._on_device = DeviceCopies(arena, [group.planes() for group in self._groups], self.device, queues)
+            self._on_device = DeviceCopies(arena, self.planes(), self.device, queues)
         else:
             for group in self._groups:
                 group.prepare()
 
-    def device_ring(self, piece_bytes: int) -> DeviceRing | None:
-        """A ring, with pieces of so many bytes, for copies straight between these tensors and a tier; None on a CPU."""
-        if self._on_device is None:
-            return None
-        planes = [group.planes() for group in self._groups]
-        copies = copies_of(self.device)
-        return DeviceRing(planes, self.block_bytes, self.device, self._on_device.queues, piece_bytes, copies)
+    @property
+    def queues(self) -> Queues | None:
+        """The device's streams; None on a CPU."""
+        return None if self._on_device is None else self._on_device.queues
+
+    def planes(self) -> list[Sequence[Plane]]:
+        """The planes of each group, for other copies."""
+        return [group.planes() for group in self._groups]
 
     def places(self, group: int, blocks: Sequence[int]) -> np.ndarray[Any, Any]:
         """The coordinates of blocks of a group: int64 `[blocks, 3]`."""

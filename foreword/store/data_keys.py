@@ -34,6 +34,7 @@ from foreword.blocks.salt import GENERATION_BYTES, TENANT_BYTES, Salt, ungenerat
 from foreword.config import EncryptionConfig
 from foreword.errors import ConfigError, StoreError, StoreTimeout, StoreUnavailable
 from foreword.store.base import Store, time_left
+from foreword.store.frame import ENCRYPTED
 from foreword.store.master_keys import MasterKeys
 from foreword.store.store_keys import TenantKeys
 from foreword.store.tier import StoreTier
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("foreword.store")
 Result = TypeVar("Result")
 
-ENCRYPTED: Final = 1 << 31  # is set in the id of a data key, not in that of a secret that signs
 SHARED: Final = bytes(TENANT_BYTES)  # the tenant of records that belong to none
 _FORMAT: Final = 1
 _KEY_BYTES: Final = 32

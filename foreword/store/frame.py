@@ -45,6 +45,7 @@ VERSION: Final = 2
 HEADER_BYTES: Final = 192
 RAW: Final = 0
 UNKEYED: Final = 0
+ENCRYPTED: Final = 1 << 31  # is set in the id of a data key, not in that of a secret that signs
 UNAUTHENTICATED: Final = (1 << 32) - 1  # the key id that a frame with a wrong signature gets; no key has it
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
@@ -163,8 +164,8 @@ def read_header(data: bytes | memoryview) -> Header:
     if magic != MAGIC:
         raise BadFrame("magic", "this is not a Foreword block, or not all of it")
     if version != VERSION:
-        # A later version counts up. Other numbers, and a frame that is whole once its version is ours, are damage.
-        likely = VERSION < version <= VERSION + _LIKELY_VERSIONS and not _is_whole_as_ours(data, start)
+        # A later version counts up and keeps the checksum where it is (dev/formats.md). All else is damage.
+        likely = VERSION < version <= VERSION + _LIKELY_VERSIONS and _is_summed(data, start)
         reason = "version" if likely else "reserved"
         raise BadFrame(reason, f"format version {version} is not {VERSION}, which this program reads")
     if key_id not in (UNKEYED, UNAUTHENTICATED) and not any(data[-TAG_BYTES:]):
@@ -174,12 +175,13 @@ def read_header(data: bytes | memoryview) -> Header:
     return Header(layout, root, key, parent, depth, codec, raw_length, length, group, key_id, nonce)
 
 
-def _is_whole_as_ours(data: bytes | memoryview, start: int) -> bool:
-    """Whether the checksum is right if the version is this program's."""
+def _is_summed(data: bytes | memoryview, start: int) -> bool:
+    """Whether the checksum is that of the frame whose header starts there, or is encrypted and cannot be read here."""
     head = bytearray(data[start : start + _SUMMED])
-    head[4:6] = VERSION.to_bytes(2, "little")
+    key_id, _ = _KEY.unpack_from(head, _KEY_AT)
     _KEY.pack_into(head, _KEY_AT, UNKEYED, bytes(NONCE_BYTES))
-    return _checksum(memoryview(data)[:start], memoryview(head))[:-TAG_BYTES] == data[start + _SUMMED : -TAG_BYTES]
+    summed = _checksum(memoryview(data)[:start], memoryview(head))[:-TAG_BYTES]
+    return bool(key_id & ENCRYPTED) or summed == data[start + _SUMMED : -TAG_BYTES]
 
 
 def set_key(data: memoryview, key_id: int, nonce: bytes) -> None:

@@ -31,8 +31,9 @@ from foreword.blocks.salt import TENANT_BYTES
 from foreword.config import EncryptionConfig, StoreConfig
 from foreword.errors import BadFrame, StoreConfigError, StoreReadOnly, StoreWithoutKeys
 from foreword.store.base import BAD, FAILED, FOREIGN, Name, Store, StoreStatus, record_tenant, time_left
-from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, check_apart, check_exists, data_keys_of
+from foreword.store.data_keys import SHARED, DataKey, DataKeys, check_apart, check_exists, data_keys_of
 from foreword.store.frame import (
+    ENCRYPTED,
     HEADER_BYTES,
     MAGIC,
     NONCE_BYTES,

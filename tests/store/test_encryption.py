@@ -25,10 +25,10 @@ from foreword.errors import BadFrame, ConfigError, StoreError, StoreReadOnly
 from foreword.prefixes.erasure import KEY_STORE, PlaceOutcome, forget_tenant
 from foreword.store import data_keys, master_keys
 from foreword.store.base import FOREIGN, Store
-from foreword.store.data_keys import ENCRYPTED, SHARED, DataKey, DataKeys, data_keys_of
+from foreword.store.data_keys import SHARED, DataKey, DataKeys, data_keys_of
 from foreword.store.disk.disk_store import DiskStore
 from foreword.store.engine_store import EngineStore
-from foreword.store.frame import HEADER_BYTES, RAW, Frame, Header, check, frame
+from foreword.store.frame import ENCRYPTED, HEADER_BYTES, RAW, Frame, Header, check, frame
 from foreword.store.memory.memory_store import MemoryStore
 from foreword.store.sealing import IntegritySecret, KeyRing, SealedStore, _encrypted
 from foreword.store.store_keys import keys_from_environment

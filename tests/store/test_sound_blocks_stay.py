@@ -218,6 +218,22 @@ def test_another_version_is_left(stack: ExitStack) -> None:
     assert not inner.deleted and not store.tiers[0].counters.bad
 
 
+@pytest.mark.parametrize("version", range(VERSION + 1, VERSION + 4))
+def test_damage_is_not_taken_for_another_version(stack: ExitStack, version: int) -> None:
+    """A block whose version and payload were damaged together is deleted, and is there again once it has been stored again."""
+    inner = memory(stack)
+    frames = make_frames(1, LENGTH, PAYLOAD)
+    data = bytearray(frames[3].data)
+    data[-HEADER_BYTES + 4 : -HEADER_BYTES + 6] = version.to_bytes(2, "little")
+    data[7] ^= 1
+    put_all(inner, [replace(one, data=memoryview(data)) if one is frames[3] else one for one in frames])
+    store = TieredStore([inner])
+    assert read(store, frames) == [None if one is frames[3] else bytes(one.data) for one in frames]
+    assert store.tiers[0].counters.bad["reserved"] == 1
+    put_all(inner, frames)
+    assert read(store, frames) == whole(frames)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_fault_deletes(stack: ExitStack, seed: int) -> None:
     """Calls and blocks that fail at random, under random readers, delete nothing, and neither does `verify --repair`."""

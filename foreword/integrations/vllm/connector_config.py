@@ -27,6 +27,7 @@ from foreword.integrations.vllm.namespace import (
 )
 from foreword.integrations.vllm.transfer_extra import transfer_extra
 from foreword.integrations.vllm.weights import WeightsVersion
+from foreword.offload.direct_extra import direct_extra
 from foreword.offload.search import StoredGroup
 from foreword.store.store_keys import StoreKeys, check_apart, data_keys_of, keys_from_environment
 from foreword.store.types import Reach
@@ -129,6 +130,8 @@ class ConnectorSettings:
                 suggestion = did_you_mean(key, (*known, *names, *more))
                 raise ConfigError(f"unknown key {key!r} in kv_connector_extra_config{suggestion}")
         store = build(StoreConfig, "store", {"urls": list(urls), **given})
+        if store.direct:
+            direct_extra()
         check_apart(encryption, store.urls)
         reaches = {one.reach for one in check_stores(store.urls)}
         if transfer is not None or Reach.INSTANCE in reaches:

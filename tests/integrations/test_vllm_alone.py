@@ -1,0 +1,38 @@
+"""The vLLM connector where products beside it are not installed: it works without what they add, and says what to install."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from vllm_stub import stubbed_vllm
+
+from foreword.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def vllm() -> Iterator[Callable[[str], Any]]:
+    """Imports a module of the connector."""
+    with stubbed_vllm():
+        yield lambda name: importlib.import_module(f"foreword.integrations.vllm.{name}")
+
+
+@pytest.mark.parametrize(
+    ("module", "setting", "message"),
+    [("foreword.offload.direct_tier", {"direct": True}, r"store\.direct needs .*pip install 'foreword\[direct\]'")],
+)
+def test_a_setting_of_another_product(
+    vllm: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, module: str, setting: dict[str, Any], message: str
+) -> None:
+    """A setting that another product fulfils is an error where that is not installed, before a model is loaded; it is taken
+    where it is installed."""
+    settings = vllm("connector_config").ConnectorSettings
+    given = {"store": ["memory://?size=1MiB"], **setting}
+    settings.read(given)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=message):
+        settings.read(given)
+    settings.read({"store": given["store"]})
