@@ -31,6 +31,7 @@ import foreword.offload.ring
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
+from foreword.offload.device import Stream
 from foreword.offload.device_checksum import DeviceChecksums
 from foreword.offload.pinned import PinnedMemory
 from foreword.offload.staging import StagingArena
@@ -207,6 +208,42 @@ def test_a_tier_that_is_full_of_pins(direct: Make) -> None:
     assert behind.lookup(names_of_chain(8, 8), deadline=soon()) == 8
 
 
+def test_nothing_but_the_ring_is_on_the_device(direct: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a further tier are loaded, and blocks for which memory has no room saved, through the pieces of the ring: the
+    staging arena has no mirror. Whatever a step does meanwhile, they have their bytes."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(tier_blocks=4, behind=[behind])
+    engine.store(7, 4)
+    assert engine.memory.pin(names_of_chain(7, 2), deadline=soon()) == 2
+    engine.store(8, 10)  # two find room at most, the others go to the further tier
+    engine.device.begin_step()
+    load: Any = engine.load(8, range(10, 20))
+    engine.device.submit(Stream.COMPUTE, partial(engine.blocks[:10].fill_, 1))
+    assert engine.await_load(load) == 10 and engine.values(range(20)) == [1] * 10 + [8] * 10
+    assert behind.lookup(names_of_chain(8, 10), deadline=soon()) == 10
+    assert not engine.staging.device_bytes and not engine.offload._direct.ring.loading  # type: ignore[union-attr]
+
+
+def test_a_load_through_the_ring_is_aborted(direct: Make) -> None:
+    """Of blocks of a further tier, while its copies wait for a step: its blocks and piece are free when they have ended."""
+    behind = MemoryStore(1 << 20, label="behind")
+    engine = direct(tier_blocks=4, behind=[behind])
+    engine.store(7, 8)
+    engine.memory.delete(names_of_chain(7, 8), deadline=soon())
+    device = engine.device
+    device.begin_step()
+    load: Any = engine.load(7, range(8, 16))
+    device.settle(lambda: load.done)
+    load.close()
+    assert not load.done and load.copying
+    device.end_step()
+    while not load.done:
+        device.settle(lambda: load.done)
+    engine.blocks.zero_()
+    device.settle(lambda: not engine.offload._direct.ring.loading)  # type: ignore[union-attr]
+    assert engine.values(range(24)) == [0] * 24
+
+
 def test_a_tenant_with_its_quota_full_of_pins(direct: Make) -> None:
     """What memory refuses since a tenant has used up its quota counts as failed if there is no further tier."""
     engine = direct(memory=MemoryStore(16 * FRAME, slot_bytes=FRAME, tenant_quota=0.25))
@@ -302,6 +339,7 @@ def test_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         engine.store(7, 4)
         engine.blocks.zero_()
         assert engine.await_load(engine.load(7, range(4))) == 4 and engine.values(range(4)) == [7] * 4
+        assert engine.staging.device_bytes == 8 * (-(-FRAME // 64) * 64)  # the mirror
     finally:
         engine.close()
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foreword.blocks.runs import consecutive_runs
 
+Units = np.ndarray[Any, Any]
 _AXES = 6
 _NUMBERS = 5 + 3 * _AXES
 _WORDS_PER_PROGRAM = 1024
@@ -176,6 +178,42 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+class Pieces(Protocol):
+    """Pieces of a device's memory, through which frames are copied in place of a mirror (ring.py).
+
+    Attributes:
+        closed: they are no more.
+        piece_bytes: of a piece for loads.
+    """
+
+    closed: bool
+    piece_bytes: int
+
+    @property
+    def free(self) -> bool:
+        """Whether a piece is free now."""
+        ...
+
+    def wait_for(self, deadline: float) -> Any:
+        """A piece for a load, or None if none is free until the deadline, or they are no more."""
+        ...
+
+    def give(self, piece: Any) -> None:
+        """Return a piece. No copy uses it any more."""
+        ...
+
+    def save_frames(self, arena: Tensor, group: int, units: Units, slots: Sequence[int]) -> Event | None:
+        """Queue the copy of units into slots of host memory, bytes `[slots, stride]`. Returns its end; None: they are no more,
+        and nothing is queued."""
+        ...
+
+    def load_frames(
+        self, arena: Tensor, parts: Sequence[tuple[int, Units]], slots: Sequence[int], piece: Any, mark: Event | None
+    ) -> Event:
+        """Queue the copy of slots into the units of groups, one group after the other, through a piece. Returns its end."""
+        ...
+
+
 @dataclass(slots=True)
 class _Copy:
     """A copy into some slots, and whether it is known to be done."""
@@ -190,28 +228,54 @@ class DeviceCopies:
     Args:
         arena: bytes `[slots, stride]`.
         groups: the planes of each group.
+
+    Attributes:
+        pieces: copies go through them, and there is no mirror; None, or closed ones: through the mirror.
     """
 
     def __init__(
         self, arena: Tensor, groups: Sequence[Sequence[Plane]], device: torch.device, queues: Queues | None = None
     ) -> None:
+        self.pieces: Pieces | None = None
         self._arena = arena
         self._device = device
-        self._mirror = torch.empty(arena.shape, dtype=torch.uint8, device=device)
+        self._mirror: Tensor | None = None
+        self._making = threading.Lock()
         self._tables = [PlaneTable.of(planes, device) for planes in groups]
         self.queues = self._queues = CudaQueues(device) if queues is None else queues
         self._saves: dict[int, _Copy] = {}
 
-    def save(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int]) -> None:
-        """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work."""
-        queues = self._queues
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device that the mirror takes."""
+        return 0 if self._mirror is None else self._mirror.nbytes
+
+    def mirror(self) -> Tensor:
+        """The mirror, which is made when it is needed."""
+        with self._making:
+            if self._mirror is None:
+                self._mirror = torch.empty(self._arena.shape, dtype=torch.uint8, device=self._device)
+            return self._mirror
+
+    def save(self, group: int, units: Units, slots: Sequence[int]) -> None:
+        """Queue the copy of units into slots. `wait` tells when it is done; the units may be overwritten by later work.
+
+        Args:
+            units: int64 `[units, 3]`, the coordinates of each.
+        """
+        pieces = self.pieces
+        copied = None if pieces is None else pieces.save_frames(self._arena, group, units, slots)
+        copy = _Copy(self._save(group, units, slots) if copied is None else copied)
+        for slot in slots:
+            self._saves[slot] = copy
+
+    def _save(self, group: int, units: Units, slots: Sequence[int]) -> Event:
+        queues, mirror = self._queues, self.mirror()
         # If a slot was given back before its last copy was done, that copy may be of both: it is followed by this one.
         queues.submit(Stream.COMPUTE, lambda: self._launch(group, units, slots, gather=True))
         queues.wait(Stream.SAVE, queues.record(Stream.COMPUTE))
-        queues.submit(Stream.SAVE, lambda: self._move(self._arena, self._mirror, slots))
-        copy = _Copy(queues.record(Stream.SAVE))
-        for slot in slots:
-            self._saves[slot] = copy
+        queues.submit(Stream.SAVE, lambda: self._move(self._arena, mirror, slots))
+        return queues.record(Stream.SAVE)
 
     def wait(self, slot: int) -> None:
         """Wait until what was saved into a slot is there."""
@@ -224,16 +288,24 @@ class DeviceCopies:
         """The work that the engine has queued so far. On its thread, when it hands blocks over to a load."""
         return self._queues.record(Stream.COMPUTE)
 
-    def load(self, group: int, slots: Sequence[int], units: Sequence[tuple[int, int, int]], mark: Event | None) -> None:
-        """Queue the copy of slots into units, behind what this thread has queued before, and behind `mark` if there is one.
-        The slots must not change, nor the units be used, until `loaded` was waited for."""
+    def load(self, group: int, slots: Sequence[int], units: Units, mark: Event | None) -> None:
+        """Queue the copy of slots into units, through the mirror, behind what this thread has queued before, and behind `mark`
+        if there is one. The slots must not change, nor the units be used, until `loaded` was waited for."""
         for slot in slots:
             self.wait(slot)
-        queues = self._queues
-        queues.submit(Stream.LOAD, lambda: self._move(self._mirror, self._arena, slots))
+        queues, mirror = self._queues, self.mirror()
+        queues.submit(Stream.LOAD, lambda: self._move(mirror, self._arena, slots))
         if mark is not None:
             queues.wait(Stream.LOAD, mark)
         queues.submit(Stream.LOAD, lambda: self._launch(group, units, slots, gather=False))
+
+    def load_through(
+        self, pieces: Pieces, piece: Any, parts: Sequence[tuple[int, Units]], slots: Sequence[int], mark: Event | None
+    ) -> Event:
+        """The same through a piece, for units of groups, one group after the other. Returns the end of the copy."""
+        for slot in slots:
+            self.wait(slot)
+        return pieces.load_frames(self._arena, parts, slots, piece, mark)
 
     def loaded(self) -> Event:
         """The end of the loads that this thread has queued so far."""
@@ -244,9 +316,10 @@ class DeviceCopies:
             frames = slice(slots[low], slots[low] + high - low)
             target[frames].copy_(source[frames], non_blocking=True)
 
-    def _launch(self, group: int, units: Sequence[tuple[int, int, int]], slots: Sequence[int], *, gather: bool) -> None:
+    def _launch(self, group: int, units: Units, slots: Sequence[int], *, gather: bool) -> None:
         table = self._tables[group]
         if table is None:
             return
-        host = torch.tensor([(*unit, slot) for unit, slot in zip(units, slots, strict=True)], dtype=torch.long)
-        table.copy(self._mirror, to_device(host, self._device), gather=gather)
+        host = np.empty((len(units), 4), np.int64)
+        host[:, :3], host[:, 3] = units, slots
+        table.copy(self.mirror(), to_device(torch.from_numpy(host), self._device), gather=gather)

@@ -520,6 +520,7 @@ def _open(store: TieredStore, staging: StagingArena, writer: WriteBehind) -> Dir
     if ring is None or memory is None:
         log.warning("store.direct has no effect: %s; blocks go through the staging arena", reason)
         return None
+    staging.use(ring)
     pinning = CudaPinning(staging.device) if is_cuda(staging.device) else None
     return DirectTier(store, memory, ring, lambda group, units: staging.places(group, units), writer, pinning)
 

@@ -85,3 +85,18 @@ def test_preempted(model: Path) -> None:
     assert case["answers"] == answers(vllm(model, None, [RUNNING], max_tokens=2 * LATER)["rounds"][0])
     assert case["later"] == answers(vllm(model, None, [longer])["rounds"][0])
     assert case["cached"] == [len(prompt) // BLOCK * BLOCK for prompt in longer]
+
+
+def test_ranks(model: Path) -> None:
+    """Two ranks, each in a process with a ring and a memory of its own: both copy directly, and load all that they have saved;
+    the answers are those of two ranks alone."""
+    ranked = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    job = {"model": str(model), "store": [MEMORY], "llm": ranked, "ranks": ASKED}
+    found = run("vllm_direct_script.py", job, TRITON_INTERPRET="1", **cores)
+    computed, loaded = found["rounds"]
+    alone = {"model": str(model), "store": None, "llm": ranked, "rounds": [ASKED]}
+    assert answers(computed) == answers(loaded) == answers(run("vllm_script.py", alone, **cores)["rounds"][0])
+    assert [one["cached"] for one in loaded] == WHOLE
+    assert [one["state"] for one in found["states"]] == ["on", "on"]
+    assert all(one["directly"] >= BLOCKS and one["loaded"] == BLOCKS for one in found["states"])

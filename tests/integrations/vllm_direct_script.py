@@ -117,8 +117,41 @@ class Cases:
         }
 
 
+def state_of(worker: Any) -> dict[str, Any]:
+    """How the connector of a rank copies. A module's function, as vLLM pickles it for its workers."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    offload = get_kv_transfer_group()._worker_side.offload
+    until = time.monotonic() + WITHIN
+    while not offload.direct_state or not offload.flush(WITHIN):
+        assert time.monotonic() < until, "the test at the start does not end"
+        time.sleep(0.01)
+    status = offload.status()
+    directly = offload._direct.saved if offload._direct is not None else 0
+    return {"state": offload.direct_state, "directly": directly, "loaded": status.loaded, "dropped": status.dropped}
+
+
+def ranks(job: dict[str, Any]) -> dict[str, Any]:
+    """Several ranks, each in a process of its own: answers, and once more when vLLM has forgotten its own cache."""
+    from vllm import SamplingParams
+
+    llm = make_llm({"connector": "DirectConnector", "extra": {"direct": True}, **job})
+    llm.collective_rpc(state_of)
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False)
+    rounds = []
+    for _ in range(2):
+        prompts = [{"prompt_token_ids": one} for one in job["ranks"]]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        rounds.append([{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in outputs])
+        states = llm.collective_rpc(state_of)
+        assert llm.reset_prefix_cache()
+    return {"rounds": rounds, "states": states}
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
+    if "ranks" in job:
+        finish(ranks(job))
     cases = Cases(job)
     found = [getattr(cases, name)(*arguments) for name, *arguments in job["cases"]]
     cases.offload.close(WITHIN)
