@@ -254,7 +254,8 @@ class DeviceCopies:
         """The mirror, which is made when it is needed."""
         with self._making:
             if self._mirror is None:
-                self._mirror = torch.empty(self._arena.shape, dtype=torch.uint8, device=self._device)
+                with torch.inference_mode(False):  # threads write there that have no such mode
+                    self._mirror = torch.empty(self._arena.shape, dtype=torch.uint8, device=self._device)
             return self._mirror
 
     def save(self, group: int, units: Units, slots: Sequence[int]) -> None:
