@@ -3,10 +3,13 @@ interpreter: the host touches no byte, what is wrong never reaches KV, and witho
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
 import threading
+import types
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +30,15 @@ from direct_engine import (
 from example_counts import represented
 
 import foreword.offload.direct_tier
+import foreword.offload.pinned
 import foreword.offload.ring
 from foreword.blocks.layout import LayerLayout, Layout
 from foreword.conformance import FlakyStore, soon
 from foreword.engine.engine_stores import EngineStores
+from foreword.offload import numa
 from foreword.offload.device import Stream
 from foreword.offload.device_checksum import DeviceChecksums
-from foreword.offload.pinned import PinnedMemory
+from foreword.offload.pinned import PinnedMemory, allocated
 from foreword.offload.staging import StagingArena
 from foreword.store import frame as frames_module
 from foreword.store.frame import RAW, Header, check, seal
@@ -215,7 +220,10 @@ def test_nothing_but_the_ring_is_on_the_device(direct: Make, monkeypatch: pytest
     engine = direct(tier_blocks=4, behind=[behind])
     engine.store(7, 4)
     assert engine.memory.pin(names_of_chain(7, 2), deadline=soon()) == 2
-    engine.store(8, 10)  # two find room at most, the others go to the further tier
+    done = 0
+    while done < 10:  # two find room, the others go to the further tier
+        done += engine.save(8, range(done, 10), done=done)
+        assert engine.offload.flush(60)
     engine.device.begin_step()
     load: Any = engine.load(8, range(10, 20))
     engine.device.submit(Stream.COMPUTE, partial(engine.blocks[:10].fill_, 1))
@@ -227,7 +235,7 @@ def test_nothing_but_the_ring_is_on_the_device(direct: Make, monkeypatch: pytest
 def test_a_load_through_the_ring_is_aborted(direct: Make) -> None:
     """Of blocks of a further tier, while its copies wait for a step: its blocks and piece are free when they have ended."""
     behind = MemoryStore(1 << 20, label="behind")
-    engine = direct(tier_blocks=4, behind=[behind])
+    engine = direct(behind=[behind])
     engine.store(7, 8)
     engine.memory.delete(names_of_chain(7, 8), deadline=soon())
     device = engine.device
@@ -369,12 +377,26 @@ def test_the_first_store_is_no_memory(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 class Locks:
-    """Page-locks memory on paper, as far as a test lets it."""
+    """Page-locks memory on paper, as far as a test lets it.
 
-    def __init__(self, refused: int = 1 << 40) -> None:
+    Attributes:
+        placed: what was to be near the device.
+        gives: it allocates memory.
+    """
+
+    def __init__(self, refused: int = 1 << 40, *, gives: bool = False) -> None:
         self.locked: dict[int, int] = {}
         self.refused = refused
+        self.gives = gives
+        self.placed: list[tuple[int, int]] = []
         self.more = threading.Semaphore(0)
+
+    def place(self, address: int, size: int) -> None:
+        assert not self.locked
+        self.placed.append((address, size))
+
+    def allocate(self, size: int) -> memoryview | None:
+        return memoryview(bytearray(size)) if self.gives else None
 
     def lock(self, address: int, size: int) -> str | None:
         self.more.acquire()
@@ -406,6 +428,7 @@ def test_memory_is_locked_in_pieces() -> None:
     locks.more.release(2)
     memory._thread.join(60)
     assert memory.end == 1000 and len(later) == 2 and locks.locked == {4096: 300, 4396: 300, 4696: 300, 4996: 100}
+    assert locks.placed == [(4096, 1000)]
     assert memory.close(60) and not locks.locked and not memory.end
 
 
@@ -433,6 +456,102 @@ def test_memory_is_unlocked(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     assert not direct.ring.loading
     engine.close()
     assert not locks.locked
+
+
+def locked_by(monkeypatch: pytest.MonkeyPatch, locks: Locks) -> None:
+    module = foreword.offload.direct_tier
+    monkeypatch.setattr(module, "CudaPinning", lambda device: locks)
+    monkeypatch.setattr(module, "is_cuda", lambda device: True)
+    locks.more.release(100)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_memory_that_may_not_be_locked_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, early: bool
+) -> None:
+    """As on a confidential machine: where the tier's memory cannot be page-locked, memory that is allocated so takes its place,
+    and one line says why. Blocks go straight there; one that came before is a miss."""
+    small_pieces(monkeypatch)
+    locks = Locks(refused=0, gives=True)
+    locked_by(monkeypatch, locks)
+    caplog.set_level(logging.INFO, "foreword.offload")
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+    if early:
+        header = Header(*_parts(5, 0), 0, RAW, BYTES, BYTES)
+        buffer = memoryview(bytearray(FRAME))
+        memory.put([seal(header, buffer)], deadline=soon())
+    before = memory.memory
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert direct.usable and memory.memory is not before and not locks.locked
+    [line, _] = [record.getMessage() for record in caplog.records if record.name == "foreword.offload"]
+    assert "allocated page-locked" in line and "operation not permitted" in line
+    engine.store(7, 8)
+    engine.blocks.zero_()
+    assert engine.await_load(engine.load(7, range(8))) == 8 and engine.values(range(8)) == [7] * 8
+    assert memory.status().blocks == 8 and engine.offload.status().saved == 8
+    engine.close()
+
+
+def test_memory_that_may_not_be_moved(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """While a block is pinned the tier keeps its memory: blocks go through the staging arena."""
+    small_pieces(monkeypatch)
+    monkeypatch.setattr(foreword.offload.pinned, "_PATIENCE", 0.0)
+    locked_by(monkeypatch, Locks(refused=0, gives=True))
+    memory = MemoryStore(16 * FRAME, slot_bytes=FRAME)
+    header = Header(*_parts(5, 0), 0, RAW, BYTES, BYTES)
+    memory.put([seal(header, memoryview(bytearray(FRAME)))], deadline=soon())
+    assert memory.pin([header.name], deadline=soon()) == 1
+    engine = DirectEngine(memory=memory)
+    direct: Any = engine.offload._direct
+    direct._pinned._thread.join(60)
+    assert not direct.usable and "cannot be page-locked: operation not permitted" in caplog.text
+    engine.store(7, 4)
+    assert memory.lookup([header.name], deadline=soon()) == 1 and memory.status().blocks == 5
+    engine.close()
+
+
+def test_memory_of_the_driver_ends_with_its_last_view() -> None:
+    """Not before: a view of a frame may outlive the store."""
+    kept, freed = bytearray(b"x" * 64), list[int]()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(kept))
+
+    def allocate(found: Any, size: Any, flags: Any) -> int:
+        found._obj.value = address
+        return 0 if size.value == 64 else 2
+
+    driver = types.SimpleNamespace(cuMemHostAlloc=allocate, cuMemFreeHost=lambda found: freed.append(found.value))
+    assert allocated(65, driver) is None
+    memory = allocated(64, driver)
+    assert memory is not None and memory.nbytes == 64
+    memory[:2] = b"ab"
+    frame, memory = memory[:4], None
+    assert bytes(frame) == b"abxx" and not freed
+    del frame
+    assert freed == [address]
+
+
+def test_memory_near_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system says which node a device is at, or nothing; it is asked for pages of that node, whole and those that are
+    there."""
+    for name, text in (("0000:3b:00.0", "1\n"), ("0000:3c:00.0", "-1\n"), ("0000:3d:00.0", "?")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "numa_node").write_text(text)
+    addresses = ("0000:3B:00.0", "0000:3c:00.0", "0000:3d:00.0", "0000:3e:00.0")
+    assert [numa.node_of(address, tmp_path) for address in addresses] == [1, None, None, None]
+    asked: list[Any] = []
+
+    def syscall(*given: Any) -> int:
+        asked.extend(bytes(one._obj) if hasattr(one, "_obj") else one.value for one in given)
+        return 0
+
+    monkeypatch.setattr(numa.ctypes, "CDLL", lambda name: types.SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(numa.platform, "machine", lambda: "x86_64")
+    assert numa.prefer(4096, 8192, 9)
+    assert asked == [237, 4096, 8192, 1, bytes([0, 2]) + bytes(126), 1025, 2]
+    monkeypatch.setattr(numa.platform, "machine", lambda: "riscv64")
+    assert not numa.prefer(4096, 8192, 9)
 
 
 def test_slots_that_are_longer_than_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

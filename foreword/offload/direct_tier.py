@@ -211,7 +211,7 @@ class DirectTier(DirectCopies):
             self._begin()
         else:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin)
+            self._pinned = PinnedMemory(memory, address, len(memory), pinning, self._begin, self.tier.store.move_to)
             self._pinned.start()
 
     # The start
@@ -292,7 +292,7 @@ class DirectTier(DirectCopies):
     def _tier_memory(self, memory: memoryview | bytes, stride: int) -> TierMemory:
         known = self._memory
         if known is None or known.stride != stride:
-            cut = sys.maxsize if self._pinned is None else PIN_BYTES
+            cut = sys.maxsize if self._pinned is None or self._pinned.moved else PIN_BYTES
             self._memory = known = TierMemory.of(memory, stride, cut)
         return known
 

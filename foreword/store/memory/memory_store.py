@@ -246,7 +246,14 @@ class MemoryArena:
             with contextlib.suppress(OSError):  # the kernel does not support it: slower, but correct
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.address = _address(self.view)
+
+    @classmethod
+    def over(cls, memory: memoryview) -> MemoryArena:
+        """Other memory, which its view keeps."""
+        arena = cls.__new__(cls)
+        arena.size, arena.view, arena.address = memory.nbytes, memory, _address(memory)
+        return arena
 
     def write(self, offset: int, data: memoryview, size: int = 0) -> None:
         """Copy `data` to `offset`, and what lies behind it in memory up to `size` bytes."""
@@ -345,6 +352,24 @@ class MemoryStore(LocalRecords):
     def memory(self) -> memoryview | None:
         arena = self._arena
         return None if arena is None else arena.view
+
+    def move_to(self, memory: memoryview) -> bool:
+        with self._lock:
+            if self._arena is None or memory.nbytes != self._size or self._slots.held:
+                return False
+            gone = list(self._slots.chains.index)
+            self._populator.stop()
+            self._arena = MemoryArena.over(memory)
+            names = self._slots.names
+            self._slots = SlotTable(self._size, self._slots.slot_bytes, self._quota)
+            self._slots.names = names
+            for name in gone:
+                if names is not None:
+                    names.discard(name)
+                if self.on_evicted is not None:
+                    self.on_evicted(name)
+            self._evictions += len(gone)
+            return True
 
     @staticmethod
     def check_options(
